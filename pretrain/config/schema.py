@@ -1,0 +1,174 @@
+"""The configuration of a run. The docstring under a field is its help text; see `megamem.config.EffectiveWhen` for conditional fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from megamem.config import EffectiveWhen, ModelConfig
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid out over ranks. Data parallelism is the number of ranks over tensor x pipeline x context."""
+
+    tensor: int = 1
+    """Tensor-parallel size. Above 1, activations between blocks are split along the sequence (sequence parallelism)."""
+    pipeline: int = 1
+    """Pipeline stages."""
+    virtual_pipeline: Annotated[int, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = 1
+    """Model chunks per pipeline stage; above 1 selects the interleaved schedule."""
+    context: int = 1
+    """Context-parallel size (needs model.implementation: transformer_engine)."""
+    memory: int = 1
+    """G: ranks over which the columns of the memory tables are split."""
+    timeout_minutes: float = 10.0
+    """How long a collective may wait before the run ends with an error."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length, batch and precision of a run."""
+
+    num_steps: int = 100
+    """Optimizer steps in all."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int = 4
+    """Sequences per forward pass and data-parallel rank; the rest of the global batch is accumulated."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: bf16 weights and activations with fp32 main weights, gradients and optimizer state."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activation recomputation: every block (full), or the attention core only (selective)."""
+    max_skipped_steps: int = 20
+    """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
+    kernels: Literal["auto", "naive"] = "auto"
+    """auto: the fastest memory kernels this machine has; naive: the PyTorch reference."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW in four groups: backbone with and without decay, retrieval, and values (tables)."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: Annotated[
+        float, EffectiveWhen(lambda c: c.schedule != "constant", "optimizer.schedule is cosine or wsd")
+    ] = 1e-4
+    """Learning rate at the end of the schedule."""
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """After warm-up: constant; cosine to min_lr over the run; or warm-up, stable, linear decay to min_lr (wsd)."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from lr / warmup_steps."""
+    decay_steps: Annotated[int, EffectiveWhen(lambda c: c.schedule == "wsd", "optimizer.schedule is wsd")] = 0
+    """Steps of the final linear decay of the wsd schedule."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the decayed groups (matrices and tables; never norms and gains)."""
+    value_weight_decay: float | None = None
+    """Decoupled weight decay of the memory tables; null: weight_decay."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.95
+    """AdamW's second-moment decay."""
+    epsilon: float = 1e-8
+    """AdamW's denominator offset."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    value_lr_multiplier: float = 1.0
+    """Learning rate of values and pre-values over that of the backbone, at the start."""
+    value_lr_end_multiplier: float | None = None
+    """The same after value_lr_decay_tokens; null: constant."""
+    value_lr_decay_tokens: Annotated[
+        int, EffectiveWhen(lambda c: c.value_lr_end_multiplier is not None, "optimizer.value_lr_end_multiplier is set")
+    ] = 0
+    """Tokens over which the multiplier goes linearly from its start to its end; 0: the whole run."""
+    pre_value_lr_multiplier: float | None = None
+    """Learning-rate multiplier of the pre-value tables alone, constant; null: they follow the values."""
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One prepared data set of a blend."""
+
+    path: str
+    """Folder written by `megamem data prepare`."""
+    weight: float = 1.0
+    """Share of the samples, relative to the other entries."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from."""
+
+    datasets: tuple[DatasetEntry, ...] = ()
+    """Prepared data sets, blended by weight; all of one tokenizer."""
+    seed: int | None = None
+    """Seed of the document and sample order; null: the run's seed."""
+    num_workers: int = 0
+    """Processes per rank that read ahead; 0: read in the training process."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Loss on held-out documents during training."""
+
+    every_steps: int = 0
+    """Evaluate after every so many steps; 0: at the end only."""
+    max_sequences: int | None = None
+    """Held-out sequences per evaluation; null: all of them."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved, and what is kept."""
+
+    every_steps: int = 0
+    """Save after every so many steps; 0: at the end only."""
+    keep_last: int = 2
+    """Newest checkpoints to keep; 0: all."""
+    keep_every_steps: int = 0
+    """Checkpoints of steps divisible by this are never removed; 0: no such rule."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where metrics go besides `metrics.jsonl`, which is always written."""
+
+    every_steps: int = 1
+    """Write a metrics row every so many steps."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run folder."""
+    wandb_mode: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases; offline writes files that `wandb sync` uploads."""
+    wandb_project: Annotated[
+        str, EffectiveWhen(lambda c: c.wandb_mode != "disabled", "logging.wandb_mode is offline or online")
+    ] = "megamem"
+    """Weights & Biases project."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that defines a run."""
+
+    name: str = "run"
+    """Names the run folder (runs/<name>) unless --run-dir is given."""
+    seed: int = 1
+    """Seed of the initial weights and, unless data.seed is set, of the data order."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The layout."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length, batch, precision."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer groups and schedules."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data sets."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation during training."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Metrics sinks."""
