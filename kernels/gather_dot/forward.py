@@ -1,0 +1,31 @@
+"""The forward pass of `gather_dot` in PyTorch, not differentiable: also the coefficient gradient of `gather_sum`.
+
+Legend: R table rows, T tokens, J rows read per token, C column groups, W columns (C divides W).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.chunks import token_chunks
+
+
+def grouped_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int) -> Tensor:
+    """out[t, j, c] = <table[ids[t, j], group c], x[t, group c]>, without a [T, J, W] temporary.
+
+    Args:
+        table: [R, W].
+        ids: [T, J], int64.
+        x: [T, W].
+        num_groups: C, which divides W.
+
+    Returns:
+        [T, J, C].
+    """
+    num_tokens, num_rows_read = ids.shape
+    out = x.new_empty(num_tokens, num_rows_read, num_groups)
+    for chunk in token_chunks(num_tokens, num_rows_read * table.shape[1]):
+        rows = table[ids[chunk]].view(-1, num_rows_read, num_groups, table.shape[1] // num_groups)
+        vectors = x[chunk].reshape(rows.shape[0], 1, num_groups, -1)
+        out[chunk] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
+    return out

@@ -1,0 +1,36 @@
+"""`gather_sum` as an autograd op whose table gradient goes straight into Megatron's fp32 `main_grad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gather_dot.forward import grouped_gather_dot
+from kernels.gather_sum.forward import grouped_gather_sum
+from kernels.segment_accumulate.op import table_gradient
+
+
+def gather_sum(table: Tensor, ids: Tensor, coef: Tensor) -> Tensor:
+    """The function of `kernels.gather_sum.naive.gather_sum`, without its [T, J, W] temporary.
+
+    The gradient of a table that carries a `main_grad` is added there, and autograd sees an empty sparse gradient in its place.
+    """
+    out: Tensor = _GatherSum.apply(table, ids, coef)
+    return out
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, coef: Tensor) -> Tensor:
+        ctx.save_for_backward(table, ids, coef)
+        return grouped_gather_sum(table, ids, coef)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, Tensor | None]:
+        table, ids, coef = ctx.saved_tensors
+        grad_out = grads[0].contiguous()
+        grad_coef = grouped_gather_dot(table, ids, grad_out, coef.shape[2]) if ctx.needs_input_grad[2] else None
+        grad_table = table_gradient(table, ids, coef, grad_out) if ctx.needs_input_grad[0] else None
+        return grad_table, None, grad_coef
