@@ -1,0 +1,158 @@
+"""Ranks that torchrun, Slurm or our launcher started are recognised, and contradictions name the variable."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.ranks import RankEnvironment, current_ranks, expand_nodelist
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_ID": "123",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+}
+MEGAMEM = {
+    "MEGAMEM_RENDEZVOUS": "file:///scratch/rendezvous",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+
+
+def test_torchrun() -> None:
+    assert current_ranks(TORCHRUN) == RankEnvironment(3, 8, 1, 2, "env://", "torchrun")
+
+
+def test_torchrun_without_local_world_size_is_one_machine() -> None:
+    environ = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"}
+    assert current_ranks(environ) == RankEnvironment(3, 8, 1, 8, "env://", "torchrun")
+
+
+def test_our_launcher_wins_over_what_it_inherited() -> None:
+    found = current_ranks(TORCHRUN | SLURM | MEGAMEM)
+    assert found == RankEnvironment(1, 2, 1, 2, "file:///scratch/rendezvous", "megamem")
+
+
+def test_slurm_step() -> None:
+    found = current_ranks(SLURM)
+    assert found is not None
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 6, 1, 2)
+    assert found.source == "slurm"
+    assert found.init_method.startswith("tcp://gpu07:")
+
+
+def test_slurm_ranks_agree_on_an_address_and_steps_differ() -> None:
+    urls = [current_ranks(SLURM | {"SLURM_PROCID": str(rank)}) for rank in range(6)]
+    assert len({url.init_method for url in urls if url}) == 1
+    later_step = current_ranks(SLURM | {"SLURM_STEP_ID": "1"})
+    assert later_step is not None
+    assert urls[0] is not None
+    assert later_step.init_method != urls[0].init_method
+
+
+@pytest.mark.parametrize("job_id", ["0", "1", "123", "99999999"])
+def test_slurm_port_is_below_the_ephemeral_range(job_id: str) -> None:
+    found = current_ranks(SLURM | {"SLURM_JOB_ID": job_id})
+    assert found is not None
+    assert 1024 < int(found.init_method.rsplit(":", 1)[1]) < 32768
+
+
+def test_slurm_honours_a_chosen_rendezvous() -> None:
+    found = current_ranks(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "6000", "WORLD_SIZE": "6"})
+    assert found is not None
+    assert found.init_method == "tcp://head:6000"
+
+
+def test_torchrun_inside_srun_is_torchrun() -> None:
+    found = current_ranks(SLURM | TORCHRUN)
+    assert found is not None
+    assert found.source == "torchrun"
+
+
+def test_slurm_uneven_nodes() -> None:
+    found = current_ranks(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4,1(x2)", "SLURM_LOCALID": "0"})
+    assert found is not None
+    assert found.local_world_size == 1
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {k: v for k, v in environ.items() if k not in names}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param({}, id="plain shell"),
+        pytest.param({"WORLD_SIZE": "1"}, id="world of one"),
+        pytest.param({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "a,b"}, id="salloc shell"),
+        pytest.param(without(SLURM, "SLURM_STEP_ID"), id="batch script"),
+        pytest.param(SLURM | {"SLURM_STEP_ID": "4294967290"}, id="interactive step"),
+        pytest.param(SLURM | {"SLURM_STEP_ID": "4294967291"}, id="batch step"),
+        pytest.param(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, id="srun --pty bash"),
+    ],
+)
+def test_no_ranks_were_started(environ: dict[str, str]) -> None:
+    assert current_ranks(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        pytest.param(TORCHRUN | {"RANK": "8"}, "RANK=8", id="rank past the world"),
+        pytest.param(TORCHRUN | {"RANK": "-1"}, "RANK=-1", id="negative rank"),
+        pytest.param(TORCHRUN | {"RANK": "one"}, "RANK='one'", id="rank is no number"),
+        pytest.param(TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'", id="port is no number"),
+        pytest.param(without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR", id="no address"),
+        pytest.param(TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT", id="empty port"),
+        pytest.param(without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE", id="no world size"),
+        pytest.param(without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK", id="no local rank"),
+        pytest.param(TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2", id="local rank past its machine"),
+        pytest.param({"WORLD_SIZE": "4"}, "WORLD_SIZE='4'", id="world size alone"),
+        pytest.param(SLURM | {"SLURM_PROCID": "6"}, "SLURM_PROCID=6", id="slurm rank past the world"),
+        pytest.param(SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3", id="slurm node past the list"),
+        pytest.param(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE", id="slurm counts"),
+        pytest.param(SLURM | {"SLURM_STEP_NODELIST": "gpu[7-"}, r"gpu\[7-", id="slurm node list"),
+        pytest.param(without(SLURM, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST", id="no slurm node list"),
+        pytest.param(without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID", id="no slurm local id"),
+    ],
+)
+def test_contradictions_name_the_variable(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        current_ranks(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("localhost", ["localhost"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3,5]", ["n1", "n2", "n3", "n5"]),
+        ("n[008-011]", ["n008", "n009", "n010", "n011"]),
+        ("rack1-n[1-2],gpu4", ["rack1-n1", "rack1-n2", "gpu4"]),
+        ("r[1-2]n[3-4]", ["r1n3", "r1n4", "r2n3", "r2n4"]),
+        ("n[9-10]-ib.cluster.local", ["n9-ib.cluster.local", "n10-ib.cluster.local"]),
+    ],
+)
+def test_nodelists(nodelist: str, hosts: list[str]) -> None:
+    assert expand_nodelist(nodelist) == hosts
+
+
+@pytest.mark.parametrize("nodelist", ["", "n[1-", "n[]", "n[3-1]", "n[a-b]", "n]1[", "a,,b"])
+def test_malformed_nodelists(nodelist: str) -> None:
+    with pytest.raises(ValueError, match="node list"):
+        expand_nodelist(nodelist)
