@@ -63,7 +63,7 @@ class MemoryConfig:
     row_top_k_limit: int = 128
     """The most rows and columns kept by the first selection stage, which otherwise keeps K of each (paper, section 4.1)."""
     num_heads: int = 1
-    """H: retrieval heads; each has its own queries, keys and cores."""
+    """H: retrieval heads; each has its own keys and cores, and all share the queries (as released)."""
     tucker_rank: int = 2
     """R: Tucker rank, the row (and column) scores per key."""
     num_cores: int = 2
@@ -159,8 +159,16 @@ class ModelConfig:
     """The memory beside the feed-forward of every block; null: a dense model."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size_multiple"):
-            if getattr(self, name) < 1:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "head_dim",
+            "ffn_hidden_size",
+            "vocab_size_multiple",
+        ):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}: it must be at least 1")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
