@@ -1,0 +1,82 @@
+"""Options without effect: which fields are not read, given the others.
+
+A field says so itself where the condition is about its own section (`EffectiveWhen`); what depends on another section stands in
+`RUN_RULES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.config.fields import field_specs
+from pretrain.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class CrossRule:
+    """A key that is read only under a condition on another section."""
+
+    key: str
+    condition: Callable[[RunConfig], bool]
+    reason: str
+
+
+def _has_memory(run: RunConfig) -> bool:
+    return run.model.memory is not None
+
+
+def _has_pre_values(run: RunConfig) -> bool:
+    return run.model.memory is not None and run.model.memory.pre_value_dim > 0
+
+
+RUN_RULES: tuple[CrossRule, ...] = (
+    CrossRule("parallel.memory", _has_memory, "model.memory is set"),
+    CrossRule("train.kernels", _has_memory, "model.memory is set"),
+    CrossRule("optimizer.value_weight_decay", _has_memory, "model.memory is set"),
+    CrossRule("optimizer.value_lr_multiplier", _has_memory, "model.memory is set"),
+    CrossRule("optimizer.value_lr_end_multiplier", _has_memory, "model.memory is set"),
+    CrossRule("optimizer.value_lr_decay_tokens", _has_memory, "model.memory is set"),
+    CrossRule("optimizer.pre_value_lr_multiplier", _has_pre_values, "model.memory.pre_value_dim is above 0"),
+)
+
+
+@dataclass(frozen=True)
+class Ineffective:
+    """A field that nothing reads."""
+
+    key: str
+    reason: str
+    """The condition that does not hold, in words."""
+    at_default: bool
+
+
+def ineffective_fields(config: Any) -> list[Ineffective]:
+    """Every field of a configuration that is not read, given the other fields."""
+    found = {item.key: item for item in _in_section(config, "")}
+    if isinstance(config, RunConfig):
+        for rule in RUN_RULES:
+            if not rule.condition(config) and rule.key not in found:
+                owner: Any = config
+                *path, name = rule.key.split(".")
+                for segment in path:
+                    owner = getattr(owner, segment)
+                at_default = getattr(owner, name) == field_specs(type(owner))[name].default()
+                found[rule.key] = Ineffective(rule.key, rule.reason, at_default)
+    return list(found.values())
+
+
+def _in_section(owner: Any, prefix: str) -> Iterator[Ineffective]:
+    for name, spec in field_specs(type(owner)).items():
+        value = getattr(owner, name)
+        if spec.effective is not None and not spec.effective.condition(owner):
+            at_default = not spec.required and value == spec.default()
+            yield Ineffective(f"{prefix}{name}", spec.effective.reason, at_default)
+        elif dataclasses.is_dataclass(value):
+            yield from _in_section(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if dataclasses.is_dataclass(item):
+                    yield from _in_section(item, f"{prefix}{name}.{index}.")

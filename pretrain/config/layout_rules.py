@@ -1,0 +1,149 @@
+"""Which parallel layouts a model can have.
+
+A layout is refused with what is wrong and the nearest ones that work; nothing is rounded or changed behind the user's back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pretrain.config.schema import RunConfig
+
+_MAX_LAYOUTS_LISTED = 4
+
+
+def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    """What keeps the model from being laid out this way.
+
+    Args:
+        config: with every size at least 1.
+        world_size: ranks of the run, or None where it is not known yet.
+    """
+    yield from _ranks(config, world_size)
+    yield from _tensor(config)
+    yield from _sequence(config)
+    yield from _pipeline(config)
+    yield from _memory(config, world_size)
+
+
+def _model_ranks(config: RunConfig) -> int:
+    return config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+
+
+def _ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    model_ranks = _model_ranks(config)
+    if world_size is not None and world_size % model_ranks:
+        below, above = world_size // model_ranks * model_ranks, math.ceil(world_size / model_ranks) * model_ranks
+        nearest = f"{below} or {above}" if below else str(above)
+        parallel = config.parallel
+        yield (
+            f"the run has {world_size} ranks, which is not a multiple of parallel.tensor {parallel.tensor} x "
+            f"pipeline {parallel.pipeline} x context {parallel.context} = {model_ranks}: start {nearest} ranks or change the layout"
+        )
+
+
+def _tensor(config: RunConfig) -> Iterator[str]:
+    tensor = config.parallel.tensor
+    sizes = {
+        "model.num_attention_heads": config.model.num_attention_heads,
+        "model.num_query_groups": config.model.query_groups,
+        "model.ffn_hidden_size": config.model.ffn_hidden_size,
+        "model.vocab_size_multiple": config.model.vocab_size_multiple,
+    }
+    for key, size in sizes.items():
+        is_repeated = key == "model.num_query_groups" and config.model.num_query_groups is None
+        if size % tensor and not is_repeated:
+            yield f"{key} is {size}, which parallel.tensor {tensor} does not divide: each tensor-parallel rank holds an equal part"
+
+
+def _sequence(config: RunConfig) -> Iterator[str]:
+    tensor, context = config.parallel.tensor, config.parallel.context
+    length = config.train.sequence_length
+    if context > 1 and config.model.implementation != "transformer_engine":
+        yield (
+            f"parallel.context is {context}, but model.implementation {config.model.implementation} has no context-parallel attention: "
+            "use model.implementation: transformer_engine, or parallel.context: 1"
+        )
+    # Context parallelism gives each rank two slices, one from either end, to balance causal attention; sequence parallelism
+    # splits what a context rank holds over the tensor-parallel ranks.
+    unit = math.lcm(2 * context if context > 1 else 1, tensor * context if tensor > 1 else 1)
+    if length % unit:
+        below, above = length // unit * unit, math.ceil(length / unit) * unit
+        yield (
+            f"train.sequence_length is {length}, which must be a multiple of {unit} with parallel.tensor {tensor} and context {context}: "
+            f"use {f'{below} or {above}' if below else above}"
+        )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    """Equal chunks, and no sharing group that reaches over the edge of one."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    sharing = config.model.memory.sharing if config.model.memory is not None else None
+    if sharing is not None and sharing.pattern in ("ring", "no_ring"):
+        if chunks > 1:
+            yield (
+                f"model.memory.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must stand on one "
+                f"stage, but parallel.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} makes {chunks} chunks: "
+                "use parallel.pipeline: 1, or pattern: block"
+            )
+        return
+    group = sharing.group if sharing is not None and sharing.pattern == "block" else 1
+    if num_layers % chunks:
+        yield (
+            f"model.num_layers is {num_layers}, which parallel.pipeline {parallel.pipeline} x virtual_pipeline "
+            f"{parallel.virtual_pipeline} = {chunks} chunks do not divide: {_nearest_text(config, group)}"
+        )
+    elif (num_layers // chunks) % group:
+        yield (
+            f"model.memory.sharing.group is {group}, but parallel.pipeline {parallel.pipeline} x virtual_pipeline "
+            f"{parallel.virtual_pipeline} puts {num_layers // chunks} layers into a chunk, which would split a group: "
+            f"{_nearest_text(config, group)}"
+        )
+
+
+def _nearest_text(config: RunConfig, group: int) -> str:
+    layouts = nearest_pipelines(
+        config.model.num_layers, group, config.parallel.pipeline, config.parallel.virtual_pipeline
+    )
+    texts = [f"pipeline {pipeline} x virtual_pipeline {virtual}" for pipeline, virtual in layouts]
+    return "the nearest layouts that work are " + ", ".join(texts)
+
+
+def nearest_pipelines(num_layers: int, group: int, pipeline: int, virtual: int) -> list[tuple[int, int]]:
+    """(pipeline, virtual pipeline) sizes whose chunks hold whole groups of layers, the most similar first."""
+    layouts = []
+    for stages in range(1, num_layers + 1):
+        for chunks in range(1, num_layers // stages + 1 if stages > 1 else 2):
+            if num_layers % (stages * chunks) == 0 and (num_layers // (stages * chunks)) % group == 0:
+                layouts.append((stages, chunks))
+    # The number of stages decides how many ranks a run needs, so it is the last thing to move.
+    layouts.sort(key=lambda layout: (abs(math.log(layout[0] / pipeline)), abs(math.log(layout[1] / virtual))))
+    return layouts[:_MAX_LAYOUTS_LISTED]
+
+
+def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    """The group of ranks that splits the columns of the tables."""
+    group, memory = config.parallel.memory, config.model.memory
+    if group == 1:
+        return
+    if memory is None:
+        yield f"parallel.memory is {group}, but model.memory is null: there is no table to split, use parallel.memory: 1"
+        return
+    yield (
+        f"parallel.memory is {group}, but tables cannot be split over ranks in this version: "
+        "use parallel.memory: 1 (every rank of a stage holds the whole table)"
+    )
+    for key, columns in (("value_dim", memory.value_dim), ("pre_value_dim", memory.pre_value_dim)):
+        if columns % group:
+            yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part"
+    pipeline = config.parallel.pipeline
+    if world_size is not None and world_size % _model_ranks(config) == 0 and (world_size // pipeline) % group:
+        ranks = world_size // pipeline
+        sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        sizes.sort(key=lambda size: abs(math.log(size / group)))
+        yield (
+            f"parallel.memory is {group}, which does not divide the {ranks} ranks of a pipeline stage (tensor x context x data): "
+            f"use {' or '.join(map(str, sizes[:2]))}"
+        )

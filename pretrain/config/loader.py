@@ -1,0 +1,156 @@
+"""YAML files, overrides and stored mappings to a `RunConfig`, and back.
+
+**Options without effect.** A value that nothing reads, given the others, is an error where somebody asked for it here and is dropped
+where it was only inherited:
+
+- set by an override: always an error;
+- set by the named file: an error if the file alone already leaves it without effect. If an override took the effect away
+  (`optimizer.schedule=constant` over a file that says `decay_steps`), the file counts as a base;
+- set by a base: dropped to its default, so that a child can switch `schedule: constant` on without undoing every key of its base. A base
+  may also prepare values for an option that its children switch on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrain.config.compose import apply_overrides, read_with_bases
+from pretrain.config.effective import ineffective_fields
+from pretrain.config.parse import build, join_problems
+from pretrain.config.schema import RunConfig
+from pretrain.config.source import Layer, Node, dump_yaml, find, from_plain, without
+from pretrain.errors import ConfigError
+
+T = typing.TypeVar("T")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a run.
+
+    Args:
+        path: a YAML file; it may name others under `base`.
+        overrides: `section.key=value` texts laid over it in order, the values in YAML.
+
+    Raises:
+        ConfigError: naming key, value, file and line, and the fix, of every problem found.
+    """
+    return load_as(RunConfig, path, overrides)
+
+
+def load_as(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+    """`load_config` for any nested frozen dataclass."""
+    in_file = read_with_bases(Path(path))
+    if not overrides:
+        return _settle(cls, in_file, lambda key, node: node.last_layer >= Layer.FILE)
+    dead_in_file = _refused_keys(cls, in_file)
+
+    def asked_for(key: str, node: Node) -> bool:
+        return node.last_layer == Layer.OVERRIDE or key in dead_in_file
+
+    return _settle(cls, apply_overrides(in_file, overrides), asked_for)
+
+
+def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the configuration") -> T:
+    """A configuration from plain values, as strictly as from a file.
+
+    Args:
+        mapping: nested mappings, lists and scalars.
+        cls: the configuration class.
+        source: what to call the mapping in messages.
+    """
+    return _settle(cls, from_plain(mapping, source, Layer.FILE), lambda key, node: True)
+
+
+def from_dict(mapping: Mapping[str, Any], source: str = "the stored configuration") -> RunConfig:
+    """The configuration that `to_dict` stored. Options without effect are taken as they are: nobody is here to mend them."""
+    return build(RunConfig, from_plain(mapping, source, Layer.BASE))
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain nested values; `from_dict` gives an equal configuration back.
+
+    Options without effect that have their defaults are left out, because a file that states them would be refused.
+    """
+    silent = {item.key for item in ineffective_fields(config) if item.at_default}
+    return _plain_section(config, "", silent)
+
+
+def to_yaml(config: Any) -> str:
+    """`to_dict` as YAML; `load_config` gives an equal configuration back, for every configuration that it has loaded."""
+    return dump_yaml(to_dict(config))
+
+
+def _plain_section(config: Any, prefix: str, silent: set[str]) -> dict[str, Any]:
+    fields = dataclasses.fields(config)
+    return {
+        item.name: _plain(getattr(config, item.name), f"{prefix}{item.name}", silent)
+        for item in fields
+        if f"{prefix}{item.name}" not in silent
+    }
+
+
+def _plain(value: Any, key: str, silent: set[str]) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _plain_section(value, f"{key}.", silent)
+    if isinstance(value, tuple):
+        return [_plain(item, f"{key}.{index}", silent) for index, item in enumerate(value)]
+    return value
+
+
+class _OptionWithoutEffectError(ConfigError):
+    """Values that nothing reads; carries their keys."""
+
+    def __init__(self, problems: list[str], keys: set[str]) -> None:
+        super().__init__(join_problems(problems))
+        self.keys = keys
+
+
+def _settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) -> T:
+    """Builds the configuration and drops inherited values that have no effect.
+
+    Raises:
+        ConfigError: the tree does not fit the class, or a value without effect was asked for.
+    """
+    while True:
+        config = build(cls, node)
+        set_here = [(item, find(node, item.key.split("."))) for item in ineffective_fields(config)]
+        refused = {item.key: (item, at) for item, at in set_here if at is not None and asked_for(item.key, at)}
+        if refused:
+            raise _OptionWithoutEffectError(
+                [
+                    f"{_own_origin(at)}: {key} has no effect unless {item.reason}: remove it, or make that condition true"
+                    for key, (item, at) in refused.items()
+                ],
+                set(refused),
+            )
+        inherited = [item.key for item, at in set_here if at is not None]
+        if not inherited:
+            return config
+        # A dropped value may have been what kept another one in effect: look again.
+        for key in inherited:
+            node = without(node, key.split("."))
+
+
+def _own_origin(node: Node) -> str:
+    """Where the topmost layer set a value, which for a section is inside it."""
+    while (child := next((c for c in node.children() if c.last_layer == node.last_layer), None)) is not None:
+        node = child
+    return node.origin
+
+
+def _refused_keys(cls: type, in_file: Node) -> set[str]:
+    """The options without effect for which the file would be refused if it stood alone.
+
+    A file that cannot be built alone needs its overrides to mean anything, and is treated as a base.
+    """
+    try:
+        _settle(cls, in_file, lambda key, node: node.last_layer >= Layer.FILE)
+    except _OptionWithoutEffectError as error:
+        return error.keys
+    except ConfigError:
+        return set()
+    return set()

@@ -1,0 +1,282 @@
+"""Configuration text to a tree of located values, and back to text.
+
+Every value remembers the file and line (or the override) that it came from, so that an error can point there. Scalars follow YAML 1.2:
+`1e-3` is a number, `on`, `yes` and `2024-01-01` are text. PyYAML's own rules are those of YAML 1.1.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.errors import ConfigError
+
+Scalar = None | bool | int | float | str
+
+
+class Layer(enum.IntEnum):
+    """Who set a value. What a base sets may lose its effect silently; what was asked for here may not."""
+
+    BASE = 0
+    FILE = 1
+    OVERRIDE = 2
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value of a configuration and where it came from."""
+
+    value: Scalar | dict[str, Node] | list[Node]
+    origin: str
+    layer: Layer
+    key_origins: dict[str, str] = field(default_factory=dict)
+    """For a mapping: where each key stands, which may be a line above its value."""
+
+    @property
+    def last_layer(self) -> Layer:
+        """The topmost layer that set anything in here."""
+        return max((child.last_layer for child in self.children()), default=self.layer)
+
+    def children(self) -> Iterator[Node]:
+        """The values directly below, of a mapping or a list."""
+        if isinstance(self.value, dict):
+            yield from self.value.values()
+        elif isinstance(self.value, list):
+            yield from self.value
+
+
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*\.[0-9]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_DIGITS = "0123456789"
+_TAG = "tag:yaml.org,2002:"
+
+
+def _core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """YAML 1.2's scalar rules, keyed by first character as PyYAML wants them."""
+    rules = (
+        ("null", _NULL, ["~", "n", "N", ""]),
+        ("bool", _BOOL, list("tTfF")),
+        ("int", _INT, list("-+" + _DIGITS)),
+        ("float", _FLOAT, list("-+." + _DIGITS)),
+    )
+    resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for kind, pattern, first_characters in rules:
+        for character in first_characters:
+            resolvers.setdefault(character, []).append((_TAG + kind, pattern))
+    return resolvers
+
+
+def _careful_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """The scalar rules of YAML 1.2 and 1.1 together."""
+    core, old = _core_resolvers(), yaml.SafeDumper.yaml_implicit_resolvers
+    return {character: core.get(character, []) + old.get(character, []) for character in {*core, *old}}
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's parser with YAML 1.2's scalar rules."""
+
+    yaml_implicit_resolvers = _core_resolvers()
+
+
+class _CarefulDumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 *or* 1.2 would read as something else, so that every reader gets the same value."""
+
+    yaml_implicit_resolvers = _careful_resolvers()
+
+
+def dump_yaml(value: Any) -> str:
+    """Plain values (mappings, lists, scalars) as YAML in the order given."""
+    return yaml.dump(
+        value, Dumper=_CarefulDumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=math.inf
+    )
+
+
+def dump_scalar(value: Scalar) -> str:
+    """One scalar as it stands behind `key: `."""
+    return dump_yaml({"k": value}).removeprefix("k:").strip()
+
+
+def read_yaml_file(path: Path, layer: Layer) -> Node:
+    """The mapping that a file holds.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, empty, not UTF-8, not YAML, or not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text ({error.reason})") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    node = parse_yaml(text, str(path), layer)
+    if node.value is None:
+        raise ConfigError(f"{path} holds no keys: a configuration is a YAML mapping such as `model: {{num_layers: 4}}`")
+    if not isinstance(node.value, dict):
+        raise ConfigError(f"{path} holds {kind_of(node)}: a configuration is a mapping of keys")
+    return node
+
+
+def parse_yaml(text: str, source: str, layer: Layer, fixed_origin: bool = False) -> Node:
+    """YAML text to a tree.
+
+    Args:
+        text: one YAML document.
+        source: what to call it in messages.
+        layer: who set these values.
+        fixed_origin: leave line numbers out (for a value that was given on the command line).
+    """
+    try:
+        root = yaml.compose(text, Loader=_CoreLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark and not fixed_origin else ""
+        detail = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{source}{line} is not valid YAML: {detail}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if root is None:
+        return Node(None, source, layer)
+    return _Converter(source, layer, fixed_origin).node(root, ())
+
+
+@dataclass(frozen=True)
+class _Converter:
+    """PyYAML's nodes to ours."""
+
+    source: str
+    layer: Layer
+    fixed_origin: bool
+
+    def _origin(self, raw: yaml.Node) -> str:
+        return self.source if self.fixed_origin else f"{self.source}:{raw.start_mark.line + 1}"
+
+    def node(self, raw: yaml.Node, above: tuple[yaml.Node, ...]) -> Node:
+        origin = self._origin(raw)
+        if any(raw is ancestor for ancestor in above):
+            raise ConfigError(f"{origin}: an alias refers to a value that contains it")
+        if isinstance(raw, yaml.MappingNode) and raw.tag == _TAG + "map":
+            return self._mapping(raw, (*above, raw))
+        if isinstance(raw, yaml.SequenceNode) and raw.tag == _TAG + "seq":
+            return Node([self.node(child, (*above, raw)) for child in raw.value], origin, self.layer)
+        if isinstance(raw, yaml.ScalarNode):
+            return Node(self._scalar(raw, origin), origin, self.layer)
+        raise ConfigError(f"{origin}: the YAML tag {raw.tag} means nothing in a configuration: remove it")
+
+    def _mapping(self, raw: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> Node:
+        children: dict[str, Node] = {}
+        key_origins: dict[str, str] = {}
+        for raw_key, raw_value in raw.value:
+            if not isinstance(raw_key, yaml.ScalarNode):
+                raise ConfigError(f"{self._origin(raw_key)}: a key must be a name, not a list or a mapping")
+            key = raw_key.value
+            if key in children:
+                raise ConfigError(
+                    f"{self._origin(raw_key)}: the key {key} is given twice (first at {key_origins[key]}): remove one"
+                )
+            children[key] = self.node(raw_value, above)
+            key_origins[key] = self._origin(raw_key)
+        return Node(children, self._origin(raw), self.layer, key_origins)
+
+    def _scalar(self, raw: yaml.ScalarNode, origin: str) -> Scalar:
+        kind = raw.tag.removeprefix(_TAG)
+        text = raw.value
+        try:
+            if kind == "null":
+                return None
+            if kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+            if kind == "int":
+                return int(text)
+            if kind == "float":
+                # YAML writes infinity and not-a-number with a leading dot.
+                return float(re.sub(r"^([-+]?)\.(?=[iInN])", r"\1", text))
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{origin}: {text[:40]!r} cannot be read as a YAML {kind}") from error
+        if kind == "str":
+            return text
+        raise ConfigError(f"{origin}: the YAML tag {raw.tag} means nothing in a configuration: remove it")
+
+
+def from_plain(value: Any, source: str, layer: Layer) -> Node:
+    """A tree of plain Python values as if it had been read from `source`.
+
+    Raises:
+        ConfigError: a key is not text, or a value is not one that YAML has.
+    """
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{source}: the key {key!r} is not text")
+        children = {key: from_plain(child, source, layer) for key, child in value.items()}
+        return Node(children, source, layer, dict.fromkeys(children, source))
+    if isinstance(value, list | tuple):
+        return Node([from_plain(child, source, layer) for child in value], source, layer)
+    if value is None or isinstance(value, bool | int | float | str):
+        return Node(value, source, layer)
+    raise ConfigError(f"{source}: a value of type {type(value).__name__} cannot stand in a configuration")
+
+
+def merge(below: Node, above: Node) -> Node:
+    """`above` laid over `below`: mappings key by key, everything else (lists and null too) replaced."""
+    if not isinstance(below.value, dict) or not isinstance(above.value, dict):
+        return above
+    children = dict(below.value)
+    for key, child in above.value.items():
+        children[key] = merge(children[key], child) if key in children else child
+    return replace(above, value=children, key_origins={**below.key_origins, **above.key_origins})
+
+
+def find(node: Node, segments: list[str]) -> Node | None:
+    """The value at a dotted key, or None where nothing is set."""
+    for segment in segments:
+        if isinstance(node.value, dict) and segment in node.value:
+            node = node.value[segment]
+        elif isinstance(node.value, list) and segment.isdecimal() and int(segment) < len(node.value):
+            node = node.value[int(segment)]
+        else:
+            return None
+    return node
+
+
+def without(node: Node, segments: list[str]) -> Node:
+    """The tree with the value at a dotted key left out."""
+    head, *rest = segments
+    if isinstance(node.value, list):
+        items = list(node.value)
+        items[int(head)] = without(items[int(head)], rest)
+        return replace(node, value=items)
+    assert isinstance(node.value, dict)
+    children = dict(node.value)
+    if rest:
+        children[head] = without(children[head], rest)
+    else:
+        del children[head]
+    return replace(node, value=children)
+
+
+def kind_of(node: Node) -> str:
+    """What a value is, in the words of an error message."""
+    value = node.value
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (true/false)"
+    if isinstance(value, int | float):
+        return f"{value} (a number)"
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    return f"{shown!r} (text)"

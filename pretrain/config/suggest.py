@@ -1,0 +1,52 @@
+"""The nearest valid key to one that a user mistyped or put into the wrong section."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from pretrain.config.fields import ELEMENT
+
+_LEAST_SIMILARITY = 0.65
+_SAME_SECTION_BONUS = 0.1
+_MAX_SUGGESTIONS = 3
+
+
+def nearest_keys(unknown: str, keys: Iterable[str]) -> list[str]:
+    """The valid keys most like an unknown one: by last name wherever it stands (`lr`: `optimizer.lr`), own section preferred.
+
+    Args:
+        unknown: the dotted key that does not exist.
+        keys: every dotted key that does; `N` stands for the number of a list element.
+
+    Returns:
+        The best one, more where several are equally good, none where nothing is alike.
+    """
+    segments = unknown.split(".")
+    pattern = ".".join(ELEMENT if segment.isdecimal() else segment for segment in segments)
+    scores = {key: _similarity(pattern, key) for key in keys}
+    best = max(scores.values(), default=0.0)
+    if best < _LEAST_SIMILARITY:
+        return []
+    numbers = [segment for segment in segments if segment.isdecimal()]
+    return [_with_numbers(key, numbers) for key, score in scores.items() if score == best][:_MAX_SUGGESTIONS]
+
+
+def _similarity(unknown: str, key: str) -> float:
+    section, _, name = unknown.rpartition(".")
+    key_section, _, key_name = key.rpartition(".")
+    by_name = difflib.SequenceMatcher(None, name, key_name).ratio()
+    by_path = difflib.SequenceMatcher(None, unknown, key).ratio()
+    bonus = _SAME_SECTION_BONUS if section == key_section else 0.0
+    return max(by_name, by_path) + bonus
+
+
+def _with_numbers(key: str, numbers: list[str]) -> str:
+    remaining = iter(numbers)
+    return ".".join(next(remaining, "0") if segment == ELEMENT else segment for segment in key.split("."))
+
+
+def did_you_mean(value: object, choices: Iterable[object]) -> str:
+    """`: did you mean X?`, or nothing where no choice is alike."""
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    return f": did you mean {close[0]}?" if close else ""
