@@ -1,0 +1,27 @@
+"""What every test may use: one thread per process, and the golden cases."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep OpenMP from starting threads: the distributed tests fork this process, and its threads would be missing in the forks."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Not at the top of the file: the variable above has to be there before torch is loaded.
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def golden_dir(pytestconfig: pytest.Config) -> Path:
+    """Folder of the golden cases: `$MEGAMEM_GOLDEN_DIR`, or `shared/golden` beside the repository. Skips where there is none."""
+    beside = pytestconfig.rootpath.parent / "shared" / "golden"
+    folder = Path(os.environ.get("MEGAMEM_GOLDEN_DIR") or beside)
+    if not folder.is_dir():
+        pytest.skip(f"no golden cases in {folder}: set MEGAMEM_GOLDEN_DIR to their folder, or put them at {beside}")
+    return folder

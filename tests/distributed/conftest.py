@@ -1,0 +1,66 @@
+"""Ranks for the distributed tests: forked from this process, which pays for the imports once."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import pytest
+import torch
+
+from parallel.launch import launch_ranks
+from parallel.ranks import current_ranks
+
+T = TypeVar("T")
+
+# Imported before the first fork: every rank needs them, and takes seconds to import them by itself.
+WARM_MODULES = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+)
+
+
+class RunRanks(Protocol):
+    """Type of the `run_ranks` fixture."""
+
+    def __call__(self, fn: Callable[[], T], num_ranks: int, timeout_s: float = 120) -> list[T]: ...
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> RunRanks:
+    """A function that runs `fn` on gloo ranks and returns their results by rank.
+
+    `fn` may be a closure; it takes nothing, knows its rank from `torch.distributed`, and returns something picklable. Setting up
+    Megatron's groups costs far more than the fork, so let one `fn` go through many cases and return one result per case. A failed
+    rank fails the test with its traceback; a hang fails it with the stacks of all ranks.
+    """
+    for module in WARM_MODULES:
+        importlib.import_module(module)
+
+    def run(fn: Callable[[], T], num_ranks: int, timeout_s: float = 120) -> list[T]:
+        def main() -> T:
+            ranks = current_ranks()
+            assert ranks is not None
+            torch.distributed.init_process_group(
+                "gloo",
+                init_method=ranks.init_method,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                # Longer than the launcher's own: it is the one that shows where every rank stands.
+                timeout=timedelta(seconds=10 * timeout_s),
+            )
+            result = fn()
+            if torch.distributed.is_initialized():
+                # A rank that leaves early would cut off those that are still in their last collective.
+                torch.distributed.barrier()
+                torch.distributed.destroy_process_group()
+            return result
+
+        return launch_ranks(main, num_ranks, timeout_s=timeout_s, grace_s=2, num_threads=1)
+
+    return run
