@@ -1,0 +1,278 @@
+"""Training samples: Megatron's `GPTDataset` and blends over prepared data sets.
+
+We keep Megatron's builder, storage, compiled index code and item format, and replace how a data set is ordered, for three reasons:
+
+- Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a checkpoint. Here sample i
+  depends on the seed, the sequence length and i alone.
+- Its index cache is keyed by the path, so it survives a data set that was prepared anew. Here the key is the content.
+- A cache file that a killed run left half-written counts as whole there. Here files appear complete, written by any rank that misses
+  them, so node-local and shared folders both work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from numpy.typing import NDArray
+
+from pretrain.config.schema import DatasetEntry
+from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.errors import DataError
+
+_INDEX_FORMAT = 1
+_DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
+_LARGEST_DOCUMENT_INDEX = np.iinfo(np.int32).max
+
+
+def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
+    """Open every data set of a blend and return the tokenizer that they share.
+
+    Raises:
+        DataError: no data sets, one that does not open, a weight that is not positive, or different tokenizers.
+    """
+    if not entries:
+        raise DataError("The configuration names no data. List prepared data sets under data.datasets.")
+    first, *others = [open_dataset(entry.path) for entry in entries]
+    for entry in entries:
+        if not (math.isfinite(entry.weight) and entry.weight > 0):
+            raise DataError(
+                f"{entry.path}: a weight of {entry.weight} is impossible. Give a positive number, or leave the data set out."
+            )
+    for other in others:
+        if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
+            raise DataError(
+                f"{other.path} and {first.path} were made with different tokenizers "
+                f"({_describe(other.tokenizer)} and {_describe(first.tokenizer)}). Prepare both with the same one."
+            )
+    return first.tokenizer
+
+
+def _describe(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.vocab_size} ids, {tokenizer.fingerprint[:12]}"
+
+
+@dataclass
+class StreamConfig(GPTDatasetConfig):
+    """Megatron's data set configuration, with what our order and its cache need."""
+
+    index_folder: Path | None = None
+    """Where index arrays are kept between runs and shared between ranks."""
+    content_fingerprints: dict[str, str] = field(default_factory=dict)
+    """Content fingerprint of the prepared data set behind each path prefix."""
+
+
+class StreamDataset(GPTDataset):
+    """Fixed-length samples from an endless, reshuffled stream of documents.
+
+    Every epoch holds each document once, in an order of its own; samples are cut from the concatenated epochs without a gap, and are served
+    in blocks of one epoch's worth, shuffled inside the block. All of it is a function of (seed, position), so a longer stream begins with
+    the shorter one.
+    """
+
+    config: StreamConfig
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """The arrays that map a sample to its place: documents [epochs x documents], samples [n + 1, 2], served order [n]."""
+        folder = self.config.index_folder
+        assert folder is not None
+        paths = [folder / f"{self._index_key()}-{name}.npy" for name in ("documents", "samples", "order")]
+        try:
+            if not all(path.is_file() for path in paths):
+                for path, array in zip(paths, self._build_indices(), strict=True):
+                    _save_atomically(path, array)
+            documents, samples, order = (np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder}: the index of {self.dataset_path} cannot be kept there ({error}). "
+                f"Free space, or remove the folder if it is damaged: it is rebuilt."
+            ) from error
+        return documents, samples, order
+
+    def _index_key(self) -> str:
+        assert self.dataset_path is not None
+        parts = (
+            _INDEX_FORMAT,
+            self.config.content_fingerprints[self.dataset_path],
+            self.index_split.name,
+            self.config.sequence_length,
+            self.config.random_seed,
+            self._num_blocks(),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+    def _samples_per_block(self) -> int:
+        return (self._get_num_tokens_per_epoch() - 1) // self.config.sequence_length
+
+    def _num_blocks(self) -> int:
+        assert self.num_samples is not None
+        return max(1, -(-self.num_samples // self._samples_per_block()))
+
+    def _build_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        from megatron.core.datasets import helpers
+
+        tokens_per_epoch = self._get_num_tokens_per_epoch()
+        block, num_blocks = self._samples_per_block(), self._num_blocks()
+        num_samples = block * num_blocks
+        num_epochs = -(-(num_samples * self.config.sequence_length + 1) // tokens_per_epoch)
+        if num_epochs * len(self.indices) > _LARGEST_DOCUMENT_INDEX:
+            raise DataError(
+                f"{self.dataset_path}: {num_epochs} epochs of {len(self.indices)} documents are more than Megatron's index holds (2^31). "
+                f"Train fewer steps, or split the data set into several entries of the blend."
+            )
+        documents = np.concatenate(
+            [self._random(_DOCUMENT_STREAM, epoch).permutation(self.indices) for epoch in range(num_epochs)]
+        ).astype(np.int32)
+        samples = helpers.build_sample_idx(
+            np.array(self.dataset.sequence_lengths),
+            documents,
+            self.config.sequence_length,
+            num_epochs,
+            tokens_per_epoch,
+        )
+        order = np.concatenate(
+            [self._random(_SAMPLE_STREAM, index).permutation(block) + index * block for index in range(num_blocks)]
+        )
+        return documents, samples[: num_samples + 1], order
+
+    def _random(self, stream: int, index: int) -> np.random.RandomState:
+        # RandomState, because its sequences are frozen across NumPy versions and Generator's are not.
+        seed = self.config.random_seed
+        return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, stream, index])
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """A sample's ids [sequence_length + 1] int64 and its documents.
+
+        Raises:
+            DataError: the data holds an id outside the vocabulary; it must not reach the model, where it would index other memory.
+        """
+        ids, documents = super()._query_document_sample_shuffle_indices(idx)
+        vocab_size = self.config.tokenizer.vocab_size
+        if ids.max() >= vocab_size or ids.min() < 0:
+            raise self._vocabulary_error(documents, vocab_size)
+        return ids, documents
+
+    def _vocabulary_error(self, documents: NDArray[Any], vocab_size: int) -> DataError:
+        for document in documents:
+            ids = self.dataset.get(int(document)).astype(np.int64)
+            bad = ids[(ids < 0) | (ids >= vocab_size)]
+            if bad.size:
+                return DataError(
+                    f"{self.dataset_path}: document {int(document)} holds token id {int(bad[0])}, outside the vocabulary of {vocab_size}. "
+                    f"The data set is damaged or from another tokenizer: prepare it again."
+                )
+        raise AssertionError("the sample held an id that none of its documents holds")
+
+
+def _save_atomically(path: Path, array: NDArray[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
+        temporary = Path(stream.name)
+        try:
+            np.save(stream, array, allow_pickle=False)
+            stream.flush()
+            os.fsync(stream.fileno())
+        except BaseException:
+            temporary.unlink()
+            raise
+    os.replace(temporary, path)
+
+
+class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The samples of a run: `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [sequence_length]."""
+
+    def __init__(self, samples: Sequence[dict[str, Any]], num_samples: int) -> None:
+        self._samples = samples
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(index)
+        sample = dict(self._samples[index])
+        sample.pop("dataset_id", None)
+        return sample
+
+
+def build_train_dataset(
+    entries: Sequence[DatasetEntry],
+    *,
+    sequence_length: int,
+    num_samples: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    cache_dir: str | Path,
+) -> TrainDataset:
+    """The training samples of a blend. Called on every rank when torch.distributed is initialised.
+
+    Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of ranks. Tokens that
+    end a document count in the loss; attention and positions run across documents.
+
+    Args:
+        entries: data sets and their weights.
+        sequence_length: tokens per sample.
+        num_samples: samples that the run consumes in all.
+        seed: decides the order.
+        tokenizer: the one that `check_blend` returned.
+        cache_dir: folder for index arrays, shared or local to each node.
+
+    Raises:
+        DataError: a data set that does not open or is too short for a sample, or a cache that cannot be written.
+    """
+    if num_samples < 1 or sequence_length < 1:
+        raise DataError(
+            f"{num_samples} samples of {sequence_length} tokens cannot be trained on. Ask for at least one of each."
+        )
+    datasets = [open_dataset(entry.path) for entry in entries]
+    for dataset in datasets:
+        _check_fits(dataset, sequence_length, tokenizer)
+    total_weight = sum(entry.weight for entry in entries)
+    smallest_share = min(entry.weight for entry in entries) / total_weight
+    config = StreamConfig(
+        random_seed=seed,
+        sequence_length=sequence_length,
+        blend_per_split=[
+            ([dataset.prefix(TRAIN) for dataset in datasets], [entry.weight for entry in entries]),
+            None,
+            None,
+        ],
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        # Blending rounds every share up, then may draw one more than its share of the larger total from any data set.
+        mid_level_dataset_surplus=(len(entries) + 2 / smallest_share) / num_samples + 1e-3,
+        index_folder=Path(cache_dir),
+        content_fingerprints={dataset.prefix(TRAIN): dataset.manifest.content_fingerprint for dataset in datasets},
+    )
+    # Without a Megatron cache folder the blend's own index is computed in memory; ours are in index_folder.
+    assert config.path_to_cache is None
+    samples = BlendedMegatronDatasetBuilder(StreamDataset, [num_samples, 0, 0], lambda: True, config).build()[0]
+    return TrainDataset(samples, num_samples)
+
+
+def _check_fits(dataset: PreparedDataset, sequence_length: int, tokenizer: Tokenizer) -> None:
+    if dataset.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. Prepare it again."
+        )
+    num_tokens = dataset.manifest.splits[TRAIN].num_tokens
+    if num_tokens < sequence_length + 1:
+        raise DataError(
+            f"{dataset.path} has {num_tokens} training tokens, and a sequence of {sequence_length} needs {sequence_length + 1}. "
+            f"Lower train.sequence_length to {max(1, num_tokens - 1)} or less, or prepare more data."
+        )

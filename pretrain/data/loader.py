@@ -1,0 +1,146 @@
+"""Batches: which samples each data-parallel rank reads, in which order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from pretrain.errors import DataError
+
+Sample = dict[str, torch.Tensor]
+
+
+class SampleSource(Protocol):
+    """A data set as the loader sees it: samples by number, each a dictionary of tensors [sequence_length]."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+def microbatches(
+    dataset: SampleSource,
+    *,
+    start_sample: int,
+    micro_batch_size: int,
+    data_rank: int,
+    data_size: int,
+    num_workers: int,
+) -> Iterator[Sample]:
+    """The microbatches of one data-parallel rank, tensors [micro_batch_size, sequence_length], from a sample number on.
+
+    Microbatch m of rank d holds samples `start + (m * data_size + d) * micro_batch_size` and following. A global batch is a run of
+    consecutive samples, so which samples it holds depends neither on the number of ranks nor on the size of a microbatch; resuming is
+    starting at the number of samples consumed.
+
+    Args:
+        dataset: samples in the order of the run.
+        start_sample: samples that all ranks together have consumed before.
+        micro_batch_size: samples per microbatch.
+        data_rank: this rank's place among the data-parallel ranks.
+        data_size: number of data-parallel ranks.
+        num_workers: processes that read ahead; 0 reads in this one.
+
+    Raises:
+        DataError: the samples are used up, or one of them is damaged.
+    """
+    assert 0 <= data_rank < data_size
+    assert micro_batch_size > 0
+    assert start_sample >= 0
+    batches = _sample_numbers(len(dataset), start_sample, micro_batch_size, data_rank, data_size)
+    if num_workers == 0:
+        for numbers in batches:
+            yield _stack([dataset[number] for number in numbers])
+    else:
+        yield from _read_ahead(dataset, batches, num_workers)
+    raise DataError(
+        f"The training samples are used up: there are {len(dataset)}, and the run went on from number {start_sample} past the last one. "
+        f"Build the data set for as many samples as train.num_steps x train.global_batch_size."
+    )
+
+
+def held_out_microbatches(
+    dataset: SampleSource, *, micro_batch_size: int, data_rank: int, data_size: int
+) -> Iterator[Sample]:
+    """Every sample once over all ranks, tensors [micro_batch_size, sequence_length]; the same number of microbatches on each rank.
+
+    Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel ranks must agree on the
+    number of microbatches, and no sample may count twice.
+    """
+    samples_per_round = micro_batch_size * data_size
+    for start in range(0, len(dataset), samples_per_round):
+        first = start + data_rank * micro_batch_size
+        samples = []
+        for number in range(first, first + micro_batch_size):
+            sample = dict(dataset[min(number, len(dataset) - 1)])
+            if number >= len(dataset):
+                sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+            samples.append(sample)
+        yield _stack(samples)
+
+
+def _sample_numbers(
+    num_samples: int, start_sample: int, micro_batch_size: int, data_rank: int, data_size: int
+) -> Iterator[list[int]]:
+    first = start_sample + data_rank * micro_batch_size
+    while first + micro_batch_size <= num_samples:
+        yield list(range(first, first + micro_batch_size))
+        first += micro_batch_size * data_size
+
+
+def _stack(samples: Sequence[Sample]) -> Sample:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+class _Guarded(torch.utils.data.Dataset[Sample | DataError]):
+    """Hands a bad sample's error over as a value: raised in a worker, it would reach the user wrapped in a traceback."""
+
+    def __init__(self, samples: SampleSource) -> None:
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> Sample | DataError:
+        try:
+            return self._samples[index]
+        except DataError as error:
+            return error
+
+
+def _collate(samples: list[Sample | DataError]) -> Sample | DataError:
+    good: list[Sample] = []
+    for sample in samples:
+        if isinstance(sample, DataError):
+            return sample
+        good.append(sample)
+    return _stack(good)
+
+
+def _read_ahead(dataset: SampleSource, batches: Iterator[list[int]], num_workers: int) -> Iterator[Sample]:
+    loader = DataLoader(
+        _Guarded(dataset),
+        batch_sampler=batches,
+        num_workers=num_workers,
+        collate_fn=_collate,
+        worker_init_fn=partial(_end_with_parent, os.getpid()),
+        # Forked: a spawned worker would import torch and Megatron again, and unpickle a copy of memory-mapped indices.
+        multiprocessing_context="fork",
+    )
+    for batch in loader:
+        if isinstance(batch, DataError):
+            raise batch
+        yield batch
+
+
+def _end_with_parent(parent_pid: int, _worker_number: int) -> None:
+    # A rank that is killed cannot stop its readers, and they would hold its memory and its files.
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,231 @@
+"""A prepared data set on disk: the manifest that makes it one, and the checks before anything reads it.
+
+A prepared data set is a folder with `train.bin/.idx` and `validation.bin/.idx` (Megatron's indexed data sets, one sequence per document,
+each ended by the end-of-document id), `tokenizer.json` where the tokenizer is a Hugging Face one, and `manifest.json`. The folder gets
+its name only when all of it is there (see `staging`), so a folder of that name with a manifest is whole, or was damaged later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.data.tokenizer import (
+    BYTES,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+from pretrain.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TRAIN = "train"
+VALIDATION = "validation"
+SPLITS = (TRAIN, VALIDATION)
+_HASH_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Which tokenizer made the ids."""
+
+    kind: str
+    """`bytes` or `huggingface`."""
+    fingerprint: str
+    """sha256 of its definition."""
+    vocab_size: int
+    """One past its largest id."""
+    eod: int
+    """Id that ends each document."""
+    eod_token: str | None
+    """The same as a token, for a Hugging Face tokenizer."""
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """One split: what it holds, and what its files must look like."""
+
+    num_documents: int
+    num_tokens: int
+    """End-of-document tokens included."""
+    num_bytes: int
+    """UTF-8 bytes of the documents' text."""
+    max_token_id: int
+    bin_bytes: int
+    bin_sha256: str
+    idx_bytes: int
+    idx_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is known about a prepared data set."""
+
+    format_version: int
+    tokenizer: TokenizerInfo
+    splits: Mapping[str, SplitInfo]
+    sources: Mapping[str, Any]
+    """Inputs, number and size of their files, arguments of the preparation."""
+    num_skipped: int
+    """Bad documents left out with --max-bad."""
+    skipped_examples: tuple[str, ...]
+    num_empty: int
+    """Documents without text, which are always left out."""
+    request_fingerprint: str
+    """sha256 over arguments and input files (path, size, modification time)."""
+    versions: Mapping[str, str]
+
+    @property
+    def content_fingerprint(self) -> str:
+        """sha256 over the tokens and their tokenizer: two data sets with the same one are interchangeable."""
+        parts = [self.tokenizer.fingerprint]
+        for split in SPLITS:
+            parts += [self.splits[split].bin_sha256, self.splits[split].idx_sha256]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The manifest as the text of its file."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError, KeyError, TypeError: the text is not a manifest of this version.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.get("format_version") != FORMAT_VERSION:
+            version = values.get("format_version") if isinstance(values, dict) else None
+            raise ValueError(f"format version {version}, and this program reads {FORMAT_VERSION}")
+        values = {field.name: values[field.name] for field in fields(cls)}
+        values["tokenizer"] = TokenizerInfo(**values["tokenizer"])
+        values["splits"] = {split: SplitInfo(**values["splits"][split]) for split in SPLITS}
+        values["skipped_examples"] = tuple(values["skipped_examples"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """A complete prepared data set."""
+
+    path: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
+
+    def prefix(self, split: str) -> str:
+        """Path of a split's files without `.bin` and `.idx`, as Megatron wants it."""
+        return str(self.path / split)
+
+    def open_split(self, split: str) -> IndexedDataset:
+        """Megatron's indexed data set of a split: item i is document i with its end-of-document id.
+
+        Raises:
+            DataError: the files do not hold what the manifest says.
+        """
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        info = self.manifest.splits[split]
+        try:
+            indexed = IndexedDataset(self.prefix(split))
+        except (AssertionError, ValueError, OSError, KeyError) as error:
+            raise damaged(self.path, f"{split}.idx cannot be read ({error})") from error
+        if len(indexed) != info.num_documents or int(indexed.sequence_lengths.sum(dtype="int64")) != info.num_tokens:
+            raise damaged(
+                self.path, f"{split}.idx lists {len(indexed)} documents where the manifest has {info.num_documents}"
+            )
+        return indexed
+
+    def verify(self) -> None:
+        """Read every byte and compare it with the manifest's hashes.
+
+        Raises:
+            DataError: a file has changed since it was written.
+        """
+        for split in SPLITS:
+            info = self.manifest.splits[split]
+            for suffix, expected in (("bin", info.bin_sha256), ("idx", info.idx_sha256)):
+                if file_sha256(self.path / f"{split}.{suffix}") != expected:
+                    raise damaged(self.path, f"{split}.{suffix} is not the file that was written (its sha256 differs)")
+
+
+def damaged(path: Path, what: str) -> DataError:
+    """The error for a data set that is not what its manifest says."""
+    return DataError(
+        f"{path}: the data set is damaged: {what}. Prepare it again with `megamem data prepare ... --overwrite`."
+    )
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
+    """The manifest's entry for a tokenizer."""
+    eod_token = tokenizer.eod_token if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return TokenizerInfo(tokenizer.kind, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod, eod_token)
+
+
+def open_dataset(path: str | Path) -> PreparedDataset:
+    """Open a prepared data set, after checking that all of it is there (presence and sizes; `verify` reads every byte).
+
+    Raises:
+        DataError: there is no data set, it is incomplete or damaged, or it holds ids past its own vocabulary.
+    """
+    folder = Path(path)
+    manifest = _read_manifest(folder)
+    for split in SPLITS:
+        info = manifest.splits[split]
+        for suffix, expected in (("bin", info.bin_bytes), ("idx", info.idx_bytes)):
+            file = folder / f"{split}.{suffix}"
+            if not file.is_file():
+                raise damaged(folder, f"{file.name} is missing")
+            if file.stat().st_size != expected:
+                raise damaged(folder, f"{file.name} has {file.stat().st_size} bytes where {expected} were written")
+        if info.max_token_id >= manifest.tokenizer.vocab_size:
+            raise damaged(
+                folder,
+                f"{split} holds token id {info.max_token_id}, past the vocabulary of {manifest.tokenizer.vocab_size}",
+            )
+    return PreparedDataset(folder, manifest, _open_tokenizer(folder, manifest.tokenizer))
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such data set. Make it with `megamem data prepare INPUT --output {folder}`.")
+    try:
+        return Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder}: not a prepared data set (it has no {MANIFEST_FILE}). "
+            f"Make one with `megamem data prepare INPUT --output DIRECTORY`."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, f"{MANIFEST_FILE} cannot be used ({error})") from error
+
+
+def _open_tokenizer(folder: Path, info: TokenizerInfo) -> Tokenizer:
+    if info.kind == BYTES:
+        tokenizer: Tokenizer = ByteTokenizer()
+    elif info.kind == HuggingFaceTokenizer.kind:
+        tokenizer = load_tokenizer(folder / TOKENIZER_FILE, info.eod_token)
+    else:
+        raise damaged(folder, f"unknown tokenizer kind {info.kind!r}")
+    if tokenizer.fingerprint != info.fingerprint:
+        raise damaged(folder, "its tokenizer is not the one that made the tokens")
+    return tokenizer

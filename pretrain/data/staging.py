@@ -1,0 +1,102 @@
+"""Building a folder under a temporary name, so that nobody ever sees half of it.
+
+While it is being built the folder is `.NAME.preparing` beside its final place, with a lock inside it. A killed build leaves only that
+folder, which the next one empties.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pretrain.errors import DataError
+
+LOCK_FILE = ".lock"
+"""Held while a folder is being built; one that is left over means nothing."""
+
+
+@contextmanager
+def staged_folder(output: Path) -> Iterator[Path]:
+    """A folder to build in; it becomes `output`, replacing what is there, when the block ends without an error.
+
+    Raises:
+        DataError: another process is building the same output, or the disk refuses (full, read-only).
+    """
+    staging = output.with_name(f".{output.name}.preparing")
+    displaced = output.with_name(f".{output.name}.replaced")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(staging) as lock:
+            _empty(staging, keep=lock)
+            try:
+                yield staging
+                _sync(staging)
+                _replace(staging, output, displaced)
+                # Only now: until the rename, a second build must find the lock.
+                (output / LOCK_FILE).unlink()
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise DataError(
+            f"{output}: the data set cannot be written ({error.strerror or error}). "
+            f"Free space there or choose another --output; nothing that was there before has changed."
+        ) from error
+
+
+def recover_replaced(output: Path) -> None:
+    """Put back a data set whose replacement was cut off between its two renames."""
+    displaced = output.with_name(f".{output.name}.replaced")
+    if displaced.is_dir():
+        if output.exists():
+            shutil.rmtree(displaced)
+        else:
+            displaced.rename(output)
+
+
+@contextmanager
+def _locked(staging: Path) -> Iterator[Path]:
+    staging.mkdir(exist_ok=True)
+    path = staging / LOCK_FILE
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{staging} is in use: another process is preparing the same output. Wait for it, or choose another --output."
+            ) from None
+        yield path
+
+
+def _empty(folder: Path, keep: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path != keep:
+            path.unlink()
+
+
+def _sync(folder: Path) -> None:
+    # A rename can reach the disk before the contents do; after a power cut the name would then stand for nothing.
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace(staging: Path, output: Path, displaced: Path) -> None:
+    if output.exists():
+        output.rename(displaced)
+    try:
+        staging.rename(output)
+    except OSError:
+        if displaced.exists():
+            displaced.rename(output)
+        raise
+    shutil.rmtree(displaced, ignore_errors=True)

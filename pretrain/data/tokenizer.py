@@ -1,0 +1,273 @@
+"""Tokenizers: raw bytes, and any Hugging Face `tokenizer.json`.
+
+One object serves preparation, Megatron's data sets (`eod`, `pad`, `vocab_size`, `unique_identifiers`), evaluation and generation. It is
+text in and ids out: beginning-of-text tokens, truncation and padding that a `tokenizer.json` may ask for are not applied, and text that
+looks like a special token is encoded as the text it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.errors import DataError
+
+BYTES = "bytes"
+"""Spec of the built-in byte tokenizer."""
+
+TOKENIZER_FILE = "tokenizer.json"
+_END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<eod>", "[EOS]")
+_BPE_END_OF_DOCUMENT = "<|endoftext|>"
+_NUM_BYTE_VALUES = 256
+
+
+class Tokenizer(ABC):
+    """What the rest of the code knows about a tokenizer."""
+
+    kind: str
+    """`bytes` or `huggingface`."""
+    eod: int
+    """Id of the token that ends every document."""
+    vocab_size: int
+    """One past the largest id."""
+    fingerprint: str
+    """sha256 over everything that decides which ids a text becomes."""
+
+    @property
+    def pad(self) -> int:
+        """Outside the vocabulary: Megatron masks this id wherever it occurs, and no id of a document may be masked."""
+        return -1
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        """What Megatron writes into the description of a data set."""
+        return {"kind": self.kind, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, "eod": self.eod}
+
+    @property
+    def token_dtype(self) -> type[np.uint16] | type[np.int32]:
+        """The narrowest integer that Megatron's indexed data sets store these ids in."""
+        return np.uint16 if self.vocab_size <= np.iinfo(np.uint16).max else np.int32
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, without an end-of-document token."""
+        return self.tokenize_batch([text])[0].tolist()
+
+    @abstractmethod
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Ids of each text, [num_tokens] in `token_dtype`, without an end-of-document token."""
+
+    @abstractmethod
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """UTF-8 bytes of the text that the ids stand for; end-of-document ids stand for nothing."""
+
+    def detokenize(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Text that the ids stand for; bytes that are not UTF-8 become the replacement character."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def num_bytes(self, ids: Sequence[int] | NDArray[Any]) -> int:
+        """UTF-8 bytes of the text that the ids stand for. Several documents are decoded one by one."""
+        array = np.asarray(ids)
+        ends = np.flatnonzero(array == self.eod)
+        return sum(len(self.decode_bytes(part)) for part in np.split(array, ends + 1))
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the definition into a folder, where there is one to write."""
+
+    def check_ids(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+        """The ids as an array.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size and (array.min() < 0 or array.max() >= self.vocab_size):
+            bad = int(array[(array < 0) | (array >= self.vocab_size)][0])
+            raise DataError(
+                f"Token id {bad} is outside the vocabulary of {self.vocab_size}. Use the tokenizer that made the ids."
+            )
+        return array
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 byte values and an end-of-document token: 257 ids, no training, no loss."""
+
+    kind = BYTES
+
+    def __init__(self) -> None:
+        self.eod = _NUM_BYTE_VALUES
+        self.vocab_size = _NUM_BYTE_VALUES + 1
+        self.fingerprint = hashlib.sha256(b"megamem: utf-8 bytes, 256 ends a document").hexdigest()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        array = self.check_ids(ids)
+        return array[array != self.eod].astype(np.uint8).tobytes()
+
+    def save(self, folder: Path) -> None:
+        """Nothing to write: the kind says it all."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, run by the `tokenizers` package."""
+
+    kind = "huggingface"
+
+    def __init__(self, definition: str, eod_token: str | None = None, origin: str = TOKENIZER_FILE) -> None:
+        """
+        Args:
+            definition: content of the `tokenizer.json`.
+            eod_token: the token that ends a document; None picks the first known name that the vocabulary has.
+            origin: where the definition is from, for messages.
+
+        Raises:
+            DataError: the definition cannot be used, or has no such token.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self._backend = Backend.from_str(definition)
+            canonical = json.dumps(json.loads(definition), sort_keys=True, separators=(",", ":"))
+        except Exception as error:  # the package raises bare Exception
+            raise DataError(
+                f"{origin}: not a usable tokenizer.json ({error}). Save it with `tokenizers` or `transformers`."
+            ) from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True
+        self.definition = definition
+        self.eod_token = _choose_end_of_document(self._backend.get_vocab(), eod_token, origin)
+        self.eod = self._backend.get_vocab()[self.eod_token]
+        # Ids may have holes, so the largest one counts and not their number.
+        self.vocab_size = max(self._backend.get_vocab().values()) + 1
+        self.fingerprint = hashlib.sha256(f"{canonical}\n{self.eod_token}".encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HuggingFaceTokenizer, (self.definition, self.eod_token)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encodings]
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        array = self.check_ids(ids)
+        text = self._backend.decode(array[array != self.eod].tolist(), skip_special_tokens=False)
+        return text.encode("utf-8")
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json`."""
+        (folder / TOKENIZER_FILE).write_text(self.definition, encoding="utf-8")
+
+
+def _choose_end_of_document(vocabulary: dict[str, int], wanted: str | None, origin: str) -> str:
+    if wanted is not None:
+        if wanted not in vocabulary:
+            raise DataError(f"{origin}: the vocabulary has no token {wanted!r}. Name one that it has with --eod-token.")
+        return wanted
+    for token in _END_OF_DOCUMENT_TOKENS:
+        if token in vocabulary:
+            return token
+    known = ", ".join(_END_OF_DOCUMENT_TOKENS)
+    raise DataError(f"{origin}: no token that ends a document (looked for {known}). Name it with --eod-token.")
+
+
+def load_tokenizer(spec: str | Path, eod_token: str | None = None) -> Tokenizer:
+    """A tokenizer by name or file.
+
+    Args:
+        spec: `bytes`, a `tokenizer.json`, or a folder that holds one.
+        eod_token: token that ends a document (not for `bytes`); None picks a known one.
+
+    Raises:
+        DataError: there is no such tokenizer, or it cannot be used.
+    """
+    if str(spec) == BYTES:
+        if eod_token is not None:
+            raise DataError(
+                f"The byte tokenizer has its own end-of-document token: leave --eod-token {eod_token!r} out."
+            )
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+    try:
+        definition = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(
+            f"{spec}: no such tokenizer. Give `{BYTES}`, a tokenizer.json, or a folder that holds one."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: the tokenizer cannot be read ({error}). Give a readable tokenizer.json.") from error
+    return HuggingFaceTokenizer(definition, eod_token, origin=str(path))
+
+
+def train_bpe(
+    documents: Iterable[str],
+    vocab_size: int,
+    output: Path,
+    *,
+    total_bytes: int | None = None,
+    progress: bool = True,
+) -> HuggingFaceTokenizer:
+    """Train a byte-level BPE and write it. The same documents give the same file.
+
+    Args:
+        documents: texts to learn from.
+        vocab_size: ids wanted, the 256 bytes and `<|endoftext|>` included. A small corpus may give fewer.
+        output: the `tokenizer.json` to write; it appears when it is complete.
+        total_bytes: size of the corpus, for the progress bar.
+        progress: show progress bars on a terminal.
+
+    Raises:
+        DataError: the vocabulary is too small for the bytes, or the file cannot be written.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    smallest = _NUM_BYTE_VALUES + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {_BPE_END_OF_DOCUMENT}. Ask for {smallest} or more."
+        )
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_BPE_END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_with_progress(documents, total_bytes, progress), trainer=trainer)
+    definition = backend.to_str(pretty=True)
+    temporary = output.with_name(f".{output.name}.partial")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(definition, encoding="utf-8")
+        os.replace(temporary, output)
+    except OSError as error:
+        raise DataError(
+            f"{output}: the tokenizer cannot be written ({error.strerror}). Free space or choose another place."
+        ) from error
+    return HuggingFaceTokenizer(definition, _BPE_END_OF_DOCUMENT, origin=str(output))
+
+
+def _with_progress(documents: Iterable[str], total_bytes: int | None, progress: bool) -> Iterator[str]:
+    from tqdm import tqdm
+
+    bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="reading", disable=None if progress else True)
+    with bar:
+        for text in documents:
+            yield text
+            bar.update(len(text.encode("utf-8")))
+        bar.set_description("merging")

@@ -1,0 +1,226 @@
+"""`megamem data`: prepare corpora, train tokenizers, look into prepared data sets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.errors import DataError
+
+if TYPE_CHECKING:
+    from pretrain.data.manifest import PreparedDataset
+    from pretrain.data.sources import BadDocumentLog
+
+_INPUTS_HELP = (
+    "files or directories, or the name python-stdlib (the sources of this Python's standard library). Directories are read in "
+    "full, sorted by path; names that start with a dot are left out. *.jsonl and *.json are JSON lines (also .gz and .zst), *.parquet is parquet, "
+    "and every other file is one document of UTF-8 text"
+)
+
+_PREPARE_EPILOG = """\
+examples:
+  megamem data prepare python-stdlib --output data/stdlib --validation-fraction 0.05
+  megamem data prepare corpus/*.jsonl.zst --field content --tokenizer llama/tokenizer.json --output data/web
+  megamem data prepare dump.parquet --output data/dump --max-bad 100
+
+The output is a folder that `data.datasets` of a run configuration names by its path. It appears when it is complete: a preparation that is
+killed leaves nothing that opens. Asking for the same data set again does nothing.
+"""
+
+_TOKENIZER_EPILOG = """\
+examples:
+  megamem data tokenizer python-stdlib --vocab-size 4096 --output data/stdlib-4096.json
+  megamem data prepare python-stdlib --tokenizer data/stdlib-4096.json --output data/stdlib-4096
+"""
+
+_INSPECT_EPILOG = """\
+examples:
+  megamem data inspect data/stdlib
+  megamem data inspect data/stdlib --verify
+  megamem data inspect data/stdlib --documents 2 --split validation
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register `data` and its subcommands; each sets `func`, which takes the parsed arguments and returns the exit code."""
+    parser = subparsers.add_parser("data", help="prepare corpora, train tokenizers, inspect data sets")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_prepare(commands)
+    _add_tokenizer(commands)
+    _add_inspect(commands)
+
+
+def _add_command(commands: argparse._SubParsersAction, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=_INPUTS_HELP)
+    parser.add_argument("--field", default="text", help="JSON field or parquet column with the text (default: text)")
+    parser.add_argument(
+        "--max-bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="skip and count up to N bad documents (broken JSON, not UTF-8, a truncated archive counts once) before giving up (default: 0)",
+    )
+
+
+def _add_prepare(commands: argparse._SubParsersAction) -> None:
+    parser = _add_command(commands, "prepare", "tokenise documents into a data set to train on", _PREPARE_EPILOG)
+    _add_input_arguments(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="SPEC",
+        help="bytes (256 byte values and an end-of-document token; the default), a Hugging Face tokenizer.json, or a folder with one",
+    )
+    parser.add_argument(
+        "--eod-token",
+        metavar="TOKEN",
+        help="token that ends a document (default: <|endoftext|>, </s>, <eos> or the like, if there is one)",
+    )
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.01,
+        metavar="F",
+        help="share of the documents to hold out (default: 0.01)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="decides which documents are held out (default: 1)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (default: one per core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the data set that is in the output folder")
+    parser.set_defaults(func=run_prepare)
+
+
+def _add_tokenizer(commands: argparse._SubParsersAction) -> None:
+    parser = _add_command(commands, "tokenizer", "train a byte-level BPE tokenizer on documents", _TOKENIZER_EPILOG)
+    _add_input_arguments(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json to write")
+    parser.add_argument(
+        "--vocab-size",
+        required=True,
+        type=int,
+        metavar="N",
+        help="ids, with the 256 bytes and <|endoftext|> among them (257 or more)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file if it exists")
+    parser.set_defaults(func=run_tokenizer)
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    parser = _add_command(commands, "inspect", "show what a prepared data set holds, and check it", _INSPECT_EPILOG)
+    parser.add_argument("path", type=Path, metavar="DIR", help="prepared data set")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare with the hashes of the manifest"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=0, metavar="N", help="print the beginning of the first N documents"
+    )
+    parser.add_argument(
+        "--split", choices=("train", "validation"), default="train", help="split for --documents (default: train)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON instead of the summary")
+    parser.set_defaults(func=run_inspect)
+
+
+def run_prepare(arguments: argparse.Namespace) -> int:
+    """`megamem data prepare`. Raises DataError."""
+    from pretrain.data.prepare import prepare
+    from pretrain.data.tokenizer import load_tokenizer
+
+    started = time.monotonic()
+    result = prepare(
+        arguments.inputs,
+        arguments.output,
+        load_tokenizer(arguments.tokenizer, arguments.eod_token),
+        field_name=arguments.field,
+        validation_fraction=arguments.validation_fraction,
+        seed=arguments.seed,
+        max_bad=arguments.max_bad,
+        num_workers=arguments.workers,
+        overwrite=arguments.overwrite,
+    )
+    if result.was_already_there:
+        print(f"{arguments.output} is already complete: nothing to do.")
+    else:
+        print(f"Prepared {arguments.output} in {time.monotonic() - started:.1f} s.")
+    print(_summary(result.dataset))
+    return 0
+
+
+def run_tokenizer(arguments: argparse.Namespace) -> int:
+    """`megamem data tokenizer`. Raises DataError."""
+    from pretrain.data.sources import BadDocumentLog, list_files, read_documents
+    from pretrain.data.tokenizer import train_bpe
+
+    if arguments.output.exists() and not arguments.overwrite:
+        raise DataError(f"{arguments.output} exists. Choose another --output, or pass --overwrite to replace it.")
+    bad_documents = BadDocumentLog(arguments.max_bad)
+    total_bytes = sum(file.size_bytes for file in list_files(arguments.inputs))
+    documents = read_documents(arguments.inputs, field_name=arguments.field, bad_documents=bad_documents)
+    tokenizer = train_bpe(
+        (document.text for document in documents), arguments.vocab_size, arguments.output, total_bytes=total_bytes
+    )
+    print(
+        f"Wrote {arguments.output}: {tokenizer.vocab_size} ids, documents end with {tokenizer.eod_token} (id {tokenizer.eod})."
+    )
+    if tokenizer.vocab_size < arguments.vocab_size:
+        print(f"The documents have no more pairs to merge: {arguments.vocab_size} ids were asked for.")
+    _print_skipped(bad_documents)
+    return 0
+
+
+def _print_skipped(bad_documents: BadDocumentLog) -> None:
+    if bad_documents.num_bad:
+        print(f"Skipped {bad_documents.num_bad} bad documents:")
+        print("\n".join(f"  {example}" for example in bad_documents.examples))
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """`megamem data inspect`. Raises DataError."""
+    from pretrain.data.manifest import open_dataset
+
+    dataset = open_dataset(arguments.path)
+    print(json.dumps(json.loads(dataset.manifest.to_json()), indent=2) if arguments.json else _summary(dataset))
+    if arguments.verify:
+        dataset.verify()
+        print("Every byte is as it was written.")
+    if arguments.documents > 0:
+        _print_documents(dataset, arguments.split, arguments.documents)
+    return 0
+
+
+def _print_documents(dataset: PreparedDataset, split: str, num_documents: int, num_tokens: int = 256) -> None:
+    documents = dataset.open_split(split)
+    for index in range(min(num_documents, len(documents))):
+        ids = documents[index]
+        print(f"\n--- {split} document {index}: {len(ids)} tokens ---")
+        print(dataset.tokenizer.detokenize(ids[:num_tokens]), end=" [...]\n" if len(ids) > num_tokens else "\n")
+
+
+def _summary(dataset: PreparedDataset) -> str:
+    manifest = dataset.manifest
+    tokenizer = manifest.tokenizer
+    lines = [
+        f"  inputs      {', '.join(manifest.sources['inputs'])} ({manifest.sources['num_files']} files)",
+        f"  tokenizer   {tokenizer.kind}, {tokenizer.vocab_size} ids, documents end with id {tokenizer.eod}",
+    ]
+    for name, split in manifest.splits.items():
+        lines.append(
+            f"  {name:<11} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_bytes:,} bytes of text "
+            f"({split.num_bytes / split.num_tokens:.2f} per token)"
+        )
+    lines.append(f"  left out    {manifest.num_empty:,} empty documents, {manifest.num_skipped:,} bad ones")
+    lines += [f"    {example}" for example in manifest.skipped_examples]
+    return "\n".join(lines)
