@@ -65,12 +65,13 @@ def validate(config: RunConfig, world_size: int | None) -> None:
     Raises:
         ConfigError: naming every problem found, each with key, value and fix.
     """
-    # The later checks divide by these numbers: with one of them wrong they would only add noise.
-    problems = list(_ranges(config))
+    problems = list(_sizes(config))
+    # The next checks divide by these sizes: with one of them wrong they would only add noise.
     if not problems:
         problems += layout_problems(config, world_size)
         problems += _batch(config, world_size)
         problems += _schedule(config)
+    problems += _ranges(config)
     problems += _data(config)
     problems += _packages(config)
     if problems:
@@ -84,10 +85,13 @@ def value_at(config: Any, key: str) -> Any:
     return config
 
 
-def _ranges(config: RunConfig) -> Iterator[str]:
+def _sizes(config: RunConfig) -> Iterator[str]:
     for key in _AT_LEAST_ONE:
         if (value := value_at(config, key)) is not None and value < 1:
             yield f"{key} is {value}: it must be at least 1"
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
     for key in _ABOVE_ZERO:
         if (value := value_at(config, key)) is not None and value <= 0:
             yield f"{key} is {value}: it must be above 0"

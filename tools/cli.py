@@ -1,0 +1,143 @@
+"""The `megamem` command: finds the subcommand, and turns what goes wrong into one paragraph and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from pretrain.errors import UserError
+
+COMMAND_MODULES = ("tools.config",)
+"""In the order of `--help`: train, data, evaluate, generate, config. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch in functions only."""
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+_USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the arguments without the program's name; those of this process if None.
+
+    Returns:
+        The exit code: 0 finished, 2 configuration or usage, 3 data, 4 checkpoint, 75 stopped early, 130 interrupted, 1 a defect.
+    """
+    try:
+        args = build_parser().parse_args(argv)
+        code = int(args.func(args) or 0)
+        sys.stdout.flush()
+        return code
+    except SystemExit as request:
+        return request.code if isinstance(request.code, int) else 0 if request.code is None else 1
+    except UserError as error:
+        print(f"megamem: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("megamem: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if _stdout_is_closed():
+            return EXIT_BROKEN_PIPE
+        traceback.print_exc()
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of our output went away (`| head`), as opposed to some other pipe that broke."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit and would complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every command."""
+    parser = SuggestingParser(
+        prog="megamem",
+        description="Pretraining of memory-layer language models on Megatron-core.",
+        epilog="`megamem COMMAND --help` explains a command. Exit codes: 0 finished, 2 configuration or usage, 3 data, "
+        "4 checkpoint, 75 stopped early with a checkpoint saved (start it again to go on), 1 anything else.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action=_VersionAction, help="show the versions of megamem and its engine, and exit"
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMAND_MODULES:
+        importlib.import_module(name).add_parser(subparsers)
+    return parser
+
+
+class _VersionAction(argparse.Action):
+    """`--version`, which reads package metadata only when asked."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: Any) -> NoReturn:
+        versions = []
+        for package in ("megamem", "megatron-core", "torch"):
+            try:
+                versions.append(f"{package} {importlib.metadata.version(package)}")
+            except importlib.metadata.PackageNotFoundError:
+                versions.append(f"{package} (not installed)")
+        print(", ".join(versions))
+        parser.exit()
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """An argument parser that names the nearest command or option, and takes `key=value` on either side of the options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, except that whatever is left over is settled here, where the options of this command are known."""
+        parsed, extras = super().parse_known_args(args, namespace)
+        # argparse gives a `nargs="*"` positional only the first run of arguments: `CONFIG --nproc 4 a=1` would leave `a=1` over.
+        late = [extra for extra in extras if "=" in extra and not extra.startswith("-")]
+        if late and hasattr(parsed, "overrides"):
+            parsed.overrides = [*parsed.overrides, *late]
+            extras = [extra for extra in extras if extra not in late]
+        if extras:
+            self.error("unrecognized arguments: " + " ".join(extras))
+        return parsed, []
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message with the nearest valid word, and exits with 2."""
+        hint = self._nearest(message)
+        where = f"`{self.prog} --help` lists what there is."
+        text = f"megamem: error: {message}{f': did you mean {hint}?' if hint else ''} {where}"
+        self.exit(_USAGE_ERROR, textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) + "\n")
+
+    def _nearest(self, message: str) -> str | None:
+        if choice := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
+            words = [word.strip(" '") for word in choice[2].split(",")]
+            return next(iter(difflib.get_close_matches(choice[1], words, n=1)), None)
+        if override := re.search(r"unrecognized arguments: (?:.* )?--(\w+\.[\w.]+=\S+)", message):
+            return override[1]
+        if unknown := re.search(r"unrecognized arguments: (?:.* )?(--[\w-]+)", message):
+            options = sorted(set(re.findall(r"--[\w-]+", self.format_help())))
+            return next(iter(difflib.get_close_matches(unknown[1], options, n=1)), None)
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`megamem config`: look at a configuration, and at everything that could stand in one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from pretrain.config.describe import FieldDoc, describe_fields
+from pretrain.config.effective import ineffective_fields
+from pretrain.config.loader import load_config, to_dict, to_yaml
+from pretrain.config.schema import RunConfig
+from pretrain.config.source import dump_scalar, dump_yaml
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+
+_WIDTH = 100
+_OVERRIDES_HELP = (
+    "set a key, as in optimizer.lr=3e-4, model.memory=null or data.datasets.0.path=DIR (the value is YAML)"
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `config` to the commands of `megamem`."""
+    parser = subparsers.add_parser(
+        "config",
+        help="show or check a configuration",
+        description="Look at a configuration as a run would see it, or at every key that there is.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    show = actions.add_parser(
+        "show",
+        help="print a configuration in full",
+        description="Print a configuration with its bases, overrides and defaults resolved. The output is YAML that "
+        "`megamem train` takes. Options that have no effect are left out.",
+    )
+    show.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (not needed with --keys)")
+    show.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES_HELP)
+    show.add_argument("--explain", action="store_true", help="put the help text of each key above it")
+    show.add_argument("--keys", action="store_true", help="list every key there is with type, default and help instead")
+    show.set_defaults(func=run_show)
+    check = actions.add_parser(
+        "check",
+        help="say whether a configuration can run",
+        description="Load a configuration and check it as `megamem train` does before it starts. Exits with 2 if it cannot run.",
+    )
+    check.add_argument("config", metavar="CONFIG", help="YAML file")
+    check.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES_HELP)
+    check.add_argument(
+        "--ranks", type=int, metavar="N", help="also check the layout and the batch for a run of N ranks"
+    )
+    check.set_defaults(func=run_check)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Prints the resolved configuration, or the list of keys."""
+    if args.keys:
+        if args.config is not None:
+            raise ConfigError(
+                f"--keys lists the keys of every configuration: leave {args.config} out, or use --explain"
+            )
+        print("\n".join(key_lines()))
+        return 0
+    if args.config is None:
+        raise ConfigError("config show needs the path of a configuration, or --keys")
+    config = load_config(args.config, args.overrides)
+    print("\n".join(explained_lines(config)) if args.explain else to_yaml(config).rstrip())
+    for section in extra_sections(config):
+        print("\n" + "\n".join(f"# {line}" for line in (f"{section.title}:", *(f"  {line}" for line in section.lines))))
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Validates a configuration and says so."""
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks is {args.ranks}: it must be at least 1")
+    validate(load_config(args.config, args.overrides), args.ranks)
+    where = "" if args.ranks is None else f" on {args.ranks} rank{'s' if args.ranks > 1 else ''}"
+    print(f"{args.config} can run{where}.")
+    return 0
+
+
+@dataclass(frozen=True)
+class Section:
+    """Facts that follow from a configuration, printed below it as YAML comments."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+def extra_sections(config: RunConfig) -> list[Section]:
+    """What a reader of a configuration wants to know besides its keys. Each further summary is one more element."""
+    return [_length_section(config)]
+
+
+def _length_section(config: RunConfig) -> Section:
+    train = config.train
+    step_tokens = train.global_batch_size * train.sequence_length
+    return Section("length", (f"tokens per step: {step_tokens:,}", f"tokens in all: {step_tokens * train.num_steps:,}"))
+
+
+def key_lines() -> Iterator[str]:
+    """Every key with type, default and help."""
+    for doc in describe_fields(RunConfig):
+        if doc.is_section:
+            yield f"\n{doc.key}: {doc.type}{_default_of_section(doc)}"
+        else:
+            default = "required" if doc.default is MISSING else f"default {dump_scalar(doc.default)}"
+            yield f"{doc.key}: {doc.type}, {default}"
+        yield from textwrap.wrap(_help(doc), _WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def _default_of_section(doc: FieldDoc) -> str:
+    if doc.default is None:
+        return ", default null"
+    return ", default []" if doc.default == () else ""
+
+
+def _help(doc: FieldDoc) -> str:
+    condition = f" Only where {doc.effective_when}." if doc.effective_when else ""
+    return f"{doc.doc}{condition}"
+
+
+def explained_lines(config: RunConfig) -> Iterator[str]:
+    """The configuration as YAML with the help text above each key; keys without effect appear as comments."""
+    docs = {doc.key: doc for doc in describe_fields(RunConfig)}
+    silent = {item.key: item.reason for item in ineffective_fields(config) if item.at_default}
+    yield from _explained_section(config, "", docs, silent)
+
+
+def _explained_section(config: Any, prefix: str, docs: dict[str, FieldDoc], silent: dict[str, str]) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for item in dataclasses.fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if not prefix and dataclasses.is_dataclass(value):
+            yield ""
+        comment = f"{indent}# "
+        yield from textwrap.wrap(docs[key].doc, _WIDTH, initial_indent=comment, subsequent_indent=comment)
+        if key in silent:
+            yield f"{comment}{item.name}: without effect unless {silent[key]}"
+        elif dataclasses.is_dataclass(value):
+            yield f"{indent}{item.name}:"
+            yield from _explained_section(value, f"{key}.", docs, silent)
+        elif isinstance(value, tuple) and value:
+            plain = [to_dict(part) if dataclasses.is_dataclass(part) else part for part in value]
+            yield f"{indent}{item.name}:"
+            yield textwrap.indent(dump_yaml(plain).rstrip(), f"{indent}  ")
+        else:
+            yield f"{indent}{item.name}: {'[]' if value == () else dump_scalar(value)}"
