@@ -1,0 +1,76 @@
+"""Attention core through PyTorch's scaled_dot_product_attention.
+
+Megatron's local core materialises the s x s scores; this one does not, and needs no Transformer Engine.
+
+Legend: s sequence length, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class SdpaCoreAttention(MegatronModule):
+    """Causal attention for the `core_attention` slot of Megatron's SelfAttention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                "parallel.context is above 1, but PyTorch's attention sees one rank's tokens only: use model.implementation: transformer_engine"
+            )
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Causal attention.
+
+        Args:
+            query: [s, b, n, d].
+            key: [s, b, g, d].
+            value: [s, b, g, d].
+            attention_mask: must be None; the mask is causal.
+            attn_mask_type: ignored; the mask is causal.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            [s, b, n d].
+        """
+        assert attention_mask is None
+        assert attention_bias is None
+        assert packed_seq_params is None
+        s, b, n, d = query.shape
+        out = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[2] != n,
+        )
+        return out.permute(2, 0, 1, 3).reshape(s, b, n * d)

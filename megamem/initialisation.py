@@ -1,0 +1,195 @@
+"""Initial weights: which distribution each parameter is drawn from, and the drawing (UltraMemV2, section 3.5 and appendix 6).
+
+A parameter's distribution is a function of its global name, and its numbers are a function of (seed, global name, position) alone: the
+checkpoint's own sharded names and offsets say which part of which tensor a rank holds, so initialising is loading from a generator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor, nn
+
+from megamem.bank import Bank
+from megamem.calibration import calibrate_scores
+from megamem.config import MemoryConfig, ModelConfig
+from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.random_fill import fill_normal, fill_uniform
+
+# The released layers' constants (`initialisation: released`).
+_RELEASED_GAIN_EXPONENT = -0.4
+_RELEASED_TABLE_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std^2)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """U(0, high)."""
+
+    high: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+
+Distribution = Normal | Uniform | Constant
+
+
+def sigma_values(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> float:
+    """sigma_V, the standard deviation of values and pre-values that gives memory and FFN outputs one variance (Eq. 26).
+
+    sigma_V^4 = 0.2 k_inner h / (K H (1 + sigma_s^2) P V L). Without pre-values the product with them falls out of Eq. 22, which leaves
+    sigma_V^2 = 0.08 k_inner h / (K H (1 + sigma_s^2) V L).
+
+    Args:
+        model: h, L and k_inner = ffn_hidden_size / h, the true inner width (the release's 4992 is the fused one).
+        memory: K, H, P, V.
+        sigma_s: standard deviation of the retrieved scores over their mean.
+    """
+    k_inner_h = float(model.ffn_hidden_size)
+    retrieved = memory.top_k * memory.num_heads * (1 + sigma_s**2) * memory.value_dim * model.num_layers
+    if memory.pre_value_dim:
+        return (0.2 * k_inner_h / (retrieved * memory.pre_value_dim)) ** 0.25
+    return (0.08 * k_inner_h / retrieved) ** 0.5
+
+
+def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) -> None:
+    """Fill every parameter of this rank's model chunks, and the singular vectors of its memory layers.
+
+    Args:
+        chunks: bare model chunks (not wrapped in DDP), with `sharded_state_dict`.
+        model: the model's config.
+        seed: the run's seed.
+    """
+    for chunk in chunks:
+        for shard in _shards(chunk):
+            distribution = _distribution(shard.key, model)
+            if distribution is not None:
+                _draw(shard, distribution, seed)
+        layers = [m for m in chunk.modules() if isinstance(m, UltraMemV2Layer)]
+        if model.memory is not None:
+            _initialise_memory(chunk, layers, model, model.memory, seed)
+
+
+def _shards(chunk: nn.Module) -> Iterator[ShardedTensor]:
+    """The shards of a chunk whose data is (a view of) one of its parameters."""
+
+    def walk(entry: object) -> Iterator[ShardedTensor]:
+        if isinstance(entry, ShardedTensorFactory):
+            yield from walk(entry.build())
+        elif isinstance(entry, ShardedTensor):
+            yield entry
+        elif isinstance(entry, dict):
+            for value in entry.values():
+                yield from walk(value)
+        elif isinstance(entry, list | tuple):
+            for value in entry:
+                yield from walk(value)
+
+    yield from walk(chunk.sharded_state_dict())  # type: ignore[operator]
+
+
+def _distribution(name: str, model: ModelConfig) -> Distribution | None:
+    """The distribution of the parameter with this global name; None for what `_initialise_memory` fills, and for buffers."""
+    std = model.linear_std
+    to_residual = std / math.sqrt(2 * model.num_layers)
+    memory = model.memory
+    match name.split("."):
+        case [*_, "word_embeddings", "weight"] | ["output_layer", "weight"]:
+            return Normal(std)
+        case [*_, "linear_qkv" | "linear_fc1", "weight"]:
+            return Normal(std)
+        case [*_, "linear_proj" | "linear_fc2", "weight"]:
+            return Normal(to_residual)
+        case [
+            *_,
+            "input_layernorm" | "pre_mlp_layernorm" | "final_layernorm" | "q_layernorm" | "k_layernorm",
+            "weight",
+        ]:
+            return Constant(1.0)
+        case [*_, "memory", part] if memory is not None:
+            return _memory_distribution(part, model, memory)
+        case ["banks", _, "values" | "pre_values"]:
+            return None
+    raise AssertionError(f"no initial distribution is defined for the parameter {name}")
+
+
+def _memory_distribution(part: str, model: ModelConfig, memory: MemoryConfig) -> Distribution | None:
+    released = memory.initialisation == "released"
+    match part:
+        case "query_proj":
+            return Normal(memory.key_dim**-0.5 if released else model.linear_std)
+        case "keys":
+            # Keys are normalised when read, so this sets nothing but how far one optimizer step turns them.
+            return Normal(memory.key_dim**-0.5)
+        case "cores":
+            return Uniform(1.0)
+        case "value_proj":
+            return Normal(memory.value_dim**-0.5 if released else model.linear_std)
+        case "pre_value_proj":
+            return Normal(model.hidden_size**-0.5 if released else model.linear_std)
+        case "query_norm" | "keys_norm":
+            return Constant(memory.key_dim**_RELEASED_GAIN_EXPONENT) if released else None
+        case "u" | "v" | "permutation":
+            return None
+    raise AssertionError(f"no initial distribution is defined for the memory's {part}")
+
+
+def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
+    data, skip = shard.data, shard.prepend_axis_num
+    where = {
+        "seed": seed,
+        "name": shard.key,
+        "global_shape": shard.global_shape[skip:],
+        "offset": shard.global_offset[skip:],
+    }
+    with torch.no_grad():
+        match distribution:
+            case Normal(std):
+                fill_normal(data, std=std, **where)
+            case Uniform(high):
+                fill_uniform(data, high=high, **where)
+            case Constant(value):
+                data.fill_(value)
+
+
+def _initialise_memory(
+    chunk: nn.Module, layers: Sequence[UltraMemV2Layer], model: ModelConfig, memory: MemoryConfig, seed: int
+) -> None:
+    """Singular vectors, calibrated gains, and tables."""
+    sigma_s_of_bank: dict[int, list[float]] = {}
+    for layer in layers:
+        layer.u.zero_()
+        layer.v.zero_()
+        layer.update_singular_vectors()
+        if memory.initialisation == "paper":
+            calibration = calibrate_scores(memory, layer.view.num_keys, layer.cores, seed=seed, name=layer.name)
+            with torch.no_grad():
+                layer.query_norm.fill_(calibration.gain)
+                layer.keys_norm.fill_(calibration.gain)
+            sigma_s_of_bank.setdefault(layer.view.bank, []).append(calibration.sigma_s)
+    for bank in (m for m in chunk.modules() if isinstance(m, Bank)):
+        if memory.initialisation == "paper":
+            std = sigma_values(model, memory, _root_mean_square(sigma_s_of_bank[bank.spec.index]))
+        else:
+            std = _RELEASED_TABLE_STD
+        for entry in bank.sharded_state_dict(prefix=f"banks.{bank.spec.index}.").values():
+            _draw(entry, Normal(std), seed)
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return float(Tensor.sqrt(torch.tensor(values, dtype=torch.float64).square().mean()))

@@ -1,0 +1,1 @@
+"""Memory layers, one module per variant."""

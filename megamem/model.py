@@ -1,0 +1,162 @@
+"""Megatron's GPTModel with memory banks that belong to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from kernels.select import Kernels
+from megamem.backbone import block_spec
+from megamem.bank import Bank
+from megamem.block import FfnWithMemory
+from megamem.config import MemoryConfig, ModelConfig
+from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.placement import parameter_device
+from megamem.sharing import SharingPlan, plan_sharing
+
+
+class MemoryGPTModel(GPTModel):
+    """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the banks that its blocks read.
+
+    Attributes:
+        banks: this chunk's banks by global index, `banks.<index>.values` and `banks.<index>.pre_values` in checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        model: ModelConfig,
+        *,
+        layers: range,
+        padded_vocab_size: int,
+        sequence_length: int,
+        groups: ProcessGroupCollection,
+        kernels: Kernels,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+        seed: int,
+    ) -> None:
+        """Build the chunk with unset weights; `megamem.initialisation.initialise` or a checkpoint fills them.
+
+        Args:
+            config: Megatron's config of the model.
+            model: ours.
+            layers: global 0-based numbers of this chunk's blocks.
+            padded_vocab_size: rows of the embedding.
+            sequence_length: tokens per sequence.
+            groups: Megatron's process groups.
+            kernels: the memory kernels.
+            pre_process: whether this chunk holds the embedding.
+            post_process: whether it holds the final norm and output projection.
+            vp_stage: index of the chunk on its rank; None without interleaving.
+            seed: the run's seed, which keys the shuffles.
+
+        Raises:
+            ValueError: if a bank would be split over chunks, or Transformer Engine is asked for and absent.
+        """
+        plan = plan_sharing(model.memory, model.num_layers) if model.memory is not None else None
+        banks = _build_banks(plan, layers, model.memory, config, groups, kernels)
+        memory_of = partial(_memory_maker, config=config, memory=model.memory, plan=plan, banks=banks, seed=seed)
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(
+                layers, implementation=model.implementation, qk_norm=model.qk_norm, memory_of=memory_of, groups=groups
+            ),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=model.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=model.rotary_base,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
+
+    @property
+    def memory_layers(self) -> list[UltraMemV2Layer]:
+        """This chunk's memory layers, in order."""
+        return [block.memory for block in self._memory_blocks()]
+
+    def set_memory_enabled(self, enabled: bool) -> None:
+        """Switch the memory's output on or off in every block, for ablation."""
+        for block in self._memory_blocks():
+            block.memory_enabled = enabled
+
+    def begin_step(self) -> None:
+        """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors."""
+        for layer in self.memory_layers:
+            layer.update_singular_vectors()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Megatron's checkpoint entries, and those of the banks."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        # Megatron's default has added the banks as modules that it knows nothing of: ours say how they are replicated.
+        for name, bank in self.banks.items():
+            assert isinstance(bank, Bank)
+            entries.update(bank.sharded_state_dict(f"{prefix}banks.{name}.", sharded_offsets, metadata))
+        return entries
+
+    def _memory_blocks(self) -> list[FfnWithMemory]:
+        return [layer.mlp for layer in self.decoder.layers if isinstance(layer.mlp, FfnWithMemory)]
+
+
+def _build_banks(
+    plan: SharingPlan | None,
+    layers: range,
+    memory: MemoryConfig | None,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    kernels: Kernels,
+) -> dict[int, Bank]:
+    if plan is None or memory is None:
+        return {}
+    device = parameter_device(config)
+    replica_rank = torch.distributed.get_rank(groups.expt_dp)
+    return {
+        spec.index: Bank(spec, memory, kernels, dtype=config.params_dtype, device=device, replica_rank=replica_rank)
+        for spec in plan.banks_of(layers)
+    }
+
+
+def _memory_maker(
+    layer: int,
+    *,
+    config: TransformerConfig,
+    memory: MemoryConfig | None,
+    plan: SharingPlan | None,
+    banks: dict[int, Bank],
+    seed: int,
+) -> Callable[[], UltraMemV2Layer] | None:
+    if plan is None or memory is None:
+        return None
+    view = plan.views[layer]
+    return partial(
+        UltraMemV2Layer,
+        config,
+        memory,
+        view,
+        _Unregistered(banks[view.bank]),
+        num_bank_rows=plan.banks[view.bank].num_rows,
+        name=f"decoder.layers.{layer}.mlp.memory",
+        seed=seed,
+    )
+
+
+class _Unregistered:
+    """A bank as a layer sees it: not a module, so that the bank stays in the model's tree alone."""
+
+    def __init__(self, bank: Bank) -> None:
+        self.read = bank.read

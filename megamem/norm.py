@@ -1,0 +1,33 @@
+"""RMSNorm that works under sequence parallelism."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megamem.placement import parameter_device
+
+
+def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """x gain / sqrt(mean(x^2) + epsilon) over the last dimension, in at least fp32, returned in the dtype of `x`."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * gain.to(wide.dtype)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a gain, for any norm slot of Megatron's specs.
+
+    Under sequence parallelism every tensor-parallel rank normalises other tokens (or other heads) with the same gain, so the gain is
+    tagged for Megatron's all-reduce of such gradients; PyTorch's own RMSNorm has no such tag, which is why Megatron refuses it there.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_normalise(x, self.weight, self.eps)

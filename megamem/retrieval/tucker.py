@@ -1,0 +1,91 @@
+"""Tucker-decomposed query-key retrieval, TDQKR (UltraMem; UltraMemV2, Eq. 6-7 and 16).
+
+Legend: T tokens, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by the first stage, K retrieved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What one layer retrieved for T tokens.
+
+    Attributes:
+        slots: [T, H, K], int64 positions row x N + column of the N x N grid, best first within a head.
+        scores: [T, H, K, C], the score of each core; they sum to what the selection ordered by.
+        row_ids: [T, H, M], int64 rows kept by the first stage, best first.
+        column_ids: [T, H, M], the columns.
+    """
+
+    slots: Tensor
+    scores: Tensor
+    row_ids: Tensor
+    column_ids: Tensor
+
+
+def retrieve(
+    row_scores: Tensor, column_scores: Tensor, cores: Tensor, u: Tensor, v: Tensor, *, row_top_k: int, top_k: int
+) -> Retrieved:
+    """Two-stage top-K on the Tucker-scored grid.
+
+    Stage 1 ranks rows by <u, S_row> and columns by <v, S_col>, the rank-1 approximation of the summed core, and keeps M of each. Stage 2
+    scores the M x M candidates exactly, s_c(i, j) = S_row[i] C_c S_col[j], and keeps the K with the largest sum over cores. Gradients
+    flow through the scores of the kept entries only.
+
+    Args:
+        row_scores: [T, H, N, R].
+        column_scores: [T, H, N, R].
+        cores: [C, H, R, R].
+        u: [H, R], leading left singular vector of the summed core.
+        v: [H, R], leading right one.
+        row_top_k: M.
+        top_k: K <= M^2.
+    """
+    num_keys = row_scores.shape[2]
+    with torch.no_grad():
+        row_ids = torch.einsum("thnr,hr->thn", row_scores, u).topk(row_top_k, dim=-1).indices
+        column_ids = torch.einsum("thnr,hr->thn", column_scores, v).topk(row_top_k, dim=-1).indices
+        candidate_rows = _gather_keys(row_scores, row_ids)
+        candidate_columns = _gather_keys(column_scores, column_ids)
+        grid = torch.einsum("thir,hrs,thjs->thij", candidate_rows, cores.sum(0), candidate_columns)
+        best = grid.flatten(2).topk(top_k, dim=-1).indices
+        best_rows = row_ids.gather(2, best // row_top_k)
+        best_columns = column_ids.gather(2, best % row_top_k)
+    scores = torch.einsum(
+        "thkr,chrs,thks->thkc", _gather_keys(row_scores, best_rows), cores, _gather_keys(column_scores, best_columns)
+    )
+    return Retrieved(best_rows * num_keys + best_columns, scores, row_ids, column_ids)
+
+
+def _gather_keys(scores: Tensor, ids: Tensor) -> Tensor:
+    """scores[t, h, ids[t, h, k], r]: [T, H, N, R] and [T, H, K] to [T, H, K, R]."""
+    return scores.gather(2, ids.unsqueeze(3).expand(-1, -1, -1, scores.shape[3]))
+
+
+def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:
+    """Leading singular vectors of the summed core, with the joint sign that stays closest to the vectors before.
+
+    The SVD leaves the joint sign of (u, v) open, and the sign selects which quadrant of the grid is searched: it must not flip between
+    steps. With no vectors before (all zero) the sign that makes sum(u) + sum(v) positive is taken, so that it depends on no library.
+
+    Args:
+        core_sum: [..., R, R], the cores summed over C; SVD runs in at least fp32.
+        u_before: [..., R], the left vectors of the step before, or zeros.
+        v_before: [..., R], the right ones.
+
+    Returns:
+        u and v, each [..., R], in the dtype of the vectors before.
+    """
+    wide = core_sum if core_sum.dtype == torch.float64 else core_sum.float()
+    left, _, right = torch.linalg.svd(wide)
+    u, v = left[..., :, 0], right[..., 0, :]
+    same = (u - u_before).abs().sum(-1) + (v - v_before).abs().sum(-1)
+    flipped = (u + u_before).abs().sum(-1) + (v + v_before).abs().sum(-1)
+    fresh = ((u_before == 0).all(-1) & (v_before == 0).all(-1)) & (u.sum(-1) + v.sum(-1) < 0)
+    sign = torch.where((flipped < same) | fresh, -1.0, 1.0).to(wide.dtype).unsqueeze(-1)
+    return (u * sign).to(u_before.dtype), (v * sign).to(v_before.dtype)

@@ -1,0 +1,143 @@
+"""Starting torch.distributed and Megatron's parallel state: the one place that reads `parallel_state`.
+
+Ranks are laid out as Megatron does by default, tensor fastest, then context, data and pipeline. The memory group of G ranks is
+Megatron's expert-parallel group: G consecutive ranks of one pipeline stage, whatever mix of tensor, context and data parallelism they
+are; parameters with `allreduce = False` are reduced over its replicas.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from parallel.cpu import cuda_on_cpu
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of the model-parallel axes; data parallelism takes what is left."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    memory: int = 1
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """This rank's place on every axis, and the groups it talks in.
+
+    Attributes:
+        sizes: the axes.
+        megatron: Megatron's own collection, to hand to its modules.
+        data_rank: this rank's data-parallel position.
+        data_size: number of data-parallel replicas.
+        pipeline_rank: this rank's stage.
+        device: where this rank computes.
+    """
+
+    sizes: ParallelSizes
+    megatron: ProcessGroupCollection
+    data_rank: int
+    data_size: int
+    pipeline_rank: int
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.sizes.pipeline - 1
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes logs."""
+        return self.rank == 0
+
+
+@contextmanager
+def parallel_context(
+    sizes: ParallelSizes,
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    init_method: str,
+    timeout_minutes: float,
+    seed: int,
+) -> Iterator[ParallelGroups]:
+    """Join the world, build the groups, and leave in order.
+
+    On a GPU machine this is NCCL on device `local_rank`; elsewhere gloo under `parallel.cpu.cuda_on_cpu`.
+
+    Args:
+        sizes: the layout; its product must divide world_size.
+        rank: this process.
+        world_size: all processes.
+        local_rank: this process on its machine.
+        init_method: torch.distributed's rendezvous URL.
+        timeout_minutes: longest wait in a collective.
+        seed: of Megatron's random states.
+    """
+    with ExitStack() as stack:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(local_rank)
+        else:
+            stack.enter_context(cuda_on_cpu())
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        dist.init_process_group(
+            backend="nccl" if on_gpu else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if on_gpu else None,
+        )
+        stack.callback(dist.destroy_process_group)
+        yield initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
+
+
+def initialise_groups(
+    sizes: ParallelSizes, *, device: torch.device, timeout_minutes: float, seed: int
+) -> ParallelGroups:
+    """Megatron's parallel state over the world that is already joined, as explicit groups."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.memory,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return ParallelGroups(
+        sizes=sizes,
+        megatron=ProcessGroupCollection.use_mpu_process_groups(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        device=device,
+    )

@@ -1,0 +1,106 @@
+"""From a config and this rank's groups to model chunks under Megatron's DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import Float16Module
+
+from kernels.select import select_kernels
+from megamem.initialisation import initialise
+from megamem.model import MemoryGPTModel
+from parallel.groups import ParallelGroups
+from parallel.layout import chunk_layers, padded_size
+from pretrain.config.schema import RunConfig
+from pretrain.megatron import ddp_config, parameter_dtype, transformer_config
+
+
+def build_chunks(
+    config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
+) -> list[MemoryGPTModel]:
+    """This rank's bare model chunks (one, or one per virtual stage), with initial weights.
+
+    Args:
+        config: the run.
+        groups: this rank's place.
+        vocab_size: token ids, before padding.
+        dtype: overrides the run's precision (tests run in fp64).
+
+    Raises:
+        ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
+    """
+    layout, model = config.parallel, config.model
+    dtype = dtype or parameter_dtype(config)
+    megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
+    chunks = []
+    for chunk in range(layout.virtual_pipeline):
+        layers = chunk_layers(
+            model.num_layers,
+            pipeline=layout.pipeline,
+            virtual_pipeline=layout.virtual_pipeline,
+            pipeline_rank=groups.pipeline_rank,
+            chunk=chunk,
+        )
+        built = MemoryGPTModel(
+            megatron_config,
+            model,
+            layers=layers,
+            padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
+            sequence_length=config.train.sequence_length,
+            groups=groups.megatron,
+            kernels=select_kernels(config.train.kernels),
+            pre_process=layers.start == 0,
+            post_process=layers.stop == model.num_layers,
+            vp_stage=chunk if layout.virtual_pipeline > 1 else None,
+            seed=config.seed,
+        )
+        built.model_type = ModelType.encoder_or_decoder
+        _tag_tensor_parallel(built)
+        chunks.append(built)
+    initialise(chunks, model, seed=config.seed)
+    return chunks
+
+
+def _tag_tensor_parallel(chunk: MemoryGPTModel) -> None:
+    """Mark the split weights, without which the global gradient norm counts them on tensor-parallel rank 0 alone.
+
+    Megatron does this inside its own weight initialisation, which we do not run.
+    """
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+
+
+def wrap_chunks(chunks: Sequence[MemoryGPTModel], groups: ParallelGroups) -> list[DistributedDataParallel]:
+    """Put the chunks under bf16 conversion (if they are bf16) and Megatron's DDP."""
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+        wrapped.append(
+            DistributedDataParallel(
+                chunk.config, ddp_config(), module, disable_bucketing=index > 0, pg_collection=groups.megatron
+            )
+        )
+    for ddp in wrapped:
+        ddp.broadcast_params()
+    return wrapped
+
+
+def global_parameter_name(name: str, layers: range) -> str:
+    """The layout-free name of a chunk's parameter: `decoder.layers.<i>` counts from the model's first layer."""
+    parts = name.split(".")
+    for index in range(len(parts) - 2):
+        if parts[index : index + 2] == ["decoder", "layers"]:
+            parts[index + 2] = str(int(parts[index + 2]) + layers.start)
+            break
+    return ".".join(parts)

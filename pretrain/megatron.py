@@ -1,0 +1,113 @@
+"""The one adapter from our config to Megatron's."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from parallel.groups import ParallelSizes
+from pretrain.config.schema import RunConfig
+
+
+def parallel_sizes(config: RunConfig) -> ParallelSizes:
+    """The layout's axes."""
+    layout = config.parallel
+    return ParallelSizes(layout.tensor, layout.pipeline, layout.virtual_pipeline, layout.context, layout.memory)
+
+
+def parameter_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of weights and activations."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -> TransformerConfig:
+    """Megatron's model config.
+
+    Args:
+        config: the run.
+        dtype: of weights, activations and pipeline messages.
+        on_gpu: whether weights are allocated on the current CUDA device.
+    """
+    model, layout = config.model, config.parallel
+    interleaved = layout.virtual_pipeline > 1
+    result = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.attention_head_dim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Our own generator fills the weights: Megatron's depends on the pipeline layout.
+        perform_initialization=False,
+        use_cpu_initialization=not on_gpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        autocast_dtype=dtype,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
+        context_parallel_size=layout.context,
+        # Interleaved schedules with batched p2p exchange the messages of two chunks without a word of warning.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # Layers carry their global number in checkpoint names, whatever stage they are on.
+        hetereogenous_dist_checkpoint=True,
+        calculate_per_token_loss=True,
+        # Fused kernels of Apex and TE only: the local layers do without.
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **_recompute(config),
+    )
+    result.finalize_model_grads_func = finalize_model_grads
+    return result
+
+
+def _recompute(config: RunConfig) -> dict[str, object]:
+    match config.train.recompute:
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def ddp_config() -> DistributedDataParallelConfig:
+    """Gradients in fp32 buffers, reduced at the end of the step, with optimizer state split over the replicas."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False, use_distributed_optimizer=True
+    )
+
+
+def optimizer_config(config: RunConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    """Megatron's optimizer config; learning rates and weight decays are set per group and step by `pretrain.schedule`."""
+    settings = config.optimizer
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=0.0,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )

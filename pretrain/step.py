@@ -1,0 +1,176 @@
+"""One optimizer step, and one pass without gradients, through Megatron's pipeline schedules.
+
+Legend: b sequences of a microbatch, s tokens per sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megamem.model import MemoryGPTModel
+from parallel.groups import ParallelGroups
+
+Batch = dict[str, Tensor]
+Chunk = DistributedDataParallel | MemoryGPTModel
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Summed negative log-likelihood in nats and the number of targets, over all ranks."""
+
+    nats: float
+    num_tokens: float
+
+    @property
+    def mean(self) -> float:
+        """Nats per target."""
+        return self.nats / max(1.0, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    loss: LossSum
+    grad_norm: float
+    updated: bool
+    stop_requested: bool
+
+
+def unwrap(chunk: Chunk) -> MemoryGPTModel:
+    """The bare model chunk under DDP and precision wrappers."""
+    module: Any = chunk
+    while not isinstance(module, MemoryGPTModel):
+        module = module.module
+    return module
+
+
+def train_step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    iterators: Sequence[Iterator[Batch]],
+    groups: ParallelGroups,
+    *,
+    num_microbatches: int,
+    micro_batch_size: int,
+    sequence_length: int,
+    stop_requested: bool = False,
+) -> StepResult:
+    """Forward and backward over the microbatches, clip, update.
+
+    A non-finite gradient norm leaves weights and optimizer state as they are.
+
+    Args:
+        chunks: this rank's model chunks.
+        optimizer: whose groups already carry this step's learning rates.
+        iterators: a stream of microbatches per chunk; all read the same samples.
+        groups: this rank's place.
+        num_microbatches: per data-parallel rank.
+        micro_batch_size: b.
+        sequence_length: s.
+        stop_requested: this rank was told to stop; any rank's word counts for all.
+    """
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        unwrap(chunk).begin_step()
+    optimizer.zero_grad()
+    losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
+    updated, grad_norm = _update(optimizer)
+    loss, stop = _world_loss(losses, groups, stop_requested)
+    return StepResult(loss, grad_norm, updated, stop)
+
+
+@torch.no_grad()
+def evaluation_loss(
+    chunks: Sequence[Chunk],
+    iterators: Sequence[Iterator[Batch]],
+    groups: ParallelGroups,
+    *,
+    num_microbatches: int,
+    micro_batch_size: int,
+    sequence_length: int,
+) -> LossSum:
+    """Summed loss over the microbatches, without gradients; see `train_step` for the arguments."""
+    for chunk in chunks:
+        chunk.eval()
+    losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=True)
+    for chunk in chunks:
+        chunk.train()
+    return _world_loss(losses, groups, False)[0]
+
+
+def _schedule(
+    chunks: Sequence[Chunk],
+    iterators: Sequence[Iterator[Batch]],
+    num_microbatches: int,
+    micro_batch_size: int,
+    sequence_length: int,
+    *,
+    forward_only: bool,
+) -> list[Tensor]:
+    """Run Megatron's schedule; the result is [loss sum, targets] per microbatch, on the last stage only."""
+    run = get_forward_backward_func()
+    results: list[dict[str, Tensor]] = run(
+        forward_step_func=_forward_step,
+        data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+    )
+    return [result["loss"] for result in results]
+
+
+def _forward_step(iterator: Iterator[Batch], chunk: Chunk) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    needs_data = get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
+    batch = next(iterator) if needs_data else {}
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss and number of targets of a microbatch: losses and loss_mask are [b, s]."""
+    assert loss_mask is not None
+    total = (losses.float() * loss_mask).sum()
+    num_tokens = loss_mask.sum()
+    return total, num_tokens.int(), {"loss": torch.stack([total.detach().double(), num_tokens.double()])}
+
+
+def _update(optimizer: ChainedOptimizer) -> tuple[bool, float]:
+    """Clip by the global norm and step, or skip the step if the norm is not finite."""
+    optimizer.prepare_grads()
+    # Host sync: the norm decides whether there is an update at all.
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return False, grad_norm
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=part.config.clip_grad, total_norm=grad_norm)
+    optimizer.step_with_ready_grads()
+    return True, grad_norm
+
+
+def _world_loss(losses: Sequence[Tensor], groups: ParallelGroups, stop_requested: bool) -> tuple[LossSum, bool]:
+    """Sum losses over data-parallel ranks and tell every rank, together with whether any rank wants to stop."""
+    totals = torch.zeros(3, dtype=torch.float64, device=groups.device)
+    if losses and dist.get_rank(groups.megatron.tp) == 0:
+        totals[:2] = torch.stack(list(losses)).sum(0)
+    totals[2] = float(stop_requested)
+    dist.all_reduce(totals)
+    # Host sync: the loss is printed and logged at every step.
+    nats, num_tokens, stop = totals.tolist()
+    return LossSum(nats, num_tokens), stop > 0
