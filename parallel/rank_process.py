@@ -241,6 +241,10 @@ def _run_rank(main: Callable[[], Any], plan: RankPlan, report: int, parent_pid: 
         sent = 0
         while sent < len(outcome):
             sent += os.write(report, outcome[sent:])
+        # The parent kills the rank's process group; what left the group can be told to be the rank's only while the rank lives.
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
     finally:
         os._exit(status)
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import pytest
 import torch
 
-from parallel.launch import launch_ranks
+from parallel.launch import RanksInterrupted, launch_ranks
 from parallel.ranks import current_ranks
 
 T = TypeVar("T")
@@ -61,6 +61,10 @@ def run_ranks() -> RunRanks:
                 torch.distributed.destroy_process_group()
             return result
 
-        return launch_ranks(main, num_ranks, timeout_s=timeout_s, grace_s=2, num_threads=1)
+        try:
+            return launch_ranks(main, num_ranks, timeout_s=timeout_s, grace_s=2, num_threads=1)
+        except RanksInterrupted as interruption:
+            # Ctrl-C is meant for the whole session, not for one test.
+            raise KeyboardInterrupt from interruption
 
     return run

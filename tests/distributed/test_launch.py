@@ -1,0 +1,448 @@
+"""Ranks of one machine: their results come back, their first failure is named, and nothing of them is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.launch import RankError, RankTimeout, launch_ranks
+from parallel.ranks import RankEnvironment, current_ranks
+from pretrain.errors import DataError
+
+# Long enough for the slowest machine; reached only when something hangs.
+DEADLINE_S = 60.0
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        # Orphans of a container without an init process stay as zombies.
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(path.name.rsplit(".", 1)[1]) for path in folder.glob("pid.*")]
+
+
+def leave_pid(folder: Path, pid: int) -> None:
+    (folder / f"pid.{pid}").touch()
+
+
+def my_ranks() -> RankEnvironment:
+    ranks = current_ranks()
+    assert ranks is not None
+    return ranks
+
+
+def join_gloo() -> RankEnvironment:
+    ranks = my_ranks()
+    dist.init_process_group("gloo", init_method=ranks.init_method, rank=ranks.rank, world_size=ranks.world_size)
+    return ranks
+
+
+def sum_of_ranks() -> float:
+    join_gloo()
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    dist.barrier()
+    return total.item()
+
+
+def sleep_forever() -> NoReturn:
+    while True:
+        signal.pause()
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_results_come_back_by_rank() -> None:
+    ranks = launch_ranks(my_ranks, 3)
+    assert [(r.rank, r.local_rank, r.world_size, r.local_world_size, r.source) for r in ranks] == [
+        (rank, rank, 3, 3, "megamem") for rank in range(3)
+    ]
+
+
+def test_collectives_and_large_results() -> None:
+    def main() -> tuple[float, torch.Tensor]:
+        return sum_of_ranks(), torch.full((1_000_000,), float(dist.get_rank()))
+
+    results = launch_ranks(main, 4, timeout_s=DEADLINE_S)
+    assert [total for total, _ in results] == [6.0] * 4
+    assert [tensor.mean().item() for _, tensor in results] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_work_after_the_parent_computed_with_one(num_threads: int) -> None:
+    x = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
+    expected = x @ x
+
+    def main() -> tuple[int, str, torch.Tensor]:
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], x @ x
+
+    for threads, variable, product in launch_ranks(main, 2, num_threads=num_threads, timeout_s=DEADLINE_S):
+        assert (threads, variable) == (num_threads, str(num_threads))
+        torch.testing.assert_close(product, expected)
+
+
+def test_threads_by_default_share_the_cores() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    assert launch_ranks(torch.get_num_threads, 2) == [max(1, num_cores // 2)] * 2
+
+
+def test_a_rank_may_end_by_sys_exit() -> None:
+    assert launch_ranks(lambda: sys.exit(0), 2) == [None, None]
+
+
+def test_the_parents_environment_and_output_are_untouched() -> None:
+    before, stdout = dict(os.environ), sys.stdout
+    launch_ranks(my_ranks, 2)
+    assert dict(os.environ) == before
+    assert sys.stdout is stdout
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def fail_on(rank: int, how: Callable[[], Any]) -> Callable[[], None]:
+    """A rank function: `rank` does `how` while the others are blocked in a collective that waits for it."""
+
+    def main() -> None:
+        join_gloo()
+        dist.barrier()
+        if dist.get_rank() == rank:
+            how()
+        dist.all_reduce(torch.ones(1))
+
+    return main
+
+
+def failure_of(main: Callable[[], Any], num_ranks: int = 4, **options: Any) -> RankError:
+    with pytest.raises(RankError) as caught:
+        launch_ranks(main, num_ranks, **({"timeout_s": DEADLINE_S, "grace_s": 1.0} | options))
+    return caught.value
+
+
+def raise_key_error() -> None:
+    raise KeyError("no such layer")
+
+
+def test_the_first_cause_is_named_and_ends_the_report() -> None:
+    error = failure_of(fail_on(2, raise_key_error))
+    assert (error.rank, error.type_name, error.exit_code, error.is_user_error) == (2, "KeyError", 1, False)
+    assert str(error).endswith("KeyError: 'no such layer'")
+    assert "raise_key_error" in error.traceback_text
+    # The frames of the launcher are no news.
+    assert "rank_process.py" not in error.traceback_text
+
+
+def test_a_killed_rank_is_named_although_the_others_lost_their_connections() -> None:
+    error = failure_of(fail_on(2, kill_me))
+    assert str(error).startswith("rank 2 was killed by SIGKILL (out of memory?)")
+    assert (error.rank, error.signal_number, error.exit_code) == (2, signal.SIGKILL, 1)
+
+
+def test_ranks_that_ignore_sigterm_are_killed() -> None:
+    def main() -> None:
+        if my_ranks().rank == 0:
+            raise ValueError("first")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sleep_forever()
+
+    assert failure_of(main, grace_s=0.2).message == "first"
+
+
+def test_failures_that_the_takedown_causes_do_not_count() -> None:
+    def main() -> None:
+        def complain(*_: object) -> None:
+            raise DataError("asked to end")
+
+        signal.signal(signal.SIGTERM, complain)
+        join_gloo()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise ValueError("first")
+        sleep_forever()
+
+    assert failure_of(main).message == "first"
+
+
+def test_a_users_error_keeps_its_message_and_exit_code() -> None:
+    def raise_data_error() -> None:
+        raise DataError("corpus.jsonl line 3: no field 'text'")
+
+    error = failure_of(fail_on(1, raise_data_error))
+    assert (str(error), error.exit_code, error.rank) == ("corpus.jsonl line 3: no field 'text'", 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "exit_code"),
+    [
+        pytest.param(lambda: os._exit(5), "exited with code 5", 5, id="os._exit(5)"),
+        pytest.param(lambda: os._exit(0), "exited with code 0", 1, id="os._exit(0)"),
+        pytest.param(lambda: sys.exit(16), "SystemExit: 16", 16, id="sys.exit(16)"),
+        pytest.param(os.abort, "SIGABRT", 1, id="abort"),
+    ],
+)
+def test_ranks_that_leave_without_a_result(how: Callable[[], Any], message: str, exit_code: int) -> None:
+    error = failure_of(fail_on(1, how))
+    assert message in str(error)
+    assert (error.rank, error.exit_code) == (1, exit_code)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    error = failure_of(lambda: lambda: None, 1)
+    assert "pickle" in str(error)
+
+
+def test_last_lines_of_the_failed_rank_are_shown() -> None:
+    def main() -> None:
+        print(f"rank {my_ranks().rank} was here")
+        os.system("echo from a child")
+        if my_ranks().rank == 1:
+            kill_me()
+
+    text = str(failure_of(main, 2))
+    assert "rank 1 was here" in text
+    assert "from a child" in text
+    assert "rank 0 was here" not in text
+
+
+def test_logs_of_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        print(f"out of {my_ranks().rank}")
+        print(f"err of {my_ranks().rank}", file=sys.stderr)
+
+    for _ in range(2):
+        launch_ranks(main, 2, log_dir=tmp_path / "logs")
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("out of 0\n" * 2, "err of 0\n" * 2)
+    # A run that goes on must not lose what its first part said.
+    assert (tmp_path / "logs" / "rank_1.log").read_text() == "out of 1\nerr of 1\n" * 2
+    assert not (tmp_path / "logs" / "rank_0.log").exists()
+
+
+def test_a_hang_shows_where_every_rank_stands() -> None:
+    def main() -> None:
+        join_gloo()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            sleep_forever()
+        if dist.get_rank() != 2:
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankTimeout) as caught:
+        launch_ranks(main, 3, timeout_s=3)
+    assert sorted(caught.value.stacks) == [0, 1]
+    assert "all_reduce" in caught.value.stacks[0]
+    assert "sleep_forever" in caught.value.stacks[1]
+    assert "_outcome_of" not in str(caught.value)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 ranks"):
+        launch_ranks(my_ranks, 0)
+
+    def nested() -> None:
+        join_gloo()
+        launch_ranks(my_ranks, 1)
+
+    assert "already has a process group" in str(failure_of(nested, 1))
+
+
+def start_children(folder: Path) -> None:
+    """Start one child in the rank's process group and one that left it, as some loggers' helpers do."""
+    for new_session in (False, True):
+        leave_pid(folder, subprocess.Popen(["sleep", "1000"], start_new_session=new_session).pid)
+
+
+def test_no_grandchild_survives_a_failure(tmp_path: Path) -> None:
+    def main() -> None:
+        start_children(tmp_path)
+        leave_pid(tmp_path, os.getpid())
+        join_gloo()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            raise ValueError("done")
+        sleep_forever()
+
+    failure_of(main, 3)
+    assert len(pids_in(tmp_path)) == 9
+    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "grandchildren to be gone")
+
+
+def test_no_grandchild_survives_a_killed_rank(tmp_path: Path) -> None:
+    def main() -> None:
+        leave_pid(tmp_path, subprocess.Popen(["sleep", "1000"]).pid)
+        kill_me()
+
+    failure_of(main, 2)
+    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "grandchildren to be gone")
+
+
+def fork_parent(launch: Callable[[], Any]) -> int:
+    """Run `launch` in a process of its own, which exits as the command line would. Returns its pid."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    code = 1
+    try:
+        launch()
+        code = 0
+    except Exception as error:
+        code = getattr(error, "exit_code", 1)
+    finally:
+        os._exit(code)
+
+
+def exit_code_of(pid: int) -> int:
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_nothing_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+
+    def main() -> None:
+        leave_pid(tmp_path, subprocess.Popen(["sleep", "1000"]).pid)
+        leave_pid(tmp_path, os.getpid())
+        sleep_forever()
+
+    parent = fork_parent(lambda: launch_ranks(main, 2))
+    wait_until(lambda: len(pids_in(tmp_path)) == 4, "the ranks to start")
+    # The guardian is the parent's last child; until it exists the ranks' own children have no one.
+    wait_until(lambda: len(psutil.Process(parent).children()) == 3, "the guardian to start")
+    guardian = ({child.pid for child in psutil.Process(parent).children()} - set(pids_in(tmp_path))).pop()
+    os.kill(parent, signal.SIGKILL)
+    assert exit_code_of(parent) == -signal.SIGKILL
+    wait_until(
+        lambda: all(map(is_gone, [*pids_in(tmp_path), guardian])), "ranks, their children and the guardian to be gone"
+    )
+    assert list(scratch.iterdir()) == []
+
+
+class Stopped(Exception):
+    exit_code = 75
+
+
+def stop_in_order(folder: Path) -> NoReturn:
+    """A rank that notes each stop signal and ends itself with the code for "start me again"."""
+
+    def stop(number: int, _: object) -> None:
+        (folder / f"signal.{my_ranks().rank}.{number}.{time.monotonic_ns()}").touch()
+        raise Stopped
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    leave_pid(folder, os.getpid())
+    sleep_forever()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_reaches_every_rank_once(tmp_path: Path, number: int) -> None:
+    parent = fork_parent(lambda: launch_ranks(lambda: stop_in_order(tmp_path), 3))
+    wait_until(lambda: len(pids_in(tmp_path)) == 3, "the ranks to start")
+    os.kill(parent, number)
+    assert exit_code_of(parent) == 75
+    received = sorted(path.name.split(".")[1:3] for path in tmp_path.glob("signal.*"))
+    assert received == [[str(rank), str(int(signal.SIGTERM))] for rank in range(3)]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ranks_without_a_handler_end_as_asked(tmp_path: Path, number: int, code: int) -> None:
+    def main() -> None:
+        leave_pid(tmp_path, os.getpid())
+        sleep_forever()
+
+    parent = fork_parent(lambda: launch_ranks(main, 2))
+    wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
+    os.kill(parent, number)
+    assert exit_code_of(parent) == code
+
+
+def test_a_second_stop_signal_kills(tmp_path: Path) -> None:
+    def main() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / f"signal.{my_ranks().rank}").touch())
+        leave_pid(tmp_path, os.getpid())
+        sleep_forever()
+
+    parent = fork_parent(lambda: launch_ranks(main, 2))
+    wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
+    os.kill(parent, signal.SIGTERM)
+    wait_until(lambda: len(list(tmp_path.glob("signal.*"))) == 2, "the first signal to arrive")
+    os.kill(parent, signal.SIGINT)
+    assert exit_code_of(parent) == 143
+    assert all(map(is_gone, pids_in(tmp_path)))
+
+
+def test_launches_side_by_side_do_not_meet(tmp_path: Path) -> None:
+    def launch(name: str, num_ranks: int) -> None:
+        totals = launch_ranks(sum_of_ranks, num_ranks, timeout_s=DEADLINE_S)
+        (tmp_path / name).write_text(repr(totals))
+
+    parents = [fork_parent(lambda name=name, n=n: launch(name, n)) for name, n in (("a", 2), ("b", 3), ("c", 4))]  # type: ignore[misc]
+    assert [exit_code_of(parent) for parent in parents] == [0, 0, 0]
+    texts = [(tmp_path / name).read_text() for name in "abc"]
+    assert texts == [repr([1.0] * 2), repr([3.0] * 3), repr([6.0] * 4)]
+
+
+def test_a_command_ends_with_the_traceback_and_runs_its_exit_handlers_once() -> None:
+    script = """
+import atexit, sys
+from parallel.launch import RankError, launch_ranks
+atexit.register(lambda: print("exit handler"))
+print("buffered")
+def main():
+    raise KeyError("broken")
+try:
+    launch_ranks(main, 2)
+except RankError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=2 * DEADLINE_S, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == "buffered\nexit handler\n"
+    assert done.stderr.rstrip().endswith("KeyError: 'broken'")
+
+
+def test_run_ranks_joins_a_process_group(run_ranks: Any) -> None:
+    def main() -> tuple[int, float]:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return dist.get_rank(), total.item()
+
+    assert run_ranks(main, 3) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+def test_run_ranks_starts_megatron(run_ranks: Any) -> None:
+    from megatron.core import parallel_state
+
+    def main() -> tuple[int, int]:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+
+    assert run_ranks(main, 4) == [(0, 0), (1, 0), (0, 1), (1, 1)]

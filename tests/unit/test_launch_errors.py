@@ -1,0 +1,131 @@
+"""Of several failures the one that explains the others is reported, and reported in the right form."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from parallel.rank_errors import Failure, FailureKind, RankError, RanksInterrupted, RankTimeout, first_cause
+from pretrain.errors import CheckpointError, DataError, StoppedEarly
+
+
+def failure(error: BaseException, *, rank: int = 0, at_s: float = 0.0) -> Failure:
+    try:
+        raise error
+    except BaseException as caught:
+        return Failure.from_exception(rank, at_s, caught)
+
+
+def wrapped(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+GLOO_LOST = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "exit_code", "is_user_error"),
+    [
+        (KeyError("x"), FailureKind.ERROR, 1, False),
+        (RuntimeError("shapes differ"), FailureKind.ERROR, 1, False),
+        (DataError("no such corpus"), FailureKind.ERROR, 3, True),
+        (StoppedEarly("saved"), FailureKind.STOPPED, 75, True),
+        (SystemExit(16), FailureKind.ERROR, 16, False),
+        (SystemExit("give me a corpus"), FailureKind.ERROR, 1, True),
+        (KeyboardInterrupt(), FailureKind.ERROR, 1, False),
+        (GLOO_LOST, FailureKind.PEER, 1, False),
+        (ConnectionResetError("peer"), FailureKind.PEER, 1, False),
+        (wrapped(CheckpointError("cannot save"), GLOO_LOST), FailureKind.PEER, 4, True),
+    ],
+)
+def test_exceptions_are_classed(error: BaseException, kind: FailureKind, exit_code: int, is_user_error: bool) -> None:
+    found = failure(error)
+    assert (found.kind, found.exit_code, found.is_user_error) == (kind, exit_code, is_user_error)
+
+
+def test_an_exit_code_that_is_no_integer_is_not_a_users_error() -> None:
+    error = RuntimeError("x")
+    error.exit_code = True  # type: ignore[attr-defined]
+    assert not failure(error).is_user_error
+
+
+ERROR_LATE = failure(ValueError("bad"), rank=3, at_s=9.0)
+ERROR_EARLY = failure(ValueError("bad"), rank=2, at_s=2.0)
+PEER_FIRST = failure(GLOO_LOST, rank=0, at_s=1.0)
+STOPPED = failure(StoppedEarly("saved"), rank=1, at_s=1.5)
+KILLED = Failure.from_signal(5, 4.0, signal.SIGKILL)
+ABORTED = Failure.from_signal(4, 0.5, signal.SIGABRT)
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ([PEER_FIRST, ERROR_LATE], ERROR_LATE),
+        ([ERROR_LATE, ERROR_EARLY], ERROR_EARLY),
+        ([PEER_FIRST, KILLED, ERROR_LATE], KILLED),
+        ([ABORTED, KILLED], KILLED),
+        ([ABORTED, PEER_FIRST], ABORTED),
+        ([STOPPED, PEER_FIRST], STOPPED),
+        ([STOPPED, ERROR_LATE], ERROR_LATE),
+        ([PEER_FIRST], PEER_FIRST),
+    ],
+)
+def test_first_cause(failures: list[Failure], cause: Failure) -> None:
+    assert first_cause(failures) is cause
+    assert first_cause(reversed(failures)) is cause
+
+
+def test_a_defect_ends_with_its_traceback() -> None:
+    text = str(RankError(ERROR_LATE, log_tail="step 7"))
+    assert text.startswith("rank 3 failed with ValueError: bad")
+    assert "step 7" in text
+    assert text.endswith("ValueError: bad")
+    assert "Traceback (most recent call last)" in text
+
+
+def test_a_users_error_is_its_message_alone() -> None:
+    error = RankError(failure(DataError("corpus.jsonl line 3: no field 'text'")), log_tail="step 7")
+    assert str(error) == "corpus.jsonl line 3: no field 'text'"
+    assert error.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (signal.SIGKILL, "SIGKILL (out of memory?)"),
+        (signal.SIGSEGV, "SIGSEGV"),
+        (signal.SIGTERM, "SIGTERM"),
+        (40, "signal 40"),
+    ],
+)
+def test_a_killed_rank_says_by_which_signal(number: int, text: str) -> None:
+    error = RankError(Failure.from_signal(2, 0.0, number))
+    assert f"rank 2 was killed by {text}" in str(error)
+    assert error.exit_code == 1
+    assert error.signal_number == number
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(5, 5), (0, 1), (None, 1)])
+def test_a_rank_that_left_without_a_result_is_a_failure(code: int | None, exit_code: int) -> None:
+    assert RankError(Failure.from_exit(1, 0.0, code)).exit_code == exit_code
+
+
+def test_exit_codes_of_interruption_follow_the_shell() -> None:
+    assert RanksInterrupted(signal.SIGTERM).exit_code == 143
+    assert RanksInterrupted(signal.SIGINT).exit_code == 130
+
+
+def test_a_timeout_shows_every_unfinished_rank() -> None:
+    text = str(RankTimeout(3, 4, {1: "in all_reduce", 2: ""}))
+    assert "2 of 4 ranks did not finish within 3 s" in text
+    assert "rank 1 stood at:\nin all_reduce" in text
+    assert "rank 2 stood at:\n(no stack" in text
+
+
+def test_the_code_for_try_again_is_the_one_the_errors_use() -> None:
+    assert StoppedEarly.exit_code == os.EX_TEMPFAIL
