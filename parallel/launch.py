@@ -28,7 +28,15 @@ from parallel.rank_errors import (
     RankTimeout,
     first_cause,
 )
-from parallel.rank_process import STACKS_SIGNAL, STOP_SIGNALS, RankPlan, RankProcess, fork_guardian, fork_rank
+from parallel.rank_process import (
+    STACKS_SIGNAL,
+    STOP_SIGNALS,
+    RankPlan,
+    RankProcess,
+    fork_guardian,
+    fork_rank,
+    release_openmp_threads,
+)
 
 __all__ = ["LaunchError", "RankError", "RankTimeout", "RanksInterrupted", "launch_ranks"]
 
@@ -59,8 +67,8 @@ def launch_ranks(
     `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function returns. SIGINT and
     SIGTERM are passed on to the ranks as one SIGTERM, to finish their step and save; a second one kills them.
 
-    Call it from a warm parent: torch and Megatron imported, but no tensor work with more than one thread, no process group and no call
-    that initialises CUDA (`torch.cuda.is_available()` may) before it.
+    Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA before it
+    (`torch.cuda.is_available()` may, and nothing can tell afterwards).
 
     Args:
         main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by `sys.exit(0)` returns None.
@@ -121,6 +129,7 @@ def _check_forkable() -> None:
 @contextlib.contextmanager
 def _running(main: Callable[[], T], plans: Sequence[RankPlan], scratch: Path) -> Iterator[list[RankProcess]]:
     """Ranks that exist inside the `with` block and not after it, however it is left."""
+    release_openmp_threads()
     ranks: list[RankProcess] = []
     guardian: tuple[int, int] | None = None
     try:

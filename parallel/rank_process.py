@@ -1,7 +1,7 @@
 """One local rank: the forked process, seen from inside (what it sets up, how it reports) and from its parent (how it ends).
 
 Forking instead of spawning shares one warm parent's imports, so that several ranks start in tenths of a second. Linux only, and only from
-a parent that has neither OpenMP threads, nor CUDA, nor a process group: none of them survives a fork.
+a parent that has neither used CUDA nor made a process group: neither survives a fork. (Nor do OpenMP threads; those can be ended before.)
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _PR_SET_PDEATHSIG = 1
+_OMP_PAUSE_SOFT = 1
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,24 @@ def fork_quietly() -> int:
         if pid != 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return pid
+
+
+def release_openmp_threads() -> None:
+    """End the threads of this thread's OpenMP pool; the next parallel region starts new ones.
+
+    A fork copies the pool's bookkeeping but not its threads, and GNU's OpenMP then waits for them for ever in the child's first large
+    tensor operation. (Intel's and LLVM's notice the fork themselves.)
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    names = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
+    for name in names:
+        if "libgomp" in name:
+            # Absent before GCC 9.
+            pause = getattr(ctypes.CDLL(name), "omp_pause_resource_all", None)
+            if pause is not None:
+                pause(_OMP_PAUSE_SOFT)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep OpenMP from starting threads: the distributed tests fork this process, and its threads would be missing in the forks."""
+    """One thread per process: sums then do not depend on the machine's cores, and ranks are forked from a process without threads."""
     os.environ["OMP_NUM_THREADS"] = "1"
     # Not at the top of the file: the variable above has to be there before torch is loaded.
     import torch

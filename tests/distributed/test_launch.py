@@ -395,6 +395,22 @@ def test_a_second_stop_signal_kills(tmp_path: Path) -> None:
     assert all(map(is_gone, pids_in(tmp_path)))
 
 
+def test_threads_of_the_parent_do_not_block_its_ranks() -> None:
+    def use_threads() -> None:
+        torch.randn(1_000_000).exp().sum()
+
+    def launch() -> None:
+        torch.set_num_threads(2)
+        use_threads()
+        num_threads = len(os.listdir("/proc/self/task"))
+        launch_ranks(use_threads, 2, num_threads=2, timeout_s=DEADLINE_S)
+        use_threads()
+        assert len(os.listdir("/proc/self/task")) == num_threads > 1
+        assert torch.get_num_threads() == 2
+
+    assert exit_code_of(fork_parent(launch)) == 0
+
+
 def test_launches_side_by_side_do_not_meet(tmp_path: Path) -> None:
     def launch(name: str, num_ranks: int) -> None:
         totals = launch_ranks(sum_of_ranks, num_ranks, timeout_s=DEADLINE_S)
