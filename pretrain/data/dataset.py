@@ -270,6 +270,8 @@ def _check_fits(dataset: PreparedDataset, sequence_length: int, tokenizer: Token
         raise DataError(
             f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. Prepare it again."
         )
+    # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
+    dataset.open_split(TRAIN)
     num_tokens = dataset.manifest.splits[TRAIN].num_tokens
     if num_tokens < sequence_length + 1:
         raise DataError(

@@ -33,6 +33,7 @@ TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 _HASH_CHUNK_BYTES = 1 << 22
+_IDX_HEADER = b"MMIDIDX\0\0"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,9 @@ class PreparedDataset:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         info = self.manifest.splits[split]
+        with open(f"{self.prefix(split)}.idx", "rb") as stream:
+            if stream.read(len(_IDX_HEADER)) != _IDX_HEADER:
+                raise damaged(self.path, f"{split}.idx is not an index of Megatron's")
         try:
             indexed = IndexedDataset(self.prefix(split))
         except (AssertionError, ValueError, OSError, KeyError) as error:

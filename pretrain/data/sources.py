@@ -17,8 +17,9 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from pretrain.errors import DataError
 
@@ -207,7 +208,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
             yield rest, stream.tell()
 
 
-def _chunks(path: Path, stream: BinaryIO) -> Iterator[bytes]:
+def _chunks(path: Path, stream: BufferedReader) -> Iterator[bytes]:
     name = path.name.lower()
     if name.endswith(".zst"):
         yield from _zstd_chunks(stream)
@@ -215,11 +216,12 @@ def _chunks(path: Path, stream: BinaryIO) -> Iterator[bytes]:
     reader = gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
     if name.endswith(".gz") and path.stat().st_size == 0:
         raise EOFError("an empty file is not a gzip archive")
-    while chunk := reader.read(_CHUNK_BYTES):
+    # read1, because read would throw away what it had decompressed when it meets the break in a truncated file.
+    while chunk := reader.read1(_CHUNK_BYTES):
         yield chunk
 
 
-def _zstd_chunks(stream: BinaryIO) -> Iterator[bytes]:
+def _zstd_chunks(stream: BufferedReader) -> Iterator[bytes]:
     # The package's own stream reader takes a truncated file for a complete one, so frames are followed by hand.
     import zstandard
 

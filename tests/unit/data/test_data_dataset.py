@@ -1,0 +1,227 @@
+"""Training samples: every token in turn, an order that outlives the length of a run, and data that does not fit."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pretrain.config.schema import DatasetEntry
+from pretrain.data.dataset import TrainDataset, build_train_dataset, check_blend
+from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import ByteTokenizer, train_bpe
+from pretrain.errors import DataError
+
+
+def make(folder: Path, texts: list[str], name: str = "data", **options) -> DatasetEntry:
+    """A prepared data set with one document per text, and one or two more that are held out."""
+    source = folder / f"{name}.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"tokenizer": ByteTokenizer(), "num_workers": 1, "validation_fraction": 1e-9, "progress": False} | options
+    weight = options.pop("weight", 1.0)
+    prepare([str(source)], folder / name, options.pop("tokenizer"), **options)
+    return DatasetEntry(str(folder / name), weight)
+
+
+def build(entries: list[DatasetEntry], cache: Path, **options) -> TrainDataset:
+    options = {"sequence_length": 16, "num_samples": 10, "seed": 1, "tokenizer": ByteTokenizer()} | options
+    return build_train_dataset(entries, cache_dir=cache, **options)
+
+
+def rows(dataset: TrainDataset, count: int | None = None) -> list[list[int]]:
+    """Each sample as its sequence_length + 1 ids."""
+    samples = [dataset[i] for i in range(len(dataset) if count is None else count)]
+    return [[*sample["tokens"].tolist(), int(sample["labels"][-1])] for sample in samples]
+
+
+TEXTS = [f"document number {i} " * (i % 4 + 1) for i in range(12)]
+
+
+def test_items_are_what_the_model_takes(tmp_path: Path):
+    dataset = build([make(tmp_path, TEXTS)], tmp_path / "cache")
+    assert len(dataset) == 10
+    sample = dataset[0]
+    assert set(sample) == {"tokens", "labels", "loss_mask", "position_ids"}
+    assert all(value.shape == (16,) for value in sample.values())
+    assert sample["tokens"].dtype == sample["labels"].dtype == sample["position_ids"].dtype == torch.int64
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+    assert torch.equal(sample["loss_mask"], torch.ones(16))
+    assert torch.equal(sample["position_ids"], torch.arange(16))
+    with pytest.raises(IndexError):
+        dataset[10]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=2, max_size=9),
+    sequence_length=st.integers(1, 24),
+    num_samples=st.integers(1, 60),
+    seed=st.integers(0, 2**63),
+)
+def test_stream_is_every_document_once_per_epoch_without_a_gap(
+    lengths: list[int], sequence_length: int, num_samples: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("stream")
+    entry = make(folder, [chr(ord("a") + i) * length for i, length in enumerate(lengths)])
+    train = np.fromfile(Path(entry.path) / "train.bin", dtype=np.uint16).tolist()
+    block = (len(train) - 1) // sequence_length
+    assume(block > 0)
+    options = {"sequence_length": sequence_length, "seed": seed}
+    dataset = build([entry], folder / "cache", num_samples=num_samples, **options)
+    # One block of samples is an epoch, but for a tail that is shorter than a sample and goes on into the next block.
+    served = [
+        token for row in rows(build([entry], folder / "cache", num_samples=block, **options)) for token in row[:-1]
+    ]
+    assert len(served) == block * sequence_length
+    assert not Counter(served) - Counter(train)
+    assert len(train) - len(served) <= sequence_length
+    # A longer run begins with the shorter one.
+    longer = build([entry], folder / "cache", num_samples=num_samples + 3 * block, **options)
+    assert rows(longer, num_samples) == rows(dataset)
+
+
+def test_first_epoch_serves_each_token_once(tmp_path: Path):
+    entry = make(tmp_path, [f"{i:03d}." for i in range(65)])
+    # 64 documents of 5 tokens; the last token of an epoch is a label only.
+    dataset = build([entry], tmp_path / "cache", sequence_length=11, num_samples=29)
+    tokens = [token for row in rows(dataset) for token in row[:-1]]
+    assert len(tokens) == 319
+    text = bytes(token for token in tokens if token < 256).decode()
+    assert sum(tokens.count(ord(digit)) for digit in "0123456789") == 192
+    assert text.count(".") >= 63
+
+
+def test_order_depends_on_the_seed(tmp_path: Path):
+    entry = make(tmp_path, TEXTS)
+    first, again, other = (rows(build([entry], tmp_path / "cache", seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert rows(build([entry], tmp_path / "another cache", seed=1)) == first
+
+
+def test_blend_follows_weights_and_keeps_its_order_when_lengthened(tmp_path: Path):
+    entries = [make(tmp_path, ["a" * 50] * 6, "a", weight=3.0), make(tmp_path, ["b" * 50] * 6, "b", weight=1.0)]
+    short = rows(build(entries, tmp_path / "cache", num_samples=40))
+    long = rows(build(entries, tmp_path / "cache", num_samples=120))
+    assert long[:40] == short
+    assert abs(sum(ord("a") in row for row in long) - 90) <= 1
+    assert "dataset_id" not in build(entries, tmp_path / "cache")[0]
+
+
+@settings(max_examples=10, deadline=None)
+@given(weights=st.lists(st.floats(0.01, 100), min_size=2, max_size=6), num_samples=st.integers(1, 50))
+def test_any_weights_give_enough_samples(
+    weights: list[float], num_samples: int, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("weights")
+    one = make(folder, ["text " * 7] * 3)
+    dataset = build([DatasetEntry(one.path, weight) for weight in weights], folder / "cache", num_samples=num_samples)
+    assert len(rows(dataset)) == num_samples
+
+
+def test_data_prepared_anew_does_not_meet_the_old_index(tmp_path: Path):
+    build([make(tmp_path, ["x" * 90] * 3)], tmp_path / "cache")
+    entry = make(tmp_path, ["y" * 30] * 3, overwrite=True)
+    assert all(set(row) <= {ord("y"), 256} for row in rows(build([entry], tmp_path / "cache")))
+
+
+def test_leftovers_of_a_killed_writer_do_not_count_as_an_index(tmp_path: Path):
+    entry = make(tmp_path, TEXTS)
+    wanted = rows(build([entry], tmp_path / "cache"))
+    (missing, *_) = sorted((tmp_path / "cache").iterdir())
+    missing.rename(missing.with_name(f".{missing.name}.abc"))
+    assert rows(build([entry], tmp_path / "cache")) == wanted
+
+
+def test_index_that_is_damaged_or_cannot_be_written_is_an_error(tmp_path: Path):
+    entry = make(tmp_path, TEXTS)
+    build([entry], tmp_path / "cache")
+    for path in (tmp_path / "cache").iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"the index of .* cannot be kept there .*remove the folder"):
+        build([entry], tmp_path / "cache")
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DataError, match="cannot be kept there"):
+        build([entry], tmp_path / "file")
+
+
+def test_sequence_longer_than_the_corpus(tmp_path: Path):
+    entry = make(tmp_path, ["12345", "6789"])
+    with pytest.raises(
+        DataError,
+        match=r"data has [56] training tokens, and a sequence of 64 needs 65. Lower train.sequence_length to [45]",
+    ):
+        build([entry], tmp_path / "cache", sequence_length=64)
+
+
+@pytest.mark.parametrize("bad_id", [257, 65535])
+def test_id_past_the_vocabulary_names_document_and_data_set(tmp_path: Path, bad_id: int):
+    entry = make(tmp_path, ["x" * 9] * 6)
+    path = Path(entry.path) / "train.bin"
+    tokens = np.fromfile(path, dtype=np.uint16)
+    tokens[23] = bad_id
+    tokens.tofile(path)
+    dataset = build([entry], tmp_path / "cache", sequence_length=4, num_samples=12)
+    with pytest.raises(
+        DataError, match=rf"data/train: document 2 holds token id {bad_id}, outside the vocabulary of 257"
+    ):
+        rows(dataset)
+
+
+def test_manifest_with_an_id_past_the_vocabulary_does_not_open(tmp_path: Path):
+    entry = make(tmp_path, TEXTS)
+    path = Path(entry.path) / MANIFEST_FILE
+    manifest = json.loads(path.read_text())
+    manifest["splits"]["train"]["max_token_id"] = 300
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="train holds token id 300, past the vocabulary of 257"):
+        check_blend([entry])
+
+
+def test_blends_that_cannot_work(tmp_path: Path):
+    one = make(tmp_path, TEXTS, "one")
+    bpe = train_bpe(TEXTS, 270, tmp_path / "t.json", progress=False)
+    two = make(tmp_path, TEXTS, "two", tokenizer=bpe)
+    assert check_blend([one, one]).fingerprint == ByteTokenizer().fingerprint
+    assert check_blend([two]).fingerprint == bpe.fingerprint
+    with pytest.raises(DataError, match="different tokenizers"):
+        check_blend([one, two])
+    with pytest.raises(DataError, match="names no data"):
+        check_blend([])
+    for weight in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(DataError, match=r"weight of .* is impossible"):
+            check_blend([DatasetEntry(one.path, weight)])
+    with pytest.raises(DataError, match="was made with huggingface"):
+        build([two], tmp_path / "cache")
+    with pytest.raises(DataError, match="no such data set"):
+        check_blend([DatasetEntry(str(tmp_path / "none"))])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def build_on_rank(rank: int, port: int, entries: list[DatasetEntry], folder: Path, local_cache: bool) -> None:
+    torch.set_num_threads(1)  # the parent may have had OpenMP threads, which a fork does not carry over
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dataset = build(entries, folder / (f"cache{rank}" if local_cache else "cache"), num_samples=50)
+    (folder / f"rank{rank}.json").write_text(json.dumps(rows(dataset)))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("local_cache", [False, True])
+def test_ranks_agree_with_shared_and_with_node_local_caches(tmp_path: Path, local_cache: bool):
+    entries = [make(tmp_path, TEXTS, "a"), make(tmp_path, TEXTS[::-1], "b", weight=2.0)]
+    arguments = (free_port(), entries, tmp_path, local_cache)
+    torch.multiprocessing.start_processes(build_on_rank, arguments, nprocs=2, start_method="fork")
+    alone = rows(build(entries, tmp_path / "alone", num_samples=50))
+    assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)] == [alone, alone]

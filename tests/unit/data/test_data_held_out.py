@@ -1,0 +1,124 @@
+"""Held-out windows: every token predicted once, bytes counted right, compressors equal to the command line tools."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretrain.config.schema import DatasetEntry
+from pretrain.data.held_out import HeldOutDataset, compression_baselines, held_out_documents
+from pretrain.data.manifest import open_dataset
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from pretrain.errors import DataError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=30)
+
+
+def make(folder: Path, texts: list[str], name: str = "data", tokenizer: Tokenizer | None = None) -> DatasetEntry:
+    source = folder / f"{name}.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"num_workers": 1, "validation_fraction": 0.5, "progress": False}
+    prepare([str(source)], folder / name, tokenizer or ByteTokenizer(), **options)
+    return DatasetEntry(str(folder / name))
+
+
+def stream_of(entries: list[DatasetEntry]) -> list[int]:
+    stream: list[int] = []
+    for entry in entries:
+        documents = open_dataset(entry.path).open_split("validation")
+        for index in range(len(documents)):
+            stream += documents[index].tolist()
+    return stream
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(TEXT, min_size=2, max_size=8),
+    sequence_length=st.integers(1, 40),
+    num_entries=st.integers(1, 3),
+)
+def test_every_token_is_a_target_once_after_the_tokens_before_it(
+    texts: list[str], sequence_length: int, num_entries: int, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("windows")
+    entries = [make(folder, texts[i:] + texts[:i], f"data{i}") for i in range(num_entries)]
+    stream = stream_of(entries)
+    dataset = HeldOutDataset(entries, sequence_length)
+    targets: list[int] = []
+    inputs: list[int] = []
+    for window in (dataset[i] for i in range(len(dataset))):
+        assert all(value.shape == (sequence_length,) for value in window.values())
+        counted = window["loss_mask"].bool()
+        assert set(window["loss_mask"].tolist()) <= {0.0, 1.0}
+        targets += window["labels"][counted].tolist()
+        inputs += window["tokens"][counted].tolist()
+        assert window["position_ids"].tolist() == list(range(sequence_length))
+        assert int(window["tokens"].max()) <= 256
+    assert targets == stream
+    assert inputs == [256, *stream[:-1]]
+    assert dataset.num_target_tokens == len(stream)
+    assert dataset.num_bytes == sum(token != 256 for token in stream)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sequence_length=st.integers(1, 30), max_sequences=st.integers(1, 30))
+def test_part_of_the_windows_has_its_own_bytes(
+    sequence_length: int, max_sequences: int, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("part")
+    entries = [make(folder, ["one document", "another one", "and a third", "and more"] * 3)]
+    stream = stream_of(entries)
+    dataset = HeldOutDataset(entries, sequence_length, max_sequences)
+    kept = stream[: sequence_length * max_sequences]
+    assert len(dataset) == -(-len(kept) // sequence_length)
+    assert dataset.num_target_tokens == len(kept)
+    assert dataset.num_bytes == sum(token != 256 for token in kept)
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+
+
+def test_bytes_are_those_of_the_text_whatever_the_tokenizer(tmp_path: Path):
+    texts = [f"für jeden Tag {i} ein Wort 漢字" for i in range(12)]
+    bpe = train_bpe(texts, 300, tmp_path / "t.json", progress=False)
+    by_bytes, by_bpe = make(tmp_path, texts, "bytes"), make(tmp_path, texts, "bpe", bpe)
+    assert list(held_out_documents([by_bytes])) == list(held_out_documents([by_bpe]))
+    assert HeldOutDataset([by_bytes], 8).num_bytes == HeldOutDataset([by_bpe], 8).num_bytes
+    assert HeldOutDataset([by_bpe], 8).num_target_tokens < HeldOutDataset([by_bytes], 8).num_target_tokens
+    assert {document.decode() for document in held_out_documents([by_bpe])} <= set(texts)
+
+
+def test_baselines_are_what_the_tools_reach(tmp_path: Path):
+    entry = make(tmp_path, [f"def function_{i}(self):\n    return self.value_{i % 3}\n" * 4 for i in range(30)])
+    text = b"".join(held_out_documents([entry]))
+    assert compression_baselines([entry]) == {
+        "gzip -9": pytest.approx(8 * len(gzip.compress(text, 9)) / len(text)),
+        "xz -9": pytest.approx(8 * len(lzma.compress(text, preset=9)) / len(text)),
+    }
+
+
+def test_id_past_the_vocabulary_names_document_and_data_set(tmp_path: Path):
+    entry = make(tmp_path, ["x" * 9] * 12)
+    path = Path(entry.path) / "validation.bin"
+    tokens = np.fromfile(path, dtype=np.uint16)
+    tokens[13] = 999
+    tokens.tofile(path)
+    dataset = HeldOutDataset([entry], 10)
+    assert dataset[0]["tokens"].tolist() == [256] + [120] * 9
+    with pytest.raises(DataError, match="data: held-out document 1 holds token id 999, outside the vocabulary of 257"):
+        dataset[1]
+
+
+def test_impossible_arguments(tmp_path: Path):
+    entry = make(tmp_path, ["x", "y"])
+    with pytest.raises(DataError, match="Give 1 or more"):
+        HeldOutDataset([entry], 0)
+    with pytest.raises(DataError, match="Give 1 or more"):
+        HeldOutDataset([entry], 4, max_sequences=0)

@@ -1,0 +1,353 @@
+"""Preparation: what is written, that the number of workers does not matter, and that no half-written data set opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretrain.data import prepare as prepare_module
+from pretrain.data.manifest import Manifest, open_dataset
+from pretrain.data.prepare import PreparationResult, prepare
+from pretrain.data.sources import BadDocumentLog, Record, list_files
+from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
+from pretrain.data.workers import tokenize_records
+from pretrain.errors import DataError
+
+ROOT = Path(__file__).parents[3]
+
+
+def corpus(path: Path, num_documents: int = 40) -> Path:
+    path.write_text(
+        "".join(json.dumps({"text": f"document {i} says {i * i}. " * (i % 7 + 1)}) + "\n" for i in range(num_documents))
+    )
+    return path
+
+
+def run(source: Path | str, output: Path, **options) -> PreparationResult:
+    options = {"num_workers": 1, "validation_fraction": 0.2, "progress": False} | options
+    return prepare([str(source)], output, options.pop("tokenizer", ByteTokenizer()), **options)
+
+
+def documents(output: Path, split: str) -> list[str]:
+    dataset = open_dataset(output)
+    indexed = dataset.open_split(split)
+    ids = [indexed[i] for i in range(len(indexed))]
+    assert all(part[-1] == dataset.tokenizer.eod for part in ids)
+    return [dataset.tokenizer.detokenize(part) for part in ids]
+
+
+def contents(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in output.iterdir()}
+
+
+def test_every_document_is_in_one_split_in_source_order(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl")
+    result = run(source, tmp_path / "out")
+    wanted = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+    train, validation = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "validation")
+    assert [text for text in wanted if text in set(train)] == train
+    assert [text for text in wanted if text in set(validation)] == validation
+    assert sorted(train + validation) == sorted(wanted)
+    splits = result.dataset.manifest.splits
+    for name, texts in (("train", train), ("validation", validation)):
+        assert splits[name].num_documents == len(texts)
+        assert splits[name].num_bytes == sum(len(text.encode()) for text in texts)
+        assert splits[name].num_tokens == splits[name].num_bytes + len(texts)
+        assert splits[name].max_token_id == 256
+    result.dataset.verify()
+
+
+def test_manifest_survives_its_file(tmp_path: Path):
+    manifest = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset.manifest
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_number_of_workers_changes_nothing(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl", num_documents=1500)
+    tokenizer = train_bpe(["document says. " * 9], 300, tmp_path / "tokenizer.json", progress=False)
+    for num_workers in (1, 2, 3):
+        run(source, tmp_path / str(num_workers), num_workers=num_workers, tokenizer=tokenizer)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+    assert isinstance(open_dataset(tmp_path / "2").tokenizer, HuggingFaceTokenizer)
+
+
+def test_split_follows_the_seed_alone(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl")
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(source, tmp_path / name, seed=seed)
+    assert documents(tmp_path / "a", "validation") == documents(tmp_path / "b", "validation")
+    assert documents(tmp_path / "a", "validation") != documents(tmp_path / "c", "validation")
+
+
+@settings(max_examples=15, deadline=None)
+@given(num_documents=st.integers(2, 6), fraction=st.sampled_from([1e-6, 0.3, 0.999999]), seed=st.integers(0, 2**31))
+def test_both_splits_get_a_document(
+    num_documents: int, fraction: float, seed: int, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("splits")
+    source = corpus(folder / "a.jsonl", num_documents)
+    result = run(source, folder / "out", validation_fraction=fraction, seed=seed)
+    train, validation = documents(folder / "out", "train"), documents(folder / "out", "validation")
+    assert train
+    assert validation
+    assert len(train) + len(validation) == num_documents
+    for name, texts in (("train", train), ("validation", validation)):
+        assert result.dataset.manifest.splits[name].num_bytes == sum(len(text.encode()) for text in texts)
+    assert {path.name for path in (folder / "out").iterdir()} == {
+        "train.bin",
+        "train.idx",
+        "validation.bin",
+        "validation.idx",
+        "manifest.json",
+    }
+
+
+def test_one_document_cannot_be_split(tmp_path: Path):
+    with pytest.raises(DataError, match=r"only one document.*Add documents"):
+        run(corpus(tmp_path / "a.jsonl", 1), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0, float("nan")])
+def test_impossible_validation_fraction(tmp_path: Path, fraction: float):
+    with pytest.raises(DataError, match=r"validation fraction of .* is impossible"):
+        run(corpus(tmp_path / "a.jsonl"), tmp_path / "out", validation_fraction=fraction)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_bad_documents_stop_it_or_are_counted(tmp_path: Path, num_workers: int):
+    source = corpus(tmp_path / "a.jsonl")
+    source.write_text(source.read_text() + "{broken\n" + '{"text": ""}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 41: not valid JSON"):
+        run(source, tmp_path / "out", num_workers=num_workers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+    manifest = run(source, tmp_path / "out", num_workers=num_workers, max_bad=1).dataset.manifest
+    assert (manifest.num_skipped, manifest.num_empty) == (1, 1)
+    assert "line 41" in manifest.skipped_examples[0]
+
+
+def test_same_request_is_found_and_another_is_refused(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl")
+    assert not run(source, tmp_path / "out").was_already_there
+    before = contents(tmp_path / "out")
+    assert run(source, tmp_path / "out", num_workers=2).was_already_there
+    with pytest.raises(DataError, match=r"other files or with other arguments.*--overwrite"):
+        run(source, tmp_path / "out", seed=7)
+    corpus(source, 41)
+    with pytest.raises(DataError, match="other files or with other arguments"):
+        run(source, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    assert not run(source, tmp_path / "out", overwrite=True).was_already_there
+    assert contents(tmp_path / "out") != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
+def test_overwrite_mends_a_damaged_set_but_never_touches_a_strange_folder(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl")
+    run(source, tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").write_text("{")
+    run(source, tmp_path / "out", overwrite=True)
+    open_dataset(tmp_path / "out").verify()
+    (tmp_path / "out" / "thesis.tex").write_text("irreplaceable")
+    with pytest.raises(DataError, match=r"not a prepared data set \(it holds thesis\.tex\)"):
+        run(source, tmp_path / "out", overwrite=True)
+    with pytest.raises(DataError, match="is not a prepared data set"):
+        run(source, source, overwrite=True)
+
+
+def test_failed_overwrite_keeps_the_old_set(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl")
+    run(source, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    source.write_text("{broken\n")
+    with pytest.raises(DataError, match="not valid JSON"):
+        run(source, tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_replacement_that_was_cut_off_is_undone(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl")
+    run(source, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    assert run(source, tmp_path / "out").was_already_there
+
+
+DAMAGE = {
+    "train.bin": "train.bin has .* bytes where",
+    "train.idx": "train.idx has .* bytes where",
+    "validation.bin": "validation.bin has .* bytes where",
+    "manifest.json": "manifest.json cannot be used",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_truncated_and_missing_files_are_found_on_opening(tmp_path: Path, name: str):
+    run(corpus(tmp_path / "a.jsonl"), tmp_path / "out")
+    path = tmp_path / "out" / name
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match=rf"data set is damaged: {DAMAGE[name]}"):
+        open_dataset(tmp_path / "out")
+    path.unlink()
+    with pytest.raises(DataError, match="is missing" if name != "manifest.json" else "not a prepared data set"):
+        open_dataset(tmp_path / "out")
+
+
+def test_changed_bytes_are_found_by_verification(tmp_path: Path):
+    run(corpus(tmp_path / "a.jsonl"), tmp_path / "out")
+    path = tmp_path / "out" / "validation.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+    with pytest.raises(DataError, match=r"validation\.bin is not the file that was written"):
+        open_dataset(tmp_path / "out").verify()
+
+
+def test_index_without_its_header_is_damage(tmp_path: Path):
+    dataset = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset
+    path = tmp_path / "out" / "train.idx"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(DataError, match=r"train\.idx is not an index"):
+        dataset.open_split("train")
+
+
+def test_tokenizer_of_another_set_is_refused(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl")
+    one = train_bpe(["one text"], 260, tmp_path / "1.json", progress=False)
+    train_bpe(["another text"], 261, tmp_path / "2.json", progress=False)
+    run(source, tmp_path / "out", tokenizer=one)
+    shutil.copy(tmp_path / "2.json", tmp_path / "out" / "tokenizer.json")
+    with pytest.raises(DataError, match="its tokenizer is not the one that made the tokens"):
+        open_dataset(tmp_path / "out")
+
+
+def test_missing_data_set(tmp_path: Path):
+    with pytest.raises(DataError, match=r"no such data set.*megamem data prepare"):
+        open_dataset(tmp_path / "none")
+    with pytest.raises(DataError, match="not a prepared data set"):
+        open_dataset(tmp_path)
+
+
+def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self, ids, text_bytes, score):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_module._SplitWriter, "add", full)
+    source = corpus(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
+        run(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_second_preparation_of_one_output_waits_outside(tmp_path: Path):
+    from pretrain.data.staging import staged_folder
+
+    with (
+        staged_folder(tmp_path / "out") as staging,
+        pytest.raises(DataError, match="another process is preparing the same output"),
+        staged_folder(tmp_path / "out"),
+    ):
+        pass
+    assert not staging.exists()
+    assert (tmp_path / "out").is_dir()
+
+
+def test_tokenizer_that_exceeds_its_vocabulary_names_the_document(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = 100
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: the tokenizer gave id 256, past its own vocabulary of 100"):
+        run(corpus(tmp_path / "a.jsonl"), tmp_path / "out", tokenizer=tokenizer)
+
+
+class KillsItself(ByteTokenizer):
+    """Stands for a worker that the kernel kills for lack of memory."""
+
+    def tokenize_batch(self, texts):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Fails(ByteTokenizer):
+    """Stands for a defect."""
+
+    def tokenize_batch(self, texts):
+        raise ArithmeticError("a defect of ours")
+
+
+def test_death_of_a_worker_is_noticed(tmp_path: Path):
+    records = [Record(file, 0, None, 1) for file in list_files([str(corpus(tmp_path / "a.txt"))])]
+    with pytest.raises(DataError, match=r"died \(exit code -9.*fewer --workers"):
+        list(tokenize_records(records, KillsItself(), "text", num_workers=2))
+    with pytest.raises(RuntimeError, match="a defect of ours"):
+        list(tokenize_records(records, Fails(), "text", num_workers=2))
+
+
+SLOW_PREPARATION = """
+import sys, time
+from pathlib import Path
+from pretrain.data import prepare as module
+from pretrain.data.tokenizer import ByteTokenizer
+
+original = module._SplitWriter.add
+def slow(self, ids, text_bytes, score):
+    original(self, ids, text_bytes, score)
+    self._builder.data_file.flush()
+    Path(sys.argv[3]).touch()
+    time.sleep(0.05)
+
+if __name__ == "__main__":
+    module._SplitWriter.add = slow
+    module.prepare([sys.argv[1]], sys.argv[2], ByteTokenizer(), num_workers=2, progress=False)
+"""
+
+
+def wait_for(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
+
+
+def is_running(pid: str) -> bool:
+    # An orphan that nobody collects stays as a zombie (state Z): that is an end, too.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_killed_preparation_leaves_nothing_that_opens_and_no_process(tmp_path: Path):
+    source, output = corpus(tmp_path / "a.jsonl", 2000), tmp_path / "out"
+    script, started = tmp_path / "slow.py", tmp_path / "started"
+    script.write_text(SLOW_PREPARATION)
+    command = [sys.executable, "-W", "ignore", str(script), str(source), str(output), str(started)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    wait_for(started.exists)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    assert len(children) >= 2
+    assert not output.exists()
+    assert np.fromfile(tmp_path / ".out.preparing" / "train.bin", dtype=np.uint16).size > 0
+    with pytest.raises(DataError, match="no such data set"):
+        open_dataset(output)
+    with pytest.raises(DataError, match="not a prepared data set"):
+        open_dataset(tmp_path / ".out.preparing")
+    wait_for(lambda: not any(is_running(child) for child in children))
+    run(source, output)
+    open_dataset(output).verify()
+    assert not (tmp_path / ".out.preparing").exists()
+
+
+def test_bad_document_log_keeps_a_bounded_number_of_examples():
+    log = BadDocumentLog(limit=1000)
+    for i in range(1000):
+        log.add(f"line {i}", "bad")
+    assert (log.num_bad, len(log.examples)) == (1000, 20)
