@@ -115,6 +115,24 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
                 target.copy_(tensors[name])
 
 
+class MemoryOptimizer(ChainedOptimizer):
+    """The optimizers of dense parameters and of tables as one: one global norm, one step, one checkpoint."""
+
+    def load_state_dict(self, state_dict: dict[int, dict[str, Any]]) -> None:
+        """Hand each part its entries of a loaded `sharded_state_dict`."""
+        for index, part in enumerate(self.chained_optimizers):
+            part.load_state_dict(state_dict.get(index, {}))
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> dict[int, dict[str, Any]]:
+        """Checkpoint entries by part."""
+        return {
+            index: part.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            for index, part in enumerate(self.chained_optimizers)
+        }
+
+
 def build_optimizer(
     config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
 ) -> ChainedOptimizer:
@@ -123,7 +141,7 @@ def build_optimizer(
     parts = [_build_part(config, chunks, groups, assigned, DENSE_GROUPS)]
     if config.model.memory is not None:
         parts.append(_build_part(config, chunks, groups, assigned, TABLE_GROUPS))
-    return ChainedOptimizer(parts)
+    return MemoryOptimizer(parts)
 
 
 def _build_part(

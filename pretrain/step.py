@@ -9,22 +9,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
+from pretrain.optimizer import MemoryOptimizer
 
 Batch = dict[str, Tensor]
-Chunk = DistributedDataParallel | MemoryGPTModel
+# A model chunk, bare or under DDP.
+Chunk: TypeAlias = nn.Module
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def unwrap(chunk: Chunk) -> MemoryGPTModel:
 
 def train_step(
     chunks: Sequence[DistributedDataParallel],
-    optimizer: ChainedOptimizer,
+    optimizer: MemoryOptimizer,
     iterators: Sequence[Iterator[Batch]],
     groups: ParallelGroups,
     *,
@@ -150,7 +151,7 @@ def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dic
     return total, num_tokens.int(), {"loss": torch.stack([total.detach().double(), num_tokens.double()])}
 
 
-def _update(optimizer: ChainedOptimizer) -> tuple[bool, float]:
+def _update(optimizer: MemoryOptimizer) -> tuple[bool, float]:
     """Clip by the global norm and step, or skip the step if the norm is not finite."""
     optimizer.prepare_grads()
     # Host sync: the norm decides whether there is an update at all.

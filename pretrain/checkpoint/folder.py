@@ -1,0 +1,177 @@
+"""The folder of a run's checkpoints: names, completeness, and which ones to keep.
+
+A checkpoint is written into `.writing_step_XXXXXXXX` and renamed to `step_XXXXXXXX` when every rank's files are on disk. It is complete if its
+`state.json`, which is written last, lists files that are all there at the size they had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import CheckpointError
+
+STATE_FILE = "state.json"
+_FORMAT = 1
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_WRITING_PREFIX = ".writing_"
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a checkpoint holds besides tensors.
+
+    Attributes:
+        path: the checkpoint's folder.
+        run: counters of the run (see `pretrain.state.RunState`).
+        rng: what random numbers follow from.
+        config: the resolved config, as plain values.
+        versions: of the packages that wrote it.
+        files: sizes in bytes by name.
+    """
+
+    path: Path
+    run: dict[str, Any]
+    rng: dict[str, Any]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, int]
+
+    @property
+    def step(self) -> int:
+        return int(self.run["step"])
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, once complete."""
+    return folder / f"step_{step:08d}"
+
+
+def writing_folder(folder: Path, step: int) -> Path:
+    """Where it is while being written."""
+    return folder / f"{_WRITING_PREFIX}step_{step:08d}"
+
+
+def start_writing(folder: Path, step: int) -> Path:
+    """An empty folder to write into; what an interrupted save left is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(f"{_WRITING_PREFIX}*"):
+        shutil.rmtree(leftover)
+    path = writing_folder(folder, step)
+    path.mkdir()
+    return path
+
+
+def complete(
+    folder: Path,
+    step: int,
+    *,
+    run: dict[str, Any],
+    rng: dict[str, Any],
+    config: dict[str, Any],
+    versions: dict[str, str],
+) -> Path:
+    """Write `state.json` into a step's writing folder, and give the folder its name. An older checkpoint of the step is replaced."""
+    path, final = writing_folder(folder, step), step_folder(folder, step)
+    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+    content = {"format": _FORMAT, "run": run, "rng": rng, "config": config, "versions": versions, "files": files}
+    with open(path / STATE_FILE, "w", encoding="utf-8") as stream:
+        json.dump(content, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync_folder(path)
+    if final.exists():
+        shutil.rmtree(final)
+    path.rename(final)
+    _sync_folder(folder)
+    return final
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_state(path: Path) -> SavedState:
+    """Read and check a checkpoint's `state.json`.
+
+    Raises:
+        CheckpointError: it is missing or unreadable, or a file that it lists is missing or has another size.
+    """
+    try:
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        version, state = (
+            content["format"],
+            SavedState(path, *(content[key] for key in ("run", "rng", "config", "versions", "files"))),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: its {STATE_FILE} cannot be read ({error})"
+        ) from error
+    if version != _FORMAT:
+        raise CheckpointError(
+            f"{path} has checkpoint format {version}, and this version reads format {_FORMAT}: use the version that wrote it ({state.versions})"
+        )
+    for name, size in state.files.items():
+        file = path / name
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual} bytes"
+            raise CheckpointError(f"{path} is damaged: {name} {found}, and {size} bytes were written")
+    return state
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Folders named as finished checkpoints, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def newest_complete(folder: Path) -> tuple[SavedState | None, list[str]]:
+    """The newest complete checkpoint, and why newer ones were passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is complete.
+    """
+    problems: list[str] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return read_state(path), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(
+            "no checkpoint of this run can be read: "
+            + "; ".join(problems)
+            + f". Restore one of them, or start over in another --run-dir, or delete {folder}"
+        )
+    return None, []
+
+
+def remove_superseded(folder: Path, *, keep_last: int, keep_every_steps: int) -> list[Path]:
+    """Delete checkpoints that the retention rules no longer keep; returns what was deleted.
+
+    Args:
+        folder: the run's checkpoints.
+        keep_last: newest ones to keep; 0: all.
+        keep_every_steps: steps divisible by this are kept for good; 0: no such rule.
+    """
+    checkpoints = list_checkpoints(folder)
+    candidates = checkpoints[:-keep_last] if keep_last else []
+    removed = []
+    for path in candidates:
+        step = int(path.name.removeprefix("step_"))
+        if not (keep_every_steps and step % keep_every_steps == 0):
+            shutil.rmtree(path)
+            removed.append(path)
+    return removed

@@ -1,0 +1,129 @@
+"""Saving and restoring a run: weights, optimizer state, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from megamem.model import MemoryGPTModel
+from pretrain.checkpoint import folder as folders
+from pretrain.checkpoint.storage import load_tensors, save_tensors
+from pretrain.checkpoint.versions import package_versions
+from pretrain.config.loader import to_dict
+from pretrain.config.schema import RunConfig
+from pretrain.errors import CheckpointError
+from pretrain.optimizer import MemoryOptimizer
+from pretrain.state import RunState
+from pretrain.step import unwrap
+
+# Optimizer state in the shape and under the name of its parameter, so that any layout can read it.
+_OPTIMIZER_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save_run(
+    config: RunConfig,
+    state: RunState,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MemoryOptimizer,
+    folder: Path,
+) -> Path:
+    """Write the checkpoint of the current step and remove superseded ones. Collective.
+
+    Args:
+        config: the run.
+        state: its counters.
+        chunks: this rank's model chunks.
+        optimizer: its state.
+        folder: of the run's checkpoints.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it cannot be written; earlier ones are intact.
+    """
+    main = dist.get_rank() == 0
+    path = folders.writing_folder(folder, state.step)
+    if main:
+        _or_error(lambda: folders.start_writing(folder, state.step), path)
+    dist.barrier()
+    save_tensors(_entries(chunks, optimizer, is_loading=False), path)
+    if main:
+        _or_error(lambda: _finish(config, state, folder), path)
+    dist.barrier()
+    return folders.step_folder(folder, state.step)
+
+
+def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
+    folders.complete(
+        folder,
+        state.step,
+        run=state.to_dict(),
+        # Random numbers of a step follow from these two; see `pretrain.loop.seed_step`.
+        rng={"seed": config.seed, "step": state.step},
+        config=to_dict(config),
+        versions=package_versions(),
+    )
+    rules = config.checkpoint
+    folders.remove_superseded(folder, keep_last=rules.keep_last, keep_every_steps=rules.keep_every_steps)
+
+
+def _or_error(action: Any, path: Path) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint cannot be written to {path}: {error}. Earlier checkpoints are intact"
+        ) from error
+
+
+def restore_run(
+    saved: folders.SavedState, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer
+) -> RunState:
+    """Load weights and optimizer state in place, whatever layout wrote them. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or is of another model.
+    """
+    state = RunState(**saved.run)
+    loaded = load_tensors(_entries(chunks, optimizer, is_loading=True), saved.path)
+    _load_chunks([unwrap(chunk) for chunk in chunks], loaded)
+    optimizer.load_state_dict(loaded["optimizer"])
+    for part in optimizer.chained_optimizers:
+        part.set_num_updates(state.num_updates)
+    return state
+
+
+def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:
+    """Load the weights alone into bare chunks. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or is of another model.
+    """
+    _load_chunks(chunks, load_tensors(_model_entries(chunks), path))
+
+
+def _load_chunks(chunks: Sequence[MemoryGPTModel], loaded: dict[str, Any]) -> None:
+    for index, chunk in enumerate(chunks):
+        result = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+        assert not missing, f"the checkpoint's entries left {missing} unset"
+
+
+def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:
+    return {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+
+
+def _entries(
+    chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    model = _model_entries([unwrap(chunk) for chunk in chunks])
+    return {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=_OPTIMIZER_METADATA)}

@@ -1,0 +1,80 @@
+"""Refusing pickled code in a checkpoint.
+
+PyTorch's distributed checkpoints keep their index (`.metadata`) as a pickle, and PyTorch unpickles it without restraint. Before it does, the file is
+read here by an unpickler that knows the index's classes and nothing else. Tensors are read with `weights_only` by PyTorch itself, and
+we store no objects.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import CheckpointError
+
+# What Megatron 0.16.1 with torch 2.11 to 2.13 writes into an index: (module, name).
+_ALLOWED = {
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("builtins", "dict"),
+    ("builtins", "list"),
+    ("builtins", "tuple"),
+    ("builtins", "int"),
+    ("builtins", "slice"),
+    ("_codecs", "encode"),
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("torch.distributed.checkpoint.planner", "WriteItem"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (module == "torch" and name.isidentifier() and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint index needs")
+
+
+def _is_dtype(name: str) -> bool:
+    import torch
+
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def check_index(folder: Path) -> None:
+    """Read a checkpoint's index without running anything it could hold.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or refers to anything but an index's classes.
+    """
+    try:
+        content = (folder / ".metadata").read_bytes()
+        _IndexUnpickler(io.BytesIO(content)).load()
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        IndexError,
+        ImportError,
+        KeyError,
+    ) as error:
+        raise CheckpointError(f"{folder}/.metadata is not a checkpoint index that can be trusted: {error}") from error
