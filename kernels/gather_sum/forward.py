@@ -26,7 +26,7 @@ def grouped_gather_sum(table: Tensor, ids: Tensor, coef: Tensor) -> Tensor:
     group = torch.arange(num_groups, device=ids.device).view(1, num_groups, 1)
     group_ids = ids.unsqueeze(1) * num_groups + group
     out = F.embedding_bag(
-        group_ids.view(num_tokens * num_groups, num_rows_read),
+        group_ids.reshape(num_tokens * num_groups, num_rows_read),
         table.view(table.shape[0] * num_groups, -1),
         per_sample_weights=coef.transpose(1, 2).reshape(num_tokens * num_groups, num_rows_read),
         mode="sum",

@@ -23,5 +23,5 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor) -> Tensor:
         [T, W], the table's dtype.
     """
     num_tokens, num_rows_read, num_groups = coef.shape
-    rows = table[ids].view(num_tokens, num_rows_read, num_groups, -1)
-    return torch.einsum("tjc,tjcd->tcd", coef, rows).reshape(num_tokens, -1)
+    rows = table[ids].view(num_tokens, num_rows_read, num_groups, table.shape[1] // num_groups)
+    return torch.einsum("tjc,tjcd->tcd", coef, rows).reshape(num_tokens, table.shape[1])

@@ -17,7 +17,7 @@ def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tens
     width = accumulator.shape[1]
     for chunk in token_chunks(num_tokens, num_rows_read * width):
         vectors = vec[chunk].to(accumulator.dtype).view(-1, 1, num_groups, width // num_groups)
-        terms = (coef[chunk].to(accumulator.dtype).unsqueeze(3) * vectors).view(-1, width)
+        terms = (coef[chunk].to(accumulator.dtype).unsqueeze(3) * vectors).reshape(-1, width)
         rows = ids[chunk].reshape(-1)
         if accumulator.is_cuda:
             # index_add_ uses atomics there, whose order changes from run to run; index_put_ sorts first.
