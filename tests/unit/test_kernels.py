@@ -1,0 +1,333 @@
+"""The memory kernels against their naive twins: forward, every gradient, and accumulation into `main_grad`.
+
+Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.gather_dot import gather_dot
+from kernels.gather_dot import naive as naive_dot
+from kernels.gather_sum import gather_sum
+from kernels.gather_sum import naive as naive_sum
+from kernels.segment_accumulate import naive as naive_accumulate
+from kernels.segment_accumulate import segment_accumulate
+from kernels.segment_accumulate.op import table_gradient
+from kernels.select import select_kernels
+
+# Largest error over the largest element of the reference, which is computed from the same inputs in float64.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3}
+DTYPES = list(TOLERANCE)
+
+Gather = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    tokens: int
+    reads: int
+    groups: int
+    width: int
+
+
+SHAPES = [
+    Shape(rows=7, tokens=5, reads=3, groups=1, width=8),
+    Shape(rows=7, tokens=5, reads=3, groups=2, width=8),
+    Shape(rows=11, tokens=3, reads=1, groups=2, width=6),
+    Shape(rows=1, tokens=4, reads=5, groups=1, width=3),
+    Shape(rows=13, tokens=1, reads=4, groups=3, width=15),
+    Shape(rows=5, tokens=2, reads=2, groups=1, width=1),
+    # More than one chunk of tokens.
+    Shape(rows=101, tokens=70, reads=17, groups=2, width=258),
+]
+
+
+class Case(NamedTuple):
+    table: Tensor
+    ids: Tensor
+    coef: Tensor
+    x: Tensor
+    grad_sum: Tensor
+    grad_dot: Tensor
+
+
+def draw(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, dtype=torch.float64).to(dtype)
+
+    tokens, reads, width = shape.tokens, shape.reads, shape.width
+    return Case(
+        table=normal(shape.rows, width),
+        ids=torch.randint(0, shape.rows, (tokens, reads), generator=g),
+        coef=normal(tokens, reads, shape.groups),
+        x=normal(tokens, width),
+        grad_sum=normal(tokens, width),
+        grad_dot=normal(tokens, reads),
+    )
+
+
+def with_grads(gather: Gather, table: Tensor, ids: Tensor, other: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+    """Output and both gradients."""
+    table, other = table.detach().clone().requires_grad_(), other.detach().clone().requires_grad_()
+    out = gather(table, ids, other)
+    out.backward(grad_out)
+    assert table.grad is not None
+    assert other.grad is not None
+    return out.detach(), table.grad, other.grad
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    return [t.double() if t.is_floating_point() else t for t in tensors]
+
+
+def assert_close(actual: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
+    assert actual.shape == reference.shape
+    if reference.numel():
+        error = (actual.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-3)
+        assert error <= TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gathers_equal_their_twins(shape: Shape, dtype: torch.dtype) -> None:
+    c = draw(shape, dtype)
+    for actual, reference in zip(
+        with_grads(gather_sum, c.table, c.ids, c.coef, c.grad_sum),
+        with_grads(naive_sum.gather_sum, *wide(c.table, c.ids, c.coef, c.grad_sum)),
+        strict=True,
+    ):
+        assert actual.dtype == dtype
+        assert_close(actual, reference, dtype)
+    for actual, reference in zip(
+        with_grads(gather_dot, c.table, c.ids, c.x, c.grad_dot),
+        with_grads(naive_dot.gather_dot, *wide(c.table, c.ids, c.x, c.grad_dot)),
+        strict=True,
+    ):
+        assert actual.dtype == dtype
+        assert_close(actual, reference, dtype)
+
+
+shapes = st.builds(
+    lambda rows, tokens, reads, groups, per_group: Shape(rows, tokens, reads, groups, groups * per_group),
+    st.integers(1, 9),
+    st.integers(0, 6),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 5),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(shape=shapes, seed=st.integers(0, 1000))
+def test_gathers_equal_their_twins_at_any_shape(shape: Shape, seed: int) -> None:
+    c = draw(shape, seed=seed)
+    for gather, twin, other, grad in (
+        (gather_sum, naive_sum.gather_sum, c.coef, c.grad_sum),
+        (gather_dot, naive_dot.gather_dot, c.x, c.grad_dot),
+    ):
+        for actual, reference in zip(
+            with_grads(gather, c.table, c.ids, other, grad),
+            with_grads(twin, c.table, c.ids, other, grad),
+            strict=True,
+        ):
+            assert_close(actual, reference, torch.float64)
+
+
+@pytest.mark.parametrize("gather", [gather_sum, naive_sum.gather_sum], ids=["op", "naive"])
+def test_gather_sum_is_what_its_docstring_says(gather: Gather) -> None:
+    table = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]])
+    ids = torch.tensor([[0, 1], [1, 1]])
+    coef = torch.tensor([[[1.0, 2.0], [0.5, -1.0]], [[1.0, 0.0], [1.0, 3.0]]])
+    assert gather(table, ids, coef).tolist() == [[6.0, 12.0, -24.0, -32.0], [20.0, 40.0, 90.0, 120.0]]
+
+
+@pytest.mark.parametrize("gather", [gather_dot, naive_dot.gather_dot], ids=["op", "naive"])
+def test_gather_dot_is_what_its_docstring_says(gather: Gather) -> None:
+    table = torch.tensor([[1.0, 2.0], [10.0, 20.0], [3.0, -1.0]])
+    ids = torch.tensor([[0, 1], [2, 2]])
+    x = torch.tensor([[1.0, 1.0], [2.0, 5.0]])
+    assert gather(table, ids, x).tolist() == [[3.0, 30.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+def test_gradcheck(shape: Shape) -> None:
+    c = draw(shape)
+    table = c.table.requires_grad_()
+    assert torch.autograd.gradcheck(lambda t, a: gather_sum(t, c.ids, a), (table, c.coef.requires_grad_()))
+    assert torch.autograd.gradcheck(lambda t, a: gather_dot(t, c.ids, a), (table, c.x.requires_grad_()))
+
+
+def test_gradients_that_nobody_asked_for_are_not_made() -> None:
+    c = draw(SHAPES[1])
+    for gather, other in ((gather_sum, c.coef), (gather_dot, c.x)):
+        for table_wants, other_wants in ((True, False), (False, True)):
+            table = c.table.clone().requires_grad_(table_wants)
+            leaf = other.clone().requires_grad_(other_wants)
+            gather(table, c.ids, leaf).sum().backward()
+            assert (table.grad is not None, leaf.grad is not None) == (table_wants, other_wants)
+
+
+def test_strides_do_not_matter() -> None:
+    c = draw(Shape(rows=9, tokens=5, reads=4, groups=2, width=6))
+    ids = c.ids.t().contiguous().t()
+    coef = c.coef.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    x = c.x.t().contiguous().t()
+    assert not ids.is_contiguous()
+    assert not coef.is_contiguous()
+    assert not x.is_contiguous()
+    for strided, plain in zip(
+        (
+            *with_grads(gather_sum, c.table, ids, coef, c.grad_sum.t().contiguous().t()),
+            *with_grads(gather_dot, c.table, ids, x, c.grad_dot.t().contiguous().t()),
+        ),
+        (
+            *with_grads(gather_sum, c.table, c.ids, c.coef, c.grad_sum),
+            *with_grads(gather_dot, c.table, c.ids, c.x, c.grad_dot),
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(strided, plain, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_not_read_may_hold_anything(dtype: torch.dtype) -> None:
+    c = draw(Shape(rows=12, tokens=6, reads=3, groups=2, width=8), dtype)
+    ids = c.ids % 6 * 2
+    clean = c.table.clone()
+    clean[1::2] = 0
+    poisoned = c.table.clone()
+    poisoned[1::2] = float("nan")
+    for gather, other, grad in ((gather_sum, c.coef, c.grad_sum), (gather_dot, c.x, c.grad_dot)):
+        for actual, reference in zip(
+            with_grads(gather, poisoned, ids, other, grad), with_grads(gather, clean, ids, other, grad), strict=True
+        ):
+            assert torch.equal(actual, reference)
+
+
+@pytest.mark.parametrize("accumulator_dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_segment_accumulate_equals_its_twin(shape: Shape, dtype: torch.dtype, accumulator_dtype: torch.dtype) -> None:
+    """To the bit: the CPU implementation promises the twin's order of additions."""
+    c = draw(shape, dtype)
+    start = torch.randn(shape.rows, shape.width, generator=torch.Generator().manual_seed(1)).to(accumulator_dtype)
+    actual, reference = start.clone(), start.clone()
+    segment_accumulate(actual, c.ids, c.coef, c.x)
+    naive_accumulate.segment_accumulate(reference, c.ids, c.coef, c.x)
+    assert torch.equal(actual, reference)
+    assert not torch.equal(actual, start)
+
+
+def test_segment_accumulate_touches_no_other_row() -> None:
+    c = draw(Shape(rows=12, tokens=6, reads=3, groups=2, width=8), torch.float32)
+    accumulator = torch.zeros(12, 8)
+    accumulator[1::2] = float("nan")
+    segment_accumulate(accumulator, c.ids % 6 * 2, c.coef, c.x)
+    assert accumulator[1::2].isnan().all()
+    assert accumulator[0::2].isfinite().all()
+
+
+def test_segment_accumulate_of_no_tokens_changes_nothing() -> None:
+    accumulator = torch.ones(4, 6)
+    segment_accumulate(accumulator, torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3, 2), torch.zeros(0, 6))
+    assert torch.equal(accumulator, torch.ones(4, 6))
+
+
+def main_grad_table(values: Tensor) -> torch.nn.Parameter:
+    """A parameter as Megatron's DDP leaves it: an fp32 main_grad, and the mark that the gradient is still to come."""
+    table = torch.nn.Parameter(values.clone())
+    table.main_grad = torch.zeros(values.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+    table.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_table_gradient_goes_to_main_grad(shape: Shape, dtype: torch.dtype) -> None:
+    """Two uses of one table in one graph, two backward passes: everything adds up in fp32, nothing dense is left in `grad`."""
+    c = draw(shape, dtype)
+    table = main_grad_table(c.table)
+    reference = c.table.double().requires_grad_()
+    for _ in range(2):
+        (gather_sum(table, c.ids, c.coef) * c.grad_sum).sum().add(
+            (gather_dot(table, c.ids.flip(1), c.x) * c.grad_dot).sum()
+        ).backward()
+        coef, x, grad_sum, grad_dot = wide(c.coef, c.x, c.grad_sum, c.grad_dot)
+        (naive_sum.gather_sum(reference, c.ids, coef) * grad_sum).sum().add(
+            (naive_dot.gather_dot(reference, c.ids.flip(1), x) * grad_dot).sum()
+        ).backward()
+    assert reference.grad is not None
+    # The products are exact in fp32 for bf16 inputs: the sum is as good as fp32's, whatever the table's dtype.
+    assert_close(table.main_grad, reference.grad, torch.float32)
+    assert table.grad_added_to_main_grad is True
+    assert table.grad is not None
+    assert table.grad.is_sparse
+    assert table.grad._nnz() == 0
+
+
+def test_gradient_of_the_other_input_is_the_same_with_main_grad() -> None:
+    c = draw(SHAPES[1], torch.float32)
+    for gather, other, grad in ((gather_sum, c.coef, c.grad_sum), (gather_dot, c.x, c.grad_dot)):
+        _, _, plain = with_grads(gather, c.table, c.ids, other, grad)
+        leaf = other.clone().requires_grad_()
+        gather(main_grad_table(c.table), c.ids, leaf).backward(grad)
+        assert torch.equal(leaf.grad, plain)  # type: ignore[arg-type]
+
+
+def test_backward_hooks_of_the_table_still_fire() -> None:
+    """Megatron's DDP counts on them to know that a gradient is ready."""
+    c = draw(SHAPES[0], torch.float32)
+    table = main_grad_table(c.table)
+    ready: list[bool] = []
+    table.register_post_accumulate_grad_hook(lambda p: ready.append(p.grad_added_to_main_grad))
+    gather_sum(table, c.ids, c.coef).sum().backward()
+    assert ready == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeats_are_bit_identical(dtype: torch.dtype) -> None:
+    c = draw(SHAPES[-1], dtype)
+
+    def run() -> list[Tensor]:
+        table = main_grad_table(c.table)
+        coef, x = c.coef.clone().requires_grad_(), c.x.clone().requires_grad_()
+        outs = [gather_sum(table, c.ids, coef), gather_dot(table, c.ids, x)]
+        torch.autograd.backward(outs, [c.grad_sum, c.grad_dot])
+        assert coef.grad is not None
+        assert x.grad is not None
+        return [*outs, table.main_grad, coef.grad, x.grad]
+
+    first = run()
+    for again in (run(), run()):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_every_row_at_once_adds_up() -> None:
+    """All tokens on one row: the longest run that a segment can have."""
+    tokens, reads, width = 64, 16, 32
+    c = draw(Shape(rows=3, tokens=tokens, reads=reads, groups=2, width=width), torch.float32)
+    ids = torch.ones(tokens, reads, dtype=torch.int64)
+    gradient = table_gradient(c.table, ids, c.coef, c.x)
+    expected = (c.coef.double().sum(1).repeat_interleave(width // 2, dim=1) * c.x.double()).sum(0)
+    assert_close(gradient[1], expected, torch.float32)
+    assert not gradient[0].any()
+    assert not gradient[2].any()
+
+
+def test_the_config_selects_op_or_twin() -> None:
+    assert select_kernels("naive").gather_sum is naive_sum.gather_sum
+    assert select_kernels("naive").gather_dot is naive_dot.gather_dot
+    assert select_kernels("auto").gather_sum is gather_sum
+    assert select_kernels("auto").gather_dot is gather_dot
