@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import select
 import sys
 import textwrap
 import traceback
@@ -59,12 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _stdout_is_closed() -> bool:
     """Whether the reader of our output went away (`| head`), as opposed to some other pipe that broke."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit and would complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        descriptor = sys.stdout.fileno()
+    except OSError:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        return False
+    # Python flushes once more at exit and would complain about it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return True
 
 
 def build_parser() -> argparse.ArgumentParser:

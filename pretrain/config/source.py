@@ -95,6 +95,10 @@ class _CarefulDumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = _careful_resolvers()
 
+    def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
+        # Readers fold and convert line breaks, of which Unicode has many, unless they are escaped.
+        return super().represent_scalar(tag, value, style if value.isprintable() else '"')
+
 
 def dump_yaml(value: Any) -> str:
     """Plain values (mappings, lists, scalars) as YAML in the order given."""

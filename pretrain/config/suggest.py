@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from pretrain.config.fields import ELEMENT
 
-_LEAST_SIMILARITY = 0.65
-_SAME_SECTION_BONUS = 0.1
+_LEAST_SIMILARITY = 0.6
+_SECTION_WEIGHT = 0.1
 _MAX_SUGGESTIONS = 3
 
 
 def nearest_keys(unknown: str, keys: Iterable[str]) -> list[str]:
-    """The valid keys most like an unknown one: by last name wherever it stands (`lr`: `optimizer.lr`), own section preferred.
+    """The valid keys most like an unknown one: by its last name wherever it stands (`lr`: `optimizer.lr`), the
+    nearest section preferred.
 
     Args:
         unknown: the dotted key that does not exist.
@@ -24,21 +25,20 @@ def nearest_keys(unknown: str, keys: Iterable[str]) -> list[str]:
     """
     segments = unknown.split(".")
     pattern = ".".join(ELEMENT if segment.isdecimal() else segment for segment in segments)
-    scores = {key: _similarity(pattern, key) for key in keys}
+    section, _, name = pattern.rpartition(".")
+    scores = {}
+    for key in keys:
+        key_section, _, key_name = key.rpartition(".")
+        similarity = _ratio(name, key_name)
+        if similarity >= _LEAST_SIMILARITY:
+            scores[key] = similarity + _SECTION_WEIGHT * _ratio(section, key_section)
     best = max(scores.values(), default=0.0)
-    if best < _LEAST_SIMILARITY:
-        return []
     numbers = [segment for segment in segments if segment.isdecimal()]
     return [_with_numbers(key, numbers) for key, score in scores.items() if score == best][:_MAX_SUGGESTIONS]
 
 
-def _similarity(unknown: str, key: str) -> float:
-    section, _, name = unknown.rpartition(".")
-    key_section, _, key_name = key.rpartition(".")
-    by_name = difflib.SequenceMatcher(None, name, key_name).ratio()
-    by_path = difflib.SequenceMatcher(None, unknown, key).ratio()
-    bonus = _SAME_SECTION_BONUS if section == key_section else 0.0
-    return max(by_name, by_path) + bonus
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _with_numbers(key: str, numbers: list[str]) -> str:

@@ -1,0 +1,167 @@
+"""The command line: help, errors and exit codes; `config show` and `config check`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config.loader import load_config
+from pretrain.errors import CheckpointError, ConfigError, DataError, StoppedEarly
+from tools import cli
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.yaml"
+    path.write_text("train: {num_steps: 7}\nmodel: {memory: {}}\ndata: {datasets: [{path: x}]}")
+    return path
+
+
+def usage_error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return " ".join(captured.err.split())
+
+
+def test_show_prints_yaml_that_loads_again(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in ([], ["--explain"]):
+        assert cli.main(["config", "show", str(config_file), "seed=3", *flags, "optimizer.lr=1e-4"]) == 0
+        shown = capsys.readouterr().out
+        (tmp_path / "shown.yaml").write_text(shown)
+        assert load_config(tmp_path / "shown.yaml") == load_config(config_file, ["seed=3", "optimizer.lr=1e-4"])
+        assert ("# Optimizer steps in all." in shown) == bool(flags)
+        assert "tokens in all: 57,344" in shown
+
+
+def test_explain_says_why_a_key_is_missing(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "show", str(config_file), "--explain"]) == 0
+    assert "  # decay_steps: without effect unless optimizer.schedule is wsd" in capsys.readouterr().out
+
+
+def test_keys_lists_types_defaults_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "show", "--keys"]) == 0
+    shown = capsys.readouterr().out
+    assert "\noptimizer.schedule: constant | cosine | wsd, default cosine\n    After warm-up:" in shown
+    assert "\ndata.datasets.N.path: str, required\n" in shown
+    assert "\nmodel.memory: section | null, default null\n" in shown
+    assert "Only where optimizer.schedule is wsd." in shown
+
+
+def test_show_needs_something_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "config show needs the path of a configuration, or --keys" in usage_error(capsys, "config", "show")
+    assert "leave a.yaml out" in usage_error(capsys, "config", "show", "a.yaml", "--keys")
+
+
+def test_check_validates(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "check", str(config_file), "--ranks", "4", "parallel.tensor=2"]) == 0
+    assert capsys.readouterr().out == f"{config_file} can run on 4 ranks.\n"
+    assert "the run has 3 ranks" in usage_error(
+        capsys, "config", "check", str(config_file), "parallel.tensor=2", "--ranks", "3"
+    )
+    assert "--ranks is 0" in usage_error(capsys, "config", "check", str(config_file), "--ranks", "0")
+
+
+def test_errors_of_the_configuration_are_one_paragraph(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = usage_error(capsys, "config", "show", str(config_file), "lr=3")
+    assert message == "megamem: error: override lr=3: unknown key lr: did you mean optimizer.lr?"
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["confg"], ["invalid choice: 'confg'", "did you mean config?", "`megamem --help`"]),
+        (["config", "shw"], ["did you mean show?", "`megamem config --help`"]),
+        (["config", "show", "--explan"], ["unrecognized arguments: --explan: did you mean --explain?"]),
+        (["config", "show", "a.yaml", "--keis", "a=1"], ["did you mean --keys?"]),
+        (["config", "show", "a.yaml", "--optimizer.lr=3"], ["did you mean optimizer.lr=3?"]),
+        (["config", "show", "a.yaml", "--key"], ["unrecognized arguments: --key"]),
+        (["config", "check"], ["the following arguments are required: CONFIG"]),
+        (["config", "check", "a.yaml", "--ranks", "x"], ["argument --ranks: invalid int value: 'x'"]),
+        ([], ["the following arguments are required: COMMAND"]),
+        (["--qqqqqq"], ["the following arguments are required: COMMAND"]),
+    ],
+)
+def test_usage_errors_name_the_nearest_word(
+    argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = usage_error(capsys, *argv)
+    assert message.startswith("megamem: error: ")
+    for part in parts:
+        assert part in message
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "config" in shown
+    assert "Exit codes" in shown
+    assert cli.main(["config", "show", "--help"]) == 0
+    assert "key=value" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("megamem ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError("a"), 2, "megamem: error: a\n"),
+        (DataError("b"), 3, "megamem: error: b\n"),
+        (CheckpointError("c"), 4, "megamem: error: c\n"),
+        (StoppedEarly("d"), 75, "megamem: error: d\n"),
+        (KeyboardInterrupt(), 130, "megamem: interrupted\n"),
+        (SystemExit(5), 5, ""),
+        (RuntimeError("broken"), 1, "Traceback (most recent call last):"),
+        (BrokenPipeError("some other pipe"), 1, "Traceback (most recent call last):"),
+    ],
+)
+def test_every_error_has_its_exit_code(
+    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    def build_parser() -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser()
+        parser.set_defaults(func=fail)
+        return parser
+
+    monkeypatch.setattr(cli, "build_parser", build_parser)
+    assert cli.main([]) == code
+    shown: Any = capsys.readouterr().err
+    assert shown.startswith(text)
+    assert ("Traceback" in shown) == (code == 1)
+
+
+def test_help_is_fast_and_imports_no_torch() -> None:
+    code = "import sys; from tools.cli import main; main(['--help']); sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    started = time.perf_counter()
+    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    # Half a second is the aim; the margin is for a machine that is busy with other tests.
+    assert time.perf_counter() - started < 3
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    finished = subprocess.run(
+        [sys.executable, "-m", "tools.cli", "config", "show", "--keys"],
+        cwd=REPOSITORY,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (finished.returncode, finished.stderr) == (cli.EXIT_BROKEN_PIPE, b"")

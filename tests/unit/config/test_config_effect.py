@@ -1,0 +1,144 @@
+"""Options without effect: refused where somebody asked for them, dropped where they were inherited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from megamem.config import EffectiveWhen
+from pretrain.config.effective import RUN_RULES, ineffective_fields
+from pretrain.config.fields import all_keys
+from pretrain.config.loader import load_as, load_config, parse_config
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+
+SUFFIX = "remove it, or make that condition true"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(path: Path, overrides: list[str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides or [])
+    return str(caught.value)
+
+
+def test_the_named_file_may_not_set_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "optimizer:\n  schedule: cosine\n  decay_steps: 5\n")
+    expected = f"{path}:3: optimizer.decay_steps has no effect unless optimizer.schedule is wsd: {SUFFIX}"
+    assert refusal(path) == expected
+    assert refusal(path, ["seed=3"]) == expected, "an override elsewhere must not hide it"
+
+
+def test_a_value_equal_to_the_default_is_refused_too(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "parallel: {virtual_pipeline: 1}")
+    assert "parallel.virtual_pipeline has no effect unless parallel.pipeline is above 1" in refusal(path)
+
+
+def test_an_override_may_not_set_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "seed: 1")
+    assert refusal(path, ["optimizer.decay_steps=5"]).startswith(
+        "override optimizer.decay_steps=5: optimizer.decay_steps has no effect unless optimizer.schedule is wsd"
+    )
+
+
+def test_an_override_may_take_the_effect_from_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "optimizer: {schedule: wsd, decay_steps: 5}")
+    config = load_config(path, ["optimizer.schedule=constant"])
+    assert config.optimizer.decay_steps == 0
+
+
+def test_an_override_may_give_effect_to_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "optimizer: {decay_steps: 5}")
+    assert "decay_steps" in refusal(path)
+    assert load_config(path, ["optimizer.schedule=wsd"]).optimizer.decay_steps == 5
+
+
+def test_a_file_that_its_overrides_mend_counts_as_a_base(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "optimizer: {decay_steps: 5}\nmodel: {num_layers: 0}")
+    assert load_config(path, ["model.num_layers=2"]).optimizer.decay_steps == 0
+
+
+def test_inherited_values_fall_back_to_their_defaults(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "optimizer: {schedule: wsd, decay_steps: 5, min_lr: 1e-5}")
+    config = load_config(write(tmp_path, "a.yaml", "base: base.yaml\noptimizer: {schedule: constant}"))
+    assert config.optimizer.decay_steps == 0
+    assert config.optimizer.min_lr == 1e-4
+
+
+def test_a_base_may_prepare_values_for_its_children(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "optimizer: {decay_steps: 5}")
+    child = write(tmp_path, "a.yaml", "base: base.yaml\noptimizer: {schedule: wsd}")
+    assert load_config(child).optimizer.decay_steps == 5
+    assert load_config(write(tmp_path, "b.yaml", "base: base.yaml")).optimizer.decay_steps == 0
+
+
+def test_a_child_that_sets_one_itself_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "optimizer: {schedule: wsd, decay_steps: 5}")
+    path = write(tmp_path, "a.yaml", "base: base.yaml\noptimizer:\n  schedule: constant\n  decay_steps: 7")
+    assert refusal(path).startswith(f"{path}:4: optimizer.decay_steps has no effect")
+
+
+def test_conditions_on_another_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "optimizer:\n  value_lr_multiplier: 4\n")
+    assert (
+        refusal(path) == f"{path}:2: optimizer.value_lr_multiplier has no effect unless model.memory is set: {SUFFIX}"
+    )
+    write(
+        tmp_path, "memory.yaml", "model: {memory: {}}\noptimizer: {value_lr_multiplier: 4, pre_value_lr_multiplier: 2}"
+    )
+    dense = load_config(write(tmp_path, "b.yaml", "base: memory.yaml\nmodel: {memory: null}"))
+    assert dense.optimizer.value_lr_multiplier == 1.0
+    no_pre_values = load_config(write(tmp_path, "c.yaml", "base: memory.yaml\nmodel: {memory: {pre_value_dim: 0}}"))
+    assert no_pre_values.optimizer.value_lr_multiplier == 4.0
+    assert no_pre_values.optimizer.pre_value_lr_multiplier is None
+
+
+def test_every_cross_section_rule_names_a_key() -> None:
+    assert {rule.key for rule in RUN_RULES} <= set(all_keys(RunConfig))
+    silent = {item.key for item in ineffective_fields(RunConfig())}
+    assert {rule.key for rule in RUN_RULES} <= silent, "a dense model reads none of them"
+
+
+def test_all_are_reported_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "optimizer: {decay_steps: 5}\nparallel: {virtual_pipeline: 2}")
+    message = refusal(path)
+    assert message.startswith("2 problems in the configuration:\n  - ")
+    assert "optimizer.decay_steps" in message
+    assert "parallel.virtual_pipeline" in message
+
+
+@dataclass(frozen=True)
+class Inner:
+    mode: str = "off"
+    level: Annotated[int, EffectiveWhen(lambda c: c.mode == "on", "mode is on")] = 0
+    detail: Annotated[int, EffectiveWhen(lambda c: c.level > 0, "level is above 0")] = 0
+
+
+@dataclass(frozen=True)
+class Outer:
+    switch: bool = False
+    inner: Annotated[Inner, EffectiveWhen(lambda c: c.switch, "switch is true")] = field(default_factory=Inner)
+    items: tuple[Inner, ...] = ()
+
+
+def test_a_dropped_value_may_silence_another(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "switch: true\ninner: {mode: 'on', level: 2, detail: 3}")
+    config = load_as(Outer, write(tmp_path, "a.yaml", "base: base.yaml\ninner: {mode: 'off'}"))
+    assert config.inner == Inner()
+
+
+def test_a_silent_section_and_list_elements(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^here: inner has no effect unless switch is true"):
+        parse_config({"inner": {"mode": "on"}}, Outer, "here")
+    with pytest.raises(ConfigError, match=r"^here: items.1.level has no effect unless mode is on"):
+        parse_config({"items": [{"mode": "on", "level": 1}, {"level": 1}]}, Outer, "here")
+    write(tmp_path, "base.yaml", "inner: {mode: x}\nitems: [{level: 1}]")
+    assert load_as(Outer, write(tmp_path, "a.yaml", "base: base.yaml")) == Outer(items=(Inner(),))

@@ -1,0 +1,291 @@
+"""Checks across sections: each refusal, its message and the layouts that it suggests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pretrain.config.fields import all_keys
+from pretrain.config.layout_rules import nearest_pipelines
+from pretrain.config.loader import parse_config
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import _ABOVE_ZERO, _AT_LEAST_ONE, _NOT_NEGATIVE, validate
+from pretrain.errors import ConfigError
+
+
+def run(settings: Mapping[str, Any]) -> RunConfig:
+    """A configuration from dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *path, name = key.split(".")
+        owner = tree
+        for segment in path:
+            owner = owner.setdefault(segment, {})
+        owner[name] = value
+    return parse_config(tree, RunConfig)
+
+
+def refusal(settings: Mapping[str, Any], world_size: int | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(run(settings), world_size)
+    return str(caught.value)
+
+
+SHARED = {"model.memory.sharing.pattern": "block", "model.memory.sharing.group": 2, "model.num_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [
+        ({}, None),
+        ({}, 1),
+        ({"model.memory": {}}, 2),
+        ({"parallel.tensor": 2, "parallel.pipeline": 2, "model.memory": {}}, 4),
+        ({"parallel.pipeline": 2, "parallel.virtual_pipeline": 2, "model.memory": {}}, 2),
+        ({**SHARED, "parallel.pipeline": 2, "parallel.virtual_pipeline": 2}, 4),
+        ({"model.memory.sharing.pattern": "ring", "model.memory.sharing.group": 4}, 8),
+        ({"optimizer.schedule": "wsd", "optimizer.decay_steps": 50, "optimizer.warmup_steps": 50}, 1),
+        ({"optimizer.schedule": "constant", "optimizer.lr": 1e-6}, 1),
+        ({"model.num_query_groups": 2, "parallel.tensor": 2}, 2),
+        ({"name": "2.5b_run-1", "data.datasets": [{"path": "x"}]}, 1),
+    ],
+)
+def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> None:
+    validate(run(settings), world_size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "message"),
+    [
+        ({"train.num_steps": 0}, None, "train.num_steps is 0: it must be at least 1"),
+        ({"parallel.tensor": -1}, 4, "parallel.tensor is -1: it must be at least 1"),
+        ({"optimizer.lr": 0, "optimizer.schedule": "constant"}, None, "optimizer.lr is 0.0: it must be above 0"),
+        ({"optimizer.warmup_steps": -1}, None, "optimizer.warmup_steps is -1: it must not be negative"),
+        ({"optimizer.beta2": 1}, None, "optimizer.beta2 is 1.0: it must be below 1"),
+        (
+            {"seed": 2**31},
+            None,
+            "seed is 2147483648: it must be below 2^31, because seeds of ranks and layers are derived by adding to it",
+        ),
+        ({"name": "a/b"}, None, "name is 'a/b': it names a folder, so use letters, digits and . _ - + ="),
+        ({"name": ".."}, None, "name is '..': it names a folder, so use letters, digits and . _ - + ="),
+        ({"name": ""}, None, "name is '': it names a folder, so use letters, digits and . _ - + ="),
+        # ranks
+        (
+            {"parallel.tensor": 2, "parallel.pipeline": 2},
+            6,
+            "the run has 6 ranks, which is not a multiple of parallel.tensor 2 x pipeline 2 x context 1 = 4: start 4 or 8 ranks or change the layout",
+        ),
+        (
+            {"parallel.tensor": 4},
+            3,
+            "the run has 3 ranks, which is not a multiple of parallel.tensor 4 x pipeline 1 x context 1 = 4: start 4 ranks or change the layout",
+        ),
+        # batch
+        (
+            {"train.global_batch_size": 30},
+            None,
+            "train.global_batch_size is 30, which is not a multiple of train.micro_batch_size 4 = 4: use 28 or 32",
+        ),
+        (
+            {"train.global_batch_size": 8},
+            3,
+            "train.global_batch_size is 8, which is not a multiple of train.micro_batch_size 4 x data-parallel size 3 = 12: use 12",
+        ),
+        (
+            {"train.global_batch_size": 12, "parallel.pipeline": 2, "parallel.virtual_pipeline": 2},
+            2,
+            "train.global_batch_size is 12, which gives 3 microbatches per rank: with parallel.virtual_pipeline 2 their number must be "
+            "a multiple of parallel.pipeline 2: use 8 or 16",
+        ),
+        # tensor
+        (
+            {"parallel.tensor": 8, "model.num_attention_heads": 4},
+            None,
+            "model.num_attention_heads is 4, which parallel.tensor 8 does not divide: each tensor-parallel rank holds an equal part",
+        ),
+        (
+            {"parallel.tensor": 4, "model.num_query_groups": 2},
+            None,
+            "model.num_query_groups is 2, which parallel.tensor 4 does not divide: each tensor-parallel rank holds an equal part",
+        ),
+        (
+            {"parallel.tensor": 2, "model.ffn_hidden_size": 255},
+            None,
+            "model.ffn_hidden_size is 255, which parallel.tensor 2 does not divide: each tensor-parallel rank holds an equal part",
+        ),
+        (
+            {"parallel.tensor": 2, "model.vocab_size_multiple": 1},
+            None,
+            "model.vocab_size_multiple is 1, which parallel.tensor 2 does not divide: each tensor-parallel rank holds an equal part",
+        ),
+        # sequence
+        (
+            {"parallel.tensor": 2, "train.sequence_length": 255},
+            None,
+            "train.sequence_length is 255, which must be a multiple of 2 with parallel.tensor 2 and context 1: use 254 or 256",
+        ),
+        # pipeline
+        (
+            {"parallel.pipeline": 3},
+            None,
+            "model.num_layers is 4, which parallel.pipeline 3 x virtual_pipeline 1 = 3 chunks do not divide: the nearest layouts that work are "
+            "pipeline 4 x virtual_pipeline 1, pipeline 2 x virtual_pipeline 1, pipeline 2 x virtual_pipeline 2, pipeline 1 x virtual_pipeline 1",
+        ),
+        (
+            {**SHARED, "parallel.pipeline": 8},
+            None,
+            "model.memory.sharing.group is 2, but parallel.pipeline 8 x virtual_pipeline 1 puts 1 layers into a chunk, which would split a group: "
+            "the nearest layouts that work are pipeline 4 x virtual_pipeline 1, pipeline 2 x virtual_pipeline 1, "
+            "pipeline 2 x virtual_pipeline 2, pipeline 1 x virtual_pipeline 1",
+        ),
+        (
+            {"model.memory.sharing.pattern": "ring", "model.memory.sharing.group": 2, "parallel.pipeline": 2},
+            None,
+            "model.memory.sharing.pattern is ring, where all layers read each other's tables: they must stand on one stage, but "
+            "parallel.pipeline 2 x virtual_pipeline 1 makes 2 chunks: use parallel.pipeline: 1, or pattern: block",
+        ),
+        # schedule
+        (
+            {"optimizer.lr": 1e-5},
+            None,
+            "optimizer.min_lr is 0.0001, above optimizer.lr 1e-05: the schedule ends there, so lower it",
+        ),
+        (
+            {"optimizer.schedule": "wsd"},
+            None,
+            "optimizer.decay_steps is 0, and optimizer.schedule wsd ends with a decay of that many steps: set it, or use schedule: constant",
+        ),
+        (
+            {"optimizer.schedule": "wsd", "optimizer.decay_steps": 60, "optimizer.warmup_steps": 50},
+            None,
+            "optimizer.warmup_steps 50 and optimizer.decay_steps 60 need 110 steps, but train.num_steps is 100: shorten them or train longer",
+        ),
+        (
+            {"optimizer.warmup_steps": 101},
+            None,
+            "optimizer.warmup_steps 101 need 101 steps, but train.num_steps is 100: shorten them or train longer",
+        ),
+        # data
+        (
+            {"data.datasets": [{"path": ""}]},
+            None,
+            "data.datasets.0.path is empty: give the folder that `megamem data prepare` wrote",
+        ),
+        (
+            {"data.datasets": [{"path": "x"}, {"path": "y", "weight": 0}]},
+            None,
+            "data.datasets.1.weight is 0.0: it must be above 0; remove the entry to leave it out",
+        ),
+    ],
+)
+def test_what_cannot_run(settings: Mapping[str, Any], world_size: int | None, message: str) -> None:
+    assert refusal(settings, world_size) == message
+
+
+def test_context_parallelism_needs_transformer_engine_and_whole_slices() -> None:
+    message = refusal({"parallel.context": 2, "parallel.tensor": 2, "train.sequence_length": 258})
+    assert (
+        "parallel.context is 2, but model.implementation local has no context-parallel attention: "
+        "use model.implementation: transformer_engine, or parallel.context: 1"
+    ) in message
+    assert (
+        "train.sequence_length is 258, which must be a multiple of 4 with parallel.tensor 2 and context 2: use 256 or 260"
+        in message
+    )
+
+
+def test_a_memory_group_must_split_the_tables_and_the_ranks_evenly() -> None:
+    message = refusal({"parallel.memory": 3, "model.memory": {}}, 4)
+    assert "tables cannot be split over ranks in this version: use parallel.memory: 1" in message
+    assert (
+        "model.memory.value_dim is 64, which parallel.memory 3 does not divide: each rank holds an equal part"
+        in message
+    )
+    assert "model.memory.pre_value_dim is 64, which parallel.memory 3 does not divide" in message
+    assert (
+        "parallel.memory is 3, which does not divide the 4 ranks of a pipeline stage (tensor x context x data): use 4 or 2"
+    ) in message
+
+
+def test_a_dense_model_has_no_table_to_split() -> None:
+    import dataclasses
+
+    config = RunConfig()
+    # The loader refuses the option too; a configuration made in code has not been through it.
+    split = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, memory=2))
+    with pytest.raises(
+        ConfigError, match=r"^parallel.memory is 2, but model.memory is null: there is no table to split"
+    ):
+        validate(split, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "message"),
+    [
+        (
+            {"model.implementation": "transformer_engine"},
+            "transformer_engine",
+            'model.implementation is transformer_engine, but transformer_engine is not installed: pip install "megamem[te]", or change the option',
+        ),
+        (
+            {"logging.tensorboard": True},
+            "tensorboard",
+            'logging.tensorboard is true, but tensorboard is not installed: pip install "megamem[tracking]", or change the option',
+        ),
+        (
+            {"logging.wandb_mode": "offline"},
+            "wandb",
+            'logging.wandb_mode is offline, but wandb is not installed: pip install "megamem[tracking]", or change the option',
+        ),
+    ],
+)
+def test_optional_packages(
+    monkeypatch: pytest.MonkeyPatch, settings: Mapping[str, Any], module: str, message: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else object())
+    assert refusal(settings) == message
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    validate(run(settings), None)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    message = refusal(
+        {
+            "parallel.tensor": 8,
+            "train.global_batch_size": 30,
+            "optimizer.lr": 1e-5,
+            "optimizer.beta1": 2,
+            "name": "a b",
+        },
+        8,
+    )
+    assert message.startswith("5 problems in the configuration:\n  - ")
+
+
+def test_the_range_tables_name_keys_of_the_schema() -> None:
+    listed = [*_AT_LEAST_ONE, *_ABOVE_ZERO, *_NOT_NEGATIVE]
+    assert len(listed) == len(set(listed))
+    assert set(listed) <= set(all_keys(RunConfig))
+
+
+def test_every_number_outside_the_model_has_a_range() -> None:
+    from pretrain.config.describe import describe_fields
+
+    listed = {*_AT_LEAST_ONE, *_ABOVE_ZERO, *_NOT_NEGATIVE, "data.datasets.N.weight"}
+    numbers = {doc.key for doc in describe_fields(RunConfig) if doc.type.split(" ")[0] in ("int", "float")}
+    assert {key for key in numbers if not key.startswith("model.")} <= listed
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "group"), [(1, 1), (4, 1), (4, 2), (6, 3), (24, 1), (24, 2), (24, 3), (60, 1), (60, 2), (60, 3)]
+)
+def test_suggested_layouts_work(num_layers: int, group: int) -> None:
+    layouts = nearest_pipelines(num_layers, group, pipeline=5, virtual=2)
+    assert layouts
+    for pipeline, virtual in layouts:
+        assert (num_layers // group) % (pipeline * virtual) == 0
+        assert virtual == 1 or pipeline > 1
