@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from pretrain.errors import UserError
 
-COMMAND_MODULES = ("tools.config",)
+COMMAND_MODULES = ("tools.data", "tools.config")
 """In the order of `--help`: train, data, evaluate, generate, config. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch in functions only."""
 
 EXIT_INTERRUPTED = 130
@@ -129,7 +129,7 @@ class SuggestingParser(argparse.ArgumentParser):
         """Prints the message with the nearest valid word, and exits with 2."""
         hint = self._nearest(message)
         where = f"`{self.prog} --help` lists what there is."
-        text = f"megamem: error: {message}{f': did you mean {hint}?' if hint else ''} {where}"
+        text = f"megamem: error: {message}{f': did you mean {hint}?' if hint else '.'} {where}"
         self.exit(_USAGE_ERROR, textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) + "\n")
 
     def _nearest(self, message: str) -> str | None:
