@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         "`megamem train` takes. Options that have no effect are left out.",
     )
     show.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (not needed with --keys)")
-    show.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES_HELP)
+    show.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
     show.add_argument("--explain", action="store_true", help="put the help text of each key above it")
     show.add_argument("--keys", action="store_true", help="list every key there is with type, default and help instead")
     show.set_defaults(func=run_show)
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         description="Load a configuration and check it as `megamem train` does before it starts. Exits with 2 if it cannot run.",
     )
     check.add_argument("config", metavar="CONFIG", help="YAML file")
-    check.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES_HELP)
+    check.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
     check.add_argument(
         "--ranks", type=int, metavar="N", help="also check the layout and the batch for a run of N ranks"
     )

@@ -87,7 +87,7 @@ def test_errors_of_the_configuration_are_one_paragraph(config_file: Path, capsys
         (["config", "show", "a.yaml", "--keis", "a=1"], ["did you mean --keys?"]),
         (["config", "show", "a.yaml", "--optimizer.lr=3"], ["did you mean optimizer.lr=3?"]),
         (["config", "show", "a.yaml", "--key"], ["unrecognized arguments: --key"]),
-        (["config", "check"], ["the following arguments are required: CONFIG"]),
+        (["config", "check"], ["the following arguments are required: CONFIG. `"]),
         (["config", "check", "a.yaml", "--ranks", "x"], ["argument --ranks: invalid int value: 'x'"]),
         ([], ["the following arguments are required: COMMAND"]),
         (["--qqqqqq"], ["the following arguments are required: COMMAND"]),
