@@ -76,7 +76,10 @@ def _tag_tensor_parallel(chunk: MemoryGPTModel) -> None:
     Megatron does this inside its own weight initialisation, which we do not run.
     """
     for module in chunk.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+        if (
+            isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
+            and module.weight is not None
+        ):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 

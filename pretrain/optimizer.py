@@ -14,6 +14,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from torch import nn
 
 from parallel.groups import ParallelGroups
+from pretrain.checkpoint.optimizer_shards import leaves_by_parameter, num_updates_tensor, state_entries
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import optimizer_config
 
@@ -55,11 +56,11 @@ def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parame
 
 
 class MemoryDistributedOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer over PyTorch's fused AdamW, with a working checkpoint.
+    """Megatron's distributed optimizer over PyTorch's fused AdamW, with checkpoints of its own.
 
-    Without TE or Apex, Megatron-core 0.16.1 cannot load what it saves: it looks for AdamW's per-parameter `step` both before the first
-    step was taken and among the saved tensors, and it matches groups by keys that do not tell ours apart. Here the number of updates is
-    the run's to keep, hyper-parameters are set by the schedule before every step, and a checkpoint holds tensors only.
+    Megatron-core 0.16.1 cannot load what it saves without TE or Apex, and matches groups by keys that do not tell ours apart. Here the run
+    keeps the number of updates, the schedule sets hyper-parameters before every step, and a checkpoint holds tensors only, which are
+    loaded in place.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,29 +68,26 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the tensors of a loaded `sharded_state_dict`, or just allocate the state that it asks for."""
-        if self.is_stub_optimizer:
-            return
-        self._allocate_state()
-        if "param_state" in state_dict:
-            self.load_parameter_state_from_fully_reshardable(state_dict["param_state"])
+        """Nothing: the tensors of `sharded_state_dict` were filled in place."""
 
-    def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Checkpoint entries `optimizer.state.<fp32_param | exp_avg | exp_avg_sq>.<parameter>`; none on a stage that owns no parameter."""
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **_: Any) -> dict[str, Any]:
+        """Entries `optimizer.state.<param | exp_avg | exp_avg_sq>.<parameter>` for this rank's share; views of the state itself."""
         if self.is_stub_optimizer:
             return {}
         self._allocate_state()
-        result: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-        return result
+        leaves = leaves_by_parameter(model_sharded_state_dict)
+        entries: dict[str, Any] = {}
+        for parameter in self.model_param_group_index_map:
+            owned = self._get_model_param_range_map(parameter)["param"]
+            state = self._state_of(parameter)
+            entries.update(state_entries(parameter, leaves[parameter], owned.start, owned.end, state))
+        return entries
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell AdamW how many updates its moments have seen, for bias correction."""
-        if self.is_stub_optimizer:
-            return
-        for parameter in self._main_parameters():
-            self.optimizer.state[parameter]["step"] = torch.tensor(float(num_updates))
+        if not self.is_stub_optimizer:
+            for parameter in self._main_parameters():
+                self.optimizer.state[parameter]["step"] = num_updates_tensor(num_updates)
 
     def _main_parameters(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:
@@ -99,38 +97,36 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         for parameter in self._main_parameters():
             state = self.optimizer.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = num_updates_tensor(0)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
-    def _get_main_param_and_optimizer_states(self, model_param: nn.Parameter) -> dict[str, torch.Tensor]:
-        index, order = self.model_param_group_index_map[model_param]
+    def _state_of(self, model_parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """This rank's flat share of a parameter's main weights and moments."""
+        index, order = self.model_param_group_index_map[model_parameter]
         parameter = self.optimizer.param_groups[index]["params"][order]
         state = self.optimizer.state[parameter]
-        return {"param": parameter, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-
-    def _set_main_param_and_optimizer_states(self, model_param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, target in self._get_main_param_and_optimizer_states(model_param).items():
-                target.copy_(tensors[name])
+        return {"param": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
 
 class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense parameters and of tables as one: one global norm, one step, one checkpoint."""
 
-    def load_state_dict(self, state_dict: dict[int, dict[str, Any]]) -> None:
-        """Hand each part its entries of a loaded `sharded_state_dict`."""
-        for index, part in enumerate(self.chained_optimizers):
-            part.load_state_dict(state_dict.get(index, {}))
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Nothing: the tensors of `sharded_state_dict` were filled in place."""
 
-    def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
-    ) -> dict[int, dict[str, Any]]:
-        """Checkpoint entries by part."""
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **_: Any) -> dict[str, Any]:
+        """The entries of all parts; their names are the parameters' and do not collide."""
         return {
-            index: part.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-            for index, part in enumerate(self.chained_optimizers)
+            key: entry
+            for part in self.chained_optimizers
+            for key, entry in part.sharded_state_dict(model_sharded_state_dict, is_loading).items()
         }
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """See `MemoryDistributedOptimizer.set_num_updates`."""
+        for part in self.chained_optimizers:
+            part.set_num_updates(num_updates)
 
 
 def build_optimizer(

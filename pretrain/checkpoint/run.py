@@ -20,13 +20,6 @@ from pretrain.optimizer import MemoryOptimizer
 from pretrain.state import RunState
 from pretrain.step import unwrap
 
-# Optimizer state in the shape and under the name of its parameter, so that any layout can read it.
-_OPTIMIZER_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
-
 
 def save_run(
     config: RunConfig,
@@ -96,9 +89,7 @@ def restore_run(
     state = RunState(**saved.run)
     loaded = load_tensors(_entries(chunks, optimizer, is_loading=True), saved.path)
     _load_chunks([unwrap(chunk) for chunk in chunks], loaded)
-    optimizer.load_state_dict(loaded["optimizer"])
-    for part in optimizer.chained_optimizers:
-        part.set_num_updates(state.num_updates)
+    optimizer.set_num_updates(state.num_updates)
     return state
 
 
@@ -126,4 +117,4 @@ def _entries(
     chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     model = _model_entries([unwrap(chunk) for chunk in chunks])
-    return {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=_OPTIMIZER_METADATA)}
+    return {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading)}
