@@ -65,7 +65,8 @@ def calibrate_scores(memory: MemoryConfig, num_keys: int, cores: Tensor, *, seed
         raise ValueError(
             f"the mean retrieved score of {name} is {mean:.3g} at initialisation, which no norm gain turns into 1: raise model.memory.num_keys or lower top_k"
         )
-    return ScoreCalibration(gain=_round(mean**-0.5), sigma_s=_round(float(retrieved.std()) / mean))
+    # A score is a product of a row and a column score, and each of those of a query and a key: the gain enters four times.
+    return ScoreCalibration(gain=_round(mean**-0.25), sigma_s=_round(float(retrieved.std()) / mean))
 
 
 def _unit_mean_square(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
