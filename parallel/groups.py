@@ -114,8 +114,11 @@ def parallel_context(
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if on_gpu else None,
         )
-        stack.callback(dist.destroy_process_group)
         yield initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
+        # Not after an error: the other ranks may be anywhere, and leaving would wait for them. A rank that left early would cut off
+        # those that are still in their last collective.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def initialise_groups(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from pretrain.errors import UserError
 
-COMMAND_MODULES = ("tools.data", "tools.config")
+COMMAND_MODULES = ("tools.train", "tools.data", "tools.evaluate", "tools.generate", "tools.config")
 """In the order of `--help`: train, data, evaluate, generate, config. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch in functions only."""
 
 EXIT_INTERRUPTED = 130

@@ -85,6 +85,12 @@ def held_out_microbatches(
         yield _stack(samples)
 
 
+def on_device(batches: Iterator[Sample], device: torch.device) -> Iterator[Sample]:
+    """Batches moved to where the model computes."""
+    for batch in batches:
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
 def _sample_numbers(
     num_samples: int, start_sample: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> Iterator[list[int]]:

@@ -34,6 +34,7 @@ VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 _HASH_CHUNK_BYTES = 1 << 22
 _IDX_HEADER = b"MMIDIDX\0\0"
+TOKENIZER_INFO_FILE = "info.json"
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,28 @@ def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
     """The manifest's entry for a tokenizer."""
     eod_token = tokenizer.eod_token if isinstance(tokenizer, HuggingFaceTokenizer) else None
     return TokenizerInfo(tokenizer.kind, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod, eod_token)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Keep a tokenizer in a folder of its own, for those who have a run but not its data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    (folder / TOKENIZER_INFO_FILE).write_text(json.dumps(asdict(tokenizer_info(tokenizer)), indent=1), encoding="utf-8")
+
+
+def open_saved_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `save_tokenizer` kept.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    try:
+        info = TokenizerInfo(**json.loads((folder / TOKENIZER_INFO_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{folder}: no tokenizer can be read here ({error}). It is written when a run starts."
+        ) from error
+    return _open_tokenizer(folder, info)
 
 
 def open_dataset(path: str | Path) -> PreparedDataset:

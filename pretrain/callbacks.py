@@ -1,0 +1,224 @@
+"""What a run does besides training: logging, evaluation, checkpoints. Each is a callback that the loop knows nothing of."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from pretrain.config.loader import to_dict
+from pretrain.evaluate import Evaluation, evaluate
+from pretrain.run import Run
+
+Row = Mapping[str, float | int]
+
+
+class Callback(Protocol):
+    """Hooks of the training loop, called on every rank in the order of the callbacks."""
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step, and after a checkpoint was restored."""
+
+    def on_step(self, run: Run, row: Row) -> None:
+        """After a step; `run.state` already counts it, `row` is its metrics row."""
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """After an evaluation."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last step, or before an early stop; not after an error."""
+
+
+class Quiet:
+    """Does nothing at every hook: the base of callbacks that need some of them."""
+
+    def on_start(self, run: Run) -> None: ...
+    def on_step(self, run: Run, row: Row) -> None: ...
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None: ...
+    def on_end(self, run: Run) -> None: ...
+
+
+class MetricsFile(Quiet):
+    """`metrics.jsonl`: one object per step and per evaluation, with full precision. Rank 0 only.
+
+    A resumed run first drops rows of steps past its checkpoint, so that the file reads as that of an uninterrupted run.
+    """
+
+    def on_start(self, run: Run) -> None:
+        path = run.folder.metrics
+        rows = _rows_up_to(path, run.state.step) if path.exists() else []
+        temporary = path.with_suffix(".jsonl.writing")
+        temporary.write_text("".join(rows), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if run.state.step % run.config.logging.every_steps == 0 or run.state.step == run.config.train.num_steps:
+            _append(run.folder.metrics, dict(row))
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        _append(run.folder.metrics, {"step": run.state.step, **evaluation_row(evaluation)})
+
+
+def evaluation_row(evaluation: Evaluation) -> dict[str, float | int]:
+    """The metrics of an evaluation by their names in files and trackers."""
+    return {
+        "validation_loss": evaluation.loss,
+        "bits_per_byte": evaluation.bits_per_byte,
+        "validation_tokens": evaluation.num_tokens,
+        "validation_bytes": evaluation.num_bytes,
+    }
+
+
+def _rows_up_to(path: Path, step: int) -> list[str]:
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                rows.append(line)
+        except ValueError:
+            # A row that a killed process left half-written; its step is past the checkpoint.
+            continue
+    return rows
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+class ProgressLine(Quiet):
+    """One live line: step, loss, tokens per second, time left. Rank 0 only; every ten seconds where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+
+    def on_start(self, run: Run) -> None:
+        self._bar = tqdm(
+            total=run.config.train.num_steps,
+            initial=run.state.step,
+            desc="training",
+            unit="step",
+            mininterval=0.5 if sys.stderr.isatty() else 10.0,
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {postfix} | {elapsed} elapsed, {remaining} left",
+            dynamic_ncols=True,
+        )
+
+    def on_step(self, run: Run, row: Row) -> None:
+        assert self._bar is not None
+        self._bar.set_postfix_str(
+            f"loss {row['loss']:.4f} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} {row['tokens_per_s']:,.0f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        tqdm.write(
+            f"step {run.state.step}: validation loss {evaluation.loss:.4f}, {evaluation.bits_per_byte:.4f} bits per byte",
+            file=sys.stderr,
+        )
+
+    def on_end(self, run: Run) -> None:
+        assert self._bar is not None
+        self._bar.close()
+
+
+class TensorBoard(Quiet):
+    """Scalars in TensorBoard event files. Rank 0 only."""
+
+    def on_start(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder.tensorboard), purge_step=run.state.step + 1)
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if run.state.step % run.config.logging.every_steps == 0:
+            self._write(row, run.state.step)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        self._write(evaluation_row(evaluation), run.state.step)
+
+    def on_end(self, run: Run) -> None:
+        self._writer.close()
+
+    def _write(self, row: Row, step: int) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, step)
+
+
+class WandB(Quiet):
+    """Weights & Biases, online or offline. Rank 0 only."""
+
+    def on_start(self, run: Run) -> None:
+        import wandb
+
+        settings = run.config.logging
+        run.folder.logs.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=settings.wandb_project,
+            name=run.config.name,
+            dir=str(run.folder.logs),
+            mode=settings.wandb_mode,
+            config=to_dict(run.config),
+        )
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if run.state.step % run.config.logging.every_steps == 0:
+            self._run.log(dict(row), step=run.state.step)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        self._run.log(evaluation_row(evaluation), step=run.state.step)
+
+    def on_end(self, run: Run) -> None:
+        self._run.finish()
+
+
+class Checkpoints(Quiet):
+    """Saves every so many steps, and at the end. All ranks."""
+
+    def on_step(self, run: Run, row: Row) -> None:
+        every = run.config.checkpoint.every_steps
+        if every and run.state.step % every == 0:
+            run.save()
+
+    def on_end(self, run: Run) -> None:
+        run.save()
+
+
+class Evaluations(Quiet):
+    """Evaluates every so many steps, and after the last one, and tells the other callbacks. All ranks."""
+
+    def __init__(self, listeners: list[Callback]) -> None:
+        self._listeners = listeners
+
+    def on_step(self, run: Run, row: Row) -> None:
+        every = run.config.evaluation.every_steps
+        last = run.state.step == run.config.train.num_steps
+        if last or (every and run.state.step % every == 0):
+            evaluation = evaluate(
+                run.chunks,
+                run.held_out,
+                run.groups,
+                micro_batch_size=run.config.train.micro_batch_size,
+                pipeline=run.config.parallel.pipeline,
+            )
+            for listener in self._listeners:
+                listener.on_evaluation(run, evaluation)
+
+
+def default_callbacks(run: Run) -> list[Callback]:
+    """The callbacks that the configuration asks for, on this rank."""
+    listeners: list[Callback] = []
+    if run.groups.is_main:
+        listeners += [MetricsFile(), ProgressLine()]
+        if run.config.logging.tensorboard:
+            listeners.append(TensorBoard())
+        if run.config.logging.wandb_mode != "disabled":
+            listeners.append(WandB())
+    # Evaluation comes after the step's row is written, and before its checkpoint: a resumed run neither repeats nor misses one.
+    return [*listeners, Evaluations(listeners), Checkpoints()]

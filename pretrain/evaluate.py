@@ -1,0 +1,98 @@
+"""Loss on held-out documents, in nats per token and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from parallel.groups import ParallelGroups
+from pretrain.data.held_out import HeldOutDataset
+from pretrain.data.loader import Sample, held_out_microbatches, on_device
+from pretrain.step import Chunk, LossSum, evaluation_loss
+
+# Microbatches per pass through the pipeline; a multiple of every sensible number of stages, and enough to fill them.
+_PASS_MICROBATCHES = 16
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the held-out documents cost.
+
+    Attributes:
+        loss: mean nats per target token.
+        bits_per_byte: all targets' bits over the documents' UTF-8 bytes; end-of-document tokens cost bits and have no byte.
+        num_tokens: targets.
+        num_bytes: UTF-8 bytes of the documents.
+    """
+
+    loss: float
+    bits_per_byte: float
+    num_tokens: int
+    num_bytes: int
+
+
+def evaluate(
+    chunks: Sequence[Chunk],
+    held_out: HeldOutDataset,
+    groups: ParallelGroups,
+    *,
+    micro_batch_size: int,
+    pipeline: int,
+    progress: bool = False,
+) -> Evaluation:
+    """Predict every held-out token once. Collective.
+
+    Args:
+        chunks: this rank's model chunks.
+        held_out: windows over the documents.
+        groups: this rank's place.
+        micro_batch_size: windows per forward pass and rank.
+        pipeline: stages; the number of microbatches of a pass is a multiple of it.
+        progress: draw a bar (on rank 0).
+    """
+    num_microbatches = -(-len(held_out) // (micro_batch_size * groups.data_size))
+    per_pass = -(-_PASS_MICROBATCHES // pipeline) * pipeline
+    streams = [
+        _endless(
+            on_device(
+                held_out_microbatches(
+                    held_out, micro_batch_size=micro_batch_size, data_rank=groups.data_rank, data_size=groups.data_size
+                ),
+                groups.device,
+            )
+        )
+        for _ in chunks
+    ]
+    nats = num_tokens = 0.0
+    passes = range(0, num_microbatches, per_pass)
+    for start in tqdm(passes, desc="evaluating", unit="pass", leave=False, disable=not (progress and groups.is_main)):
+        # The last pass is only as long as it must be; interleaved stages want a multiple of the pipeline.
+        length = min(per_pass, -(-(num_microbatches - start) // pipeline) * pipeline)
+        part: LossSum = evaluation_loss(
+            chunks,
+            streams,
+            groups,
+            num_microbatches=length,
+            micro_batch_size=micro_batch_size,
+            sequence_length=held_out.sequence_length,
+        )
+        nats += part.nats
+        num_tokens += part.num_tokens
+    assert round(num_tokens) == held_out.num_target_tokens, "evaluation did not see every held-out token once"
+    return Evaluation(
+        nats / num_tokens, nats / math.log(2) / held_out.num_bytes, held_out.num_target_tokens, held_out.num_bytes
+    )
+
+
+def _endless(batches: Iterator[Sample]) -> Iterator[Sample]:
+    """The batches, then the last one with nothing to predict, for as long as the schedule asks."""
+    last: Sample = {}
+    for last in batches:
+        yield last
+    silent = {**last, "loss_mask": torch.zeros_like(last["loss_mask"])}
+    while True:
+        yield silent

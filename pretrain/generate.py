@@ -1,0 +1,82 @@
+"""Sampling text from a trained model, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamem.model import MemoryGPTModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: sample from the likeliest tokens that together have this probability.
+        seed: of the sampling.
+    """
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(
+                f"the temperature is {self.temperature}: use 0 for the likeliest token, or a positive number"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p is {self.top_p}: use a probability above 0 and at most 1")
+
+
+@torch.no_grad()
+def generate(
+    model: MemoryGPTModel,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    context_tokens: int,
+    vocab_size: int,
+    eod: int,
+    sampling: Sampling,
+) -> Iterator[int]:
+    """Token ids that follow a prompt, one by one, until the end-of-document id or `max_tokens`.
+
+    Every token costs a forward pass over the last `context_tokens` tokens.
+
+    Args:
+        model: the whole model, on one rank.
+        prompt: token ids; an empty prompt starts a document.
+        max_tokens: the most to generate.
+        context_tokens: how far the model looks back; the length that it was trained on.
+        vocab_size: ids that may be generated; the embedding's padding may not.
+        eod: end-of-document id.
+        sampling: how to choose.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    # A document is preceded by the end of another, as in training.
+    ids = [eod, *prompt]
+    for _ in range(max_tokens):
+        tokens = torch.tensor([ids[-context_tokens:]], device=device)
+        logits = model(tokens, None, None)[0, -1, :vocab_size]
+        chosen = _choose(logits.float().cpu(), sampling, generator)
+        if chosen == eod:
+            return
+        ids.append(chosen)
+        yield chosen
+
+
+def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token id from logits [vocab_size]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities, order = torch.softmax(logits / sampling.temperature, 0).sort(descending=True)
+    # Keep a token if what comes before it has not yet reached top_p.
+    kept = torch.where(probabilities.cumsum(0) - probabilities < sampling.top_p, probabilities, 0.0)
+    return int(order[torch.multinomial(kept, 1, generator=generator)])

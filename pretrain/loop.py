@@ -1,0 +1,107 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from megatron.core import tensor_parallel
+
+from pretrain.callbacks import Callback, Row
+from pretrain.errors import StoppedEarly, UserError
+from pretrain.run import Run
+from pretrain.schedule import apply_schedule, group_settings
+from pretrain.step import StepResult, train_step
+
+
+def train(run: Run, callbacks: Sequence[Callback]) -> None:
+    """Train to the configured number of steps.
+
+    Raises:
+        StoppedEarly: a rank was told to stop (SIGTERM or SIGINT); a checkpoint was saved.
+        UserError: too many steps in a row had no finite gradient, the data is damaged, or a checkpoint cannot be written.
+    """
+    config = run.config
+    stop = StopRequest()
+    batches = run.batches()
+    for callback in callbacks:
+        callback.on_start(run)
+    while run.state.step < config.train.num_steps:
+        started = time.perf_counter()
+        seed_step(config.seed, run.state.step)
+        apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train)
+        result = train_step(
+            run.chunks,
+            run.optimizer,
+            batches,
+            run.groups,
+            num_microbatches=run.num_microbatches,
+            micro_batch_size=config.train.micro_batch_size,
+            sequence_length=config.train.sequence_length,
+            stop_requested=stop.requested,
+        )
+        row = _account(run, result, time.perf_counter() - started)
+        for callback in callbacks:
+            callback.on_step(run, row)
+        _check_progress(run)
+        if result.stop_requested and run.state.step < config.train.num_steps:
+            break
+    for callback in callbacks:
+        callback.on_end(run)
+    if run.state.step < config.train.num_steps:
+        raise StoppedEarly(
+            f"stopped at step {run.state.step} of {config.train.num_steps} as asked; a checkpoint was saved in {run.folder.checkpoints}: run the same command again to go on"
+        )
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed every random state from (seed, step), so that a resumed step draws what the uninterrupted one drew."""
+    tensor_parallel.model_parallel_cuda_manual_seed((seed * 1_000_003 + step) % 2**31, force_reset_rng=True)
+
+
+def _account(run: Run, result: StepResult, step_s: float) -> Row:
+    """Move the run's state on, and make the step's metrics row."""
+    config = run.config
+    settings = group_settings(run.state.step, config.optimizer, config.train)
+    run.state = run.state.after_step(
+        samples=config.train.global_batch_size, tokens=run.tokens_per_step, updated=result.updated
+    )
+    tokens_per_s = run.tokens_per_step / step_s
+    row = {
+        "step": run.state.step,
+        "loss": result.loss.mean,
+        "grad_norm": result.grad_norm,
+        "lr": settings["backbone"][0],
+        "consumed_samples": run.state.consumed_samples,
+        "consumed_tokens": run.state.consumed_tokens,
+        "num_skipped": run.state.num_skipped,
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "tflops_per_gpu": tokens_per_s * run.flops_per_token / run.groups.world_size / 1e12,
+    }
+    if config.model.memory is not None:
+        row["value_lr"] = settings["values"][0]
+    return row
+
+
+def _check_progress(run: Run) -> None:
+    skipped, limit = run.state.num_skipped_in_row, run.config.train.max_skipped_steps
+    if skipped >= limit:
+        raise UserError(
+            f"the last {skipped} steps had no finite gradient and were skipped (train.max_skipped_steps = {limit}): the run has diverged at step {run.state.step}. "
+            f"Lower optimizer.lr, or raise optimizer.warmup_steps; the last checkpoint in {run.folder.checkpoints} is intact"
+        )
+
+
+class StopRequest:
+    """Whether this rank was told to stop: SIGTERM and SIGINT let the step finish and the run save."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -1,0 +1,60 @@
+"""Opening a trained model from its run folder, for evaluation and generation, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megamem.model import MemoryGPTModel
+from parallel.groups import ParallelGroups
+from pretrain.build import build_chunks
+from pretrain.checkpoint.folder import SavedState, newest_complete, read_state, step_folder
+from pretrain.checkpoint.run import load_weights
+from pretrain.config.loader import from_dict
+from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.errors import CheckpointError
+from pretrain.run import RunFolder, model_vocab_size
+
+
+def find_checkpoint(folder: RunFolder, step: int | None) -> SavedState:
+    """A run's checkpoint of a step, or its newest complete one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not folder.path.is_dir():
+        raise CheckpointError(
+            f"{folder.path}: no such run folder. Train one with `megamem train CONFIG --run-dir {folder.path}`"
+        )
+    if step is not None:
+        return read_state(step_folder(folder.checkpoints, step))
+    saved, _ = newest_complete(folder.checkpoints)
+    if saved is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint yet. Train it first with `megamem train`")
+    return saved
+
+
+def saved_config(saved: SavedState, parallel: ParallelConfig | None) -> RunConfig:
+    """The configuration of a checkpoint, on its own layout or another."""
+    config = from_dict(saved.config, f"the configuration in {saved.path}")
+    return config if parallel is None else replace(config, parallel=parallel)
+
+
+def restore_model(
+    config: RunConfig, path: Path, tokenizer: Tokenizer, groups: ParallelGroups
+) -> Sequence[MemoryGPTModel]:
+    """This rank's model chunks with a checkpoint's weights. Collective.
+
+    Args:
+        config: of the checkpoint, with the layout of `groups`.
+        path: the checkpoint.
+        tokenizer: of the run, for the embedding's size.
+        groups: this rank's place.
+    """
+    chunks = build_chunks(config, groups, vocab_size=model_vocab_size(config.model, tokenizer))
+    load_weights(path, chunks)
+    for chunk in chunks:
+        chunk.eval()
+    return chunks

@@ -1,0 +1,259 @@
+"""A run: its folder, its parts, and where it stands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from megamem.config import ModelConfig
+from megamem.formulas import training_flops_per_token
+from parallel.groups import ParallelGroups
+from parallel.layout import padded_size
+from pretrain.build import build_chunks, wrap_chunks
+from pretrain.checkpoint.folder import SavedState, newest_complete
+from pretrain.checkpoint.run import restore_run, save_run
+from pretrain.config.loader import from_dict, to_dict, to_yaml
+from pretrain.config.schema import RunConfig
+from pretrain.data.dataset import TrainDataset, build_train_dataset, check_blend
+from pretrain.data.held_out import HeldOutDataset
+from pretrain.data.loader import Sample, microbatches, on_device
+from pretrain.data.manifest import save_tokenizer
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.state import RunState
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps what."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def data_cache(self) -> Path:
+        return self.path / "data_cache"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+
+@dataclass
+class Run:
+    """One rank's parts of a run. `state` and `last_saved_step` move on; the rest stays.
+
+    Attributes:
+        config: what was asked for.
+        folder: where it is kept.
+        groups: this rank's place.
+        tokenizer: of the data sets.
+        train_data: samples in the order of the run.
+        held_out: the validation documents.
+        chunks: this rank's model chunks under DDP.
+        optimizer: over their parameters.
+        state: how far the run has come.
+        flops_per_token: of training, for the metrics.
+        last_saved_step: step of the newest checkpoint, or None.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    groups: ParallelGroups
+    tokenizer: Tokenizer
+    train_data: TrainDataset
+    held_out: HeldOutDataset
+    chunks: list[DistributedDataParallel]
+    optimizer: MemoryOptimizer
+    state: RunState
+    flops_per_token: float
+    last_saved_step: int | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step and data-parallel rank."""
+        train = self.config.train
+        return train.global_batch_size // (train.micro_batch_size * self.groups.data_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per step over all ranks."""
+        return self.config.train.global_batch_size * self.config.train.sequence_length
+
+    def batches(self) -> list[Iterator[Sample]]:
+        """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""
+        return [
+            on_device(
+                microbatches(
+                    self.train_data,
+                    start_sample=self.state.consumed_samples,
+                    micro_batch_size=self.config.train.micro_batch_size,
+                    data_rank=self.groups.data_rank,
+                    data_size=self.groups.data_size,
+                    num_workers=self.config.data.num_workers,
+                ),
+                self.groups.device,
+            )
+            for _ in self.chunks
+        ]
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this step has one. Collective."""
+        if self.last_saved_step != self.state.step:
+            save_run(self.config, self.state, self.chunks, self.optimizer, self.folder.checkpoints)
+            self.last_saved_step = self.state.step
+
+
+def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Token ids of the embedding before padding.
+
+    Raises:
+        ConfigError: model.vocab_size is set and smaller than the tokenizer's.
+    """
+    if model.vocab_size is None:
+        return tokenizer.vocab_size
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size}, but the data sets' tokenizer has {tokenizer.vocab_size} ids: raise it, or leave it out"
+        )
+    return model.vocab_size
+
+
+def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Run:
+    """Build every part of a run, and restore its newest complete checkpoint if there is one. Collective.
+
+    Raises:
+        UserError: what the data, the configuration or the checkpoint lack.
+    """
+    train = config.train
+    tokenizer = check_blend(config.data.datasets)
+    vocab_size = model_vocab_size(config.model, tokenizer)
+    train_data = build_train_dataset(
+        config.data.datasets,
+        sequence_length=train.sequence_length,
+        num_samples=train.num_steps * train.global_batch_size,
+        seed=config.seed if config.data.seed is None else config.data.seed,
+        tokenizer=tokenizer,
+        cache_dir=folder.data_cache,
+    )
+    held_out = HeldOutDataset(config.data.datasets, train.sequence_length, config.evaluation.max_sequences)
+    chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), groups)
+    run = Run(
+        config=config,
+        folder=folder,
+        groups=groups,
+        tokenizer=tokenizer,
+        train_data=train_data,
+        held_out=held_out,
+        chunks=chunks,
+        optimizer=build_optimizer(config, chunks, groups),
+        state=RunState(),
+        flops_per_token=training_flops_per_token(
+            config.model, padded_size(vocab_size, config.model.vocab_size_multiple), train.sequence_length
+        ),
+    )
+    _resume(run)
+    _record_config(run)
+    return run
+
+
+def _resume(run: Run) -> None:
+    saved, problems = _agreed_checkpoint(run.folder.checkpoints)
+    if run.groups.is_main:
+        for problem in problems:
+            print(f"passed over a damaged checkpoint: {problem}", flush=True)
+    if saved is None:
+        return
+    changes = check_resumable(run.config, saved)
+    if run.groups.is_main:
+        print(f"resuming from {saved.path} (step {saved.step})", flush=True)
+        for change in changes:
+            print(f"  changed since: {change}", flush=True)
+    run.state = restore_run(saved, run.chunks, run.optimizer)
+    run.last_saved_step = run.state.step
+
+
+def _agreed_checkpoint(folder: Path) -> tuple[SavedState | None, list[str]]:
+    """The newest complete checkpoint as rank 0 sees it: ranks on other nodes may see a shared folder a moment later."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [newest_complete(folder)]
+        except CheckpointError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], CheckpointError):
+        raise found[0]
+    result: tuple[SavedState | None, list[str]] = found[0]
+    return result
+
+
+def check_resumable(config: RunConfig, saved: SavedState) -> list[str]:
+    """What differs between the configuration of a checkpoint and the one to go on with.
+
+    Returns:
+        "key: before -> now" of every difference.
+
+    Raises:
+        CheckpointError: the model or the seed differ: this would be another run.
+    """
+    before = _flat(to_dict(from_dict(saved.config, f"the configuration in {saved.path}")))
+    now = _flat(to_dict(config))
+    changes = {
+        key: f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
+    fatal = [
+        text
+        for key, text in changes.items()
+        if key == "seed" or (key.startswith("model.") and key != "model.implementation")
+    ]
+    if fatal:
+        raise CheckpointError(
+            f"{saved.path} is of another run: {'; '.join(fatal)}. Set it back, or start a new run in another --run-dir"
+        )
+    return list(changes.values())
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: leaf for name, part in value.items() for key, leaf in _flat(part, f"{prefix}{name}.").items()}
+    return {prefix.removesuffix("."): value}
+
+
+def _record_config(run: Run) -> None:
+    """Write the resolved configuration, whole or not at all, and the tokenizer into the run folder."""
+    if run.groups.is_main:
+        run.folder.path.mkdir(parents=True, exist_ok=True)
+        temporary = run.folder.config.with_suffix(".yaml.writing")
+        temporary.write_text(to_yaml(run.config), encoding="utf-8")
+        os.replace(temporary, run.folder.config)
+        save_tokenizer(run.tokenizer, run.folder.tokenizer)
+    dist.barrier()

@@ -1,0 +1,43 @@
+"""Joining the ranks of a run, whoever started them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from parallel.groups import ParallelGroups, parallel_context
+from parallel.ranks import current_ranks
+from pretrain.config.schema import RunConfig
+from pretrain.megatron import parallel_sizes
+
+
+def quiet_engine() -> None:
+    """Leave Megatron's and PyTorch's notes on optional packages and internals out of a run's output; errors stay."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+
+
+@contextmanager
+def session(config: RunConfig) -> Iterator[ParallelGroups]:
+    """This rank's groups, for as long as the context lasts.
+
+    Raises:
+        RuntimeError: nobody has started ranks (see `parallel.launch`).
+    """
+    quiet_engine()
+    ranks = current_ranks()
+    if ranks is None:
+        raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
+    with parallel_context(
+        parallel_sizes(config),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        local_rank=ranks.local_rank,
+        init_method=ranks.init_method,
+        timeout_minutes=config.parallel.timeout_minutes,
+        seed=config.seed,
+    ) as groups:
+        yield groups

@@ -1,0 +1,103 @@
+"""`megamem generate`: text from a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+from pathlib import Path
+from typing import Any
+
+from pretrain.config.schema import ParallelConfig, RunConfig
+from tools.ranks import run_on_ranks
+
+_EPILOG = """\
+examples:
+  megamem generate runs/quickstart --prompt 'def '
+  megamem generate runs/quickstart --prompt 'import os' --max-tokens 50 --temperature 0
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `generate` to the commands of `megamem`."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="text from a trained model",
+        description="Continue a prompt with a run's newest checkpoint, on one rank, and print the text as it comes.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, metavar="N", help="the most tokens to generate (default: 200)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="sample from the likeliest tokens of this probability (default: 0.95)",
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the sampling (default: 1)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
+    )
+    parser.set_defaults(func=run_generate)
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Prints the prompt and what follows it."""
+    from pretrain.errors import ConfigError
+    from pretrain.generate import Sampling
+    from pretrain.restore import find_checkpoint, saved_config
+    from pretrain.run import RunFolder
+
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}: ask for at least one")
+    try:
+        sampling = Sampling(args.temperature, args.top_p, args.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    folder = RunFolder(args.run)
+    saved = find_checkpoint(folder, args.step)
+    config = saved_config(saved, ParallelConfig())
+    return run_on_ranks(
+        lambda: generate_rank(config, folder.tokenizer, saved.path, args.prompt, args.max_tokens, sampling), 1
+    )
+
+
+def generate_rank(
+    config: RunConfig, tokenizer_folder: Path, checkpoint: Path, prompt: str, max_tokens: int, sampling: Any
+) -> None:
+    """What the rank does."""
+    from pretrain.data.manifest import open_saved_tokenizer
+    from pretrain.generate import generate
+    from pretrain.restore import restore_model
+    from pretrain.session import session
+
+    with session(config) as groups:
+        tokenizer = open_saved_tokenizer(tokenizer_folder)
+        (model,) = restore_model(config, checkpoint, tokenizer, groups)
+        ids = generate(
+            model,
+            tokenizer.tokenize(prompt),
+            max_tokens=max_tokens,
+            context_tokens=config.train.sequence_length,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            sampling=sampling,
+        )
+        sys.stdout.write(prompt)
+        # A character may be spread over several tokens: hold its first bytes back until the rest is there.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in ids:
+            sys.stdout.write(decoder.decode(tokenizer.decode_bytes([token])))
+            sys.stdout.flush()
+        sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,76 @@
+"""Running a command's work on ranks: those that somebody started, or our own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pretrain.config.schema import ParallelConfig
+from pretrain.errors import ConfigError
+
+# Imported once, before ranks are forked: each would take seconds to import them by itself.
+_ENGINE_MODULES = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "pretrain.callbacks",
+    "pretrain.generate",
+    "pretrain.loop",
+    "pretrain.restore",
+)
+
+
+def default_num_ranks(parallel: ParallelConfig) -> int:
+    """One rank per visible GPU, or as few as the layout needs."""
+    # Asking torch would initialise CUDA in this process, which is about to fork.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        num_gpus = len([device for device in visible.split(",") if device.strip()])
+    else:
+        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return num_gpus or parallel.tensor * parallel.pipeline * parallel.context
+
+
+def started_world_size() -> int | None:
+    """Ranks that torchrun or Slurm started, this process being one of them; None if nobody did.
+
+    Raises:
+        ConfigError: the environment contradicts itself.
+    """
+    from parallel.ranks import current_ranks
+
+    try:
+        ranks = current_ranks()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return None if ranks is None else ranks.world_size
+
+
+def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | None = None) -> int:
+    """Run `main` on this rank if ranks were started already, else on `num_ranks` new ones.
+
+    Returns:
+        The exit code: of the first rank that failed, whose error is then the last thing on the screen, or 0.
+    """
+    from pretrain.session import quiet_engine
+
+    quiet_engine()
+    if started_world_size() is not None:
+        main()
+        return 0
+    from parallel.launch import LaunchError, launch_ranks
+
+    for module in _ENGINE_MODULES:
+        importlib.import_module(module)
+    try:
+        launch_ranks(main, num_ranks, log_dir=log_dir)
+    except LaunchError as error:
+        sys.stdout.flush()
+        print(f"megamem: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

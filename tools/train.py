@@ -1,0 +1,137 @@
+"""`megamem train`: train a model, or go on with a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.config.loader import load_config
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
+from tools.ranks import default_num_ranks, run_on_ranks, started_world_size
+
+if TYPE_CHECKING:
+    from pretrain.run import Run, RunFolder
+
+_EPILOG = """\
+examples:
+  megamem train configs/quickstart.yaml
+  megamem train configs/quickstart.yaml train.num_steps=50 model.memory=null --run-dir runs/dense
+  megamem train configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 2
+  torchrun --nproc-per-node 8 -m tools.cli train CONFIG
+
+The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes on from there, bit for bit
+as if it had never stopped; the layout may differ. Ctrl-C or SIGTERM ends the step, saves and exits with 75: run the same command again.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `train` to the commands of `megamem`."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model, or go on with a run",
+        description="Train a model. Starts its own ranks on this machine, or uses those that torchrun or Slurm started.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG", help="YAML file; `megamem config show --keys` lists what it may hold"
+    )
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="set a key, as in optimizer.lr=3e-4 (the value is YAML)",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks to start here (default: one per GPU, or as few as the layout needs)",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="the run's folder (default: runs/<name of the config>)"
+    )
+    parser.set_defaults(func=run_train)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Trains, and says where the run is and what to do next."""
+    config = load_config(args.config, args.overrides)
+    started = started_world_size()
+    if started is not None and args.nproc is not None and args.nproc != started:
+        from pretrain.errors import ConfigError
+
+        raise ConfigError(f"--nproc is {args.nproc}, but {started} ranks were started already: leave --nproc out")
+    num_ranks = started or args.nproc or default_num_ranks(config.parallel)
+    validate(config, num_ranks)
+    from pretrain.run import RunFolder
+
+    folder = RunFolder(args.run_dir or Path("runs") / config.name)
+    return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
+
+
+def train_rank(config: RunConfig, folder: RunFolder) -> None:
+    """What one rank does."""
+    from pretrain.callbacks import default_callbacks
+    from pretrain.loop import train
+    from pretrain.run import open_run
+    from pretrain.session import session
+
+    with session(config) as groups:
+        run = open_run(config, folder, groups)
+        finished = run.state.step >= config.train.num_steps
+        if groups.is_main:
+            print(
+                f"{folder.path} is finished: {run.state.step} steps done." if finished else _headline(run), flush=True
+            )
+        if not finished:
+            train(run, default_callbacks(run))
+        if groups.is_main:
+            print(_closing(run), flush=True)
+
+
+def _headline(run: Run) -> str:
+    """The run in two lines."""
+    from megamem.formulas import count_parameters
+    from parallel.layout import padded_size
+    from pretrain.run import model_vocab_size
+
+    model, train, layout = run.config.model, run.config.train, run.config.parallel
+    counts = count_parameters(model, padded_size(model_vocab_size(model, run.tokenizer), model.vocab_size_multiple))
+    kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
+    return (
+        f"{run.config.name}: {counts.total / 1e6:.1f}M parameters ({kind}), {counts.active / 1e6:.2f}M active per token\n"
+        f"{run.groups.world_size} ranks (tensor {layout.tensor} x pipeline {layout.pipeline} x data {run.groups.data_size}), {train.precision}, "
+        f"{train.num_steps} steps of {run.tokens_per_step:,} tokens"
+    )
+
+
+def _closing(run: Run) -> str:
+    """What the run reached, where it is, and what to try next."""
+    last = _last_evaluation(run.folder)
+    result = (
+        f"validation loss {last['validation_loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte on {last['validation_bytes']:,} held-out bytes\n"
+        if last
+        else ""
+    )
+    path = run.folder.path
+    return (
+        f"{result}run folder: {path} (config.yaml, metrics.jsonl, checkpoints/, logs/)\n"
+        f"next: megamem eval {path}\n"
+        f"      megamem generate {path} --prompt 'def '\n"
+        f"      megamem train ... train.num_steps={2 * run.config.train.num_steps} goes on with this run"
+    )
+
+
+def _last_evaluation(folder: RunFolder) -> dict[str, Any] | None:
+    rows = (
+        [json.loads(line) for line in folder.metrics.read_text(encoding="utf-8").splitlines()]
+        if folder.metrics.exists()
+        else []
+    )
+    evaluations = [row for row in rows if "validation_loss" in row]
+    return evaluations[-1] if evaluations else None
