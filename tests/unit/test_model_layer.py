@@ -1,0 +1,130 @@
+"""The memory layer as a module: what it owns, what it keeps in fp32, and what it tells Megatron."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from kernels.select import select_kernels
+from megamem.bank import Bank
+from megamem.config import MemoryConfig
+from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.sharing import BankSpec, LayerView
+
+MEMORY = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)
+
+
+def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer, Bank]:
+    spec = BankSpec(0, memory.num_keys**2, (0,))
+    bank = Bank(spec, memory, select_kernels("auto"), dtype=torch.float32, device="cpu", replica_rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        megatron = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, **config
+        )
+    layer = UltraMemV2Layer(
+        megatron,
+        memory,
+        LayerView(0, 0, memory.num_keys),
+        SimpleNamespace(read=bank.read),
+        num_bank_rows=spec.num_rows,
+        name="decoder.layers.0.mlp.memory",
+        seed=1,
+    )
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (*layer.parameters(), *bank.parameters()):
+            parameter.copy_(torch.rand(parameter.shape, generator=g) - 0.3)
+    layer.update_singular_vectors()
+    return layer, bank
+
+
+def tokens(count: int = 6) -> Tensor:
+    return torch.randn(count, 1, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_bank_is_not_the_layers() -> None:
+    layer, _ = build()
+    assert {name for name, _ in layer.named_parameters()} == {
+        "query_proj",
+        "query_norm",
+        "keys",
+        "keys_norm",
+        "cores",
+        "value_proj",
+        "pre_value_proj",
+    }
+
+
+def test_optional_parts_are_left_out() -> None:
+    layer, bank = build(MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=0, top_k=4))
+    assert layer.pre_value_proj is None
+    assert {name for name, _ in bank.named_parameters()} == {"values"}
+    assert layer(tokens()).shape == (6, 1, 32)
+
+
+def test_singular_vectors_stay_in_fp32() -> None:
+    layer, _ = build()
+    u, v = layer.u.clone(), layer.v.clone()
+    layer.bfloat16()
+    assert layer.query_proj.dtype == torch.bfloat16
+    assert torch.equal(layer.u, u)
+    assert torch.equal(layer.v, v)
+    assert layer.u.dtype == torch.float32
+    assert dict(layer.named_buffers())["u"] is layer.u
+
+
+def test_in_bf16_scores_and_selection_are_fp32() -> None:
+    layer, bank = build()
+    layer.bfloat16()
+    bank.bfloat16()
+    x = tokens().bfloat16()
+    found = layer.retrieve(x.flatten(0, 1))
+    assert found.scores.dtype == torch.float32
+    assert layer(x).dtype == torch.bfloat16
+
+
+def test_singular_vectors_follow_the_cores_when_asked() -> None:
+    layer, _ = build()
+    before = layer.u.clone()
+    with torch.no_grad():
+        layer.cores[:, :, 0] += 3
+    layer(tokens())
+    assert torch.equal(layer.u, before)
+    layer.update_singular_vectors()
+    assert not torch.allclose(layer.u, before)
+    assert not layer.u.requires_grad
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weights_are_marked_for_megatrons_sequence_parallel_sum(sequence_parallel: bool) -> None:
+    config = {"sequence_parallel": True, "tensor_model_parallel_size": 2} if sequence_parallel else {}
+    layer, bank = build(**config)
+    assert {getattr(p, "sequence_parallel") for p in layer.parameters()} == {sequence_parallel}  # noqa: B009
+    # Tables are summed over all ranks of the stage in buffers of their own.
+    assert {getattr(p, "allreduce") for p in bank.parameters()} == {False}  # noqa: B009
+    assert not any(getattr(p, "sequence_parallel", False) for p in bank.parameters())
+
+
+@pytest.mark.parametrize("shuffle", ["keyed", "table", "none"])
+def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
+    memory = MemoryConfig(num_keys=8, key_dim=8, top_k=4, shuffle=shuffle)
+    layer, _ = build(memory)
+    layer.view, layer.num_bank_rows = LayerView(0, 90, 8), 100
+    rows = layer.table_rows(torch.arange(64))
+    assert sorted(rows.tolist()) == [*range(54), *range(90, 100)]
+    assert (rows.tolist() == [(90 + slot) % 100 for slot in range(64)]) == (shuffle == "none")
+
+
+def test_tokens_do_not_see_each_other() -> None:
+    layer, _ = build()
+    x = tokens()
+    together = layer(x)
+    apart = torch.cat([layer(x[i : i + 1]) for i in range(len(x))])
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,118 @@
+"""The counter-based generator: a shard holds the numbers of its part of the whole, and they are what they claim to be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megamem import random_fill
+from megamem.random_fill import fill_normal, fill_uniform
+
+
+def normal(shape: tuple[int, ...], *, seed: int = 1, name: str = "w", dtype: torch.dtype = torch.float64) -> Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    fill_normal(out, seed=seed, name=name, std=1.0, global_shape=shape, offset=(0,) * len(shape))
+    return out
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
+    """A shape, and for every dimension the sizes of its parts."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    parts = []
+    for size in shape:
+        cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
+        edges = [0, *cuts, size]
+        parts.append([b - a for a, b in zip(edges, edges[1:], strict=False)])
+    return shape, parts
+
+
+def slices(parts: list[list[int]]) -> list[tuple[slice, ...]]:
+    result: list[tuple[slice, ...]] = [()]
+    for sizes in parts:
+        edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        result = [(*head, slice(a, b)) for head in result for a, b in zip(edges, edges[1:], strict=False)]
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(split=splits(), seed=st.integers(0, 2**40))
+def test_shards_are_slices_of_the_whole(
+    dtype: torch.dtype, split: tuple[tuple[int, ...], list[list[int]]], seed: int
+) -> None:
+    shape, parts = split
+    kinds: list[tuple[Any, dict[str, float]]] = [(fill_normal, {"std": 0.3}), (fill_uniform, {"high": 2.0})]
+    for fill, scale in kinds:
+        whole = torch.empty(shape, dtype=dtype)
+        fill(whole, seed=seed, name="w", global_shape=shape, offset=(0,) * len(shape), **scale)
+        for where in slices(parts):
+            shard = torch.full_like(whole[where], float("nan")).contiguous()
+            fill(shard, seed=seed, name="w", global_shape=shape, offset=[s.start for s in where], **scale)
+            assert torch.equal(shard, whole[where])
+
+
+def test_the_fill_writes_into_views() -> None:
+    """A checkpoint entry may be a part of a parameter, such as the gate of a fused weight."""
+    base = torch.zeros(6, 8)
+    fill_normal(base[2:4, 1:5], seed=1, name="w", std=1.0, global_shape=(2, 4), offset=(0, 0))
+    assert torch.equal(base[2:4, 1:5], normal((2, 4), dtype=torch.float32))
+    base[2:4, 1:5] = 0
+    assert not base.any()
+
+
+def test_numbers_do_not_depend_on_the_chunk_of_the_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = normal((37, 5, 3))
+    monkeypatch.setattr(random_fill, "_CHUNK_ELEMENTS", 40)
+    assert torch.equal(normal((37, 5, 3)), expected)
+
+
+def test_normal_moments() -> None:
+    x = normal((1000, 1000))
+    n = x.numel()
+    assert abs(float(x.mean())) < 5 / math.sqrt(n)
+    assert abs(float(x.var()) - 1) < 5 * math.sqrt(2 / n)
+    assert abs(float((x**3).mean())) < 5 * math.sqrt(15 / n)
+    assert abs(float((x**4).mean()) - 3) < 5 * math.sqrt(96 / n)
+    for bound, probability in ((1, 0.3173105), (2, 0.0455003), (3, 0.0026998), (4, 0.0000633)):
+        found = int((x.abs() > bound).sum())
+        assert abs(found - n * probability) < 5 * math.sqrt(n * probability)
+
+
+def test_uniform_moments_and_bounds() -> None:
+    x = torch.empty(1000, 1000, dtype=torch.float64)
+    fill_uniform(x, seed=1, name="w", high=3.0, global_shape=x.shape, offset=(0, 0))
+    n = x.numel()
+    assert float(x.min()) > 0
+    assert float(x.max()) < 3
+    assert abs(float(x.mean()) - 1.5) < 5 * math.sqrt(0.75 / n)
+    counts = torch.histc(x, bins=20, min=0, max=3)
+    chi_squared = float(((counts - n / 20) ** 2 / (n / 20)).sum())
+    # The 99.99 % quantile of 19 degrees of freedom.
+    assert chi_squared < 50.8
+
+
+def test_neighbours_names_and_seeds_are_uncorrelated() -> None:
+    x = normal((500, 500))
+    limit = 5 / math.sqrt(x.numel())
+    others = {
+        "right": (x[:, :-1], x[:, 1:]),
+        "below": (x[:-1], x[1:]),
+        "name": (x, normal((500, 500), name="v")),
+        "seed": (x, normal((500, 500), seed=2)),
+    }
+    for name, (a, b) in others.items():
+        correlation = float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+        assert abs(correlation) < limit, name
+
+
+def test_std_scales() -> None:
+    out = torch.empty(4, 5, dtype=torch.float64)
+    fill_normal(out, seed=1, name="w", std=0.25, global_shape=(4, 5), offset=(0, 0))
+    assert torch.equal(out, normal((4, 5)) * 0.25)
