@@ -104,7 +104,7 @@ def test_singular_vectors_follow_the_cores_when_asked() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_weights_are_marked_for_megatrons_sequence_parallel_sum(sequence_parallel: bool) -> None:
-    config = {"sequence_parallel": True, "tensor_model_parallel_size": 2} if sequence_parallel else {}
+    config: dict[str, Any] = {"sequence_parallel": True, "tensor_model_parallel_size": 2} if sequence_parallel else {}
     layer, bank = build(**config)
     assert {getattr(p, "sequence_parallel") for p in layer.parameters()} == {sequence_parallel}  # noqa: B009
     # Tables are summed over all ranks of the stage in buffers of their own.

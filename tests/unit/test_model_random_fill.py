@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -29,7 +30,7 @@ def splits(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
     for size in shape:
         cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
         edges = [0, *cuts, size]
-        parts.append([b - a for a, b in zip(edges, edges[1:], strict=False)])
+        parts.append([b - a for a, b in itertools.pairwise(edges)])
     return shape, parts
 
 
@@ -37,7 +38,7 @@ def slices(parts: list[list[int]]) -> list[tuple[slice, ...]]:
     result: list[tuple[slice, ...]] = [()]
     for sizes in parts:
         edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        result = [(*head, slice(a, b)) for head in result for a, b in zip(edges, edges[1:], strict=False)]
+        result = [(*head, slice(a, b)) for head in result for a, b in itertools.pairwise(edges)]
     return result
 
 
