@@ -101,16 +101,15 @@ class ProgressLine(Quiet):
         self._bar = tqdm(
             total=run.config.train.num_steps,
             initial=run.state.step,
-            desc="training",
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {postfix} | {elapsed} elapsed, {remaining} left",
+            bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc} | {elapsed} elapsed, {remaining} left",
             dynamic_ncols=True,
         )
 
     def on_step(self, run: Run, row: Row) -> None:
         assert self._bar is not None
-        self._bar.set_postfix_str(
+        self._bar.set_description_str(
             f"loss {row['loss']:.4f} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} {row['tokens_per_s']:,.0f} tokens/s",
             refresh=False,
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,13 +11,6 @@ from pretrain.config.schema import RunConfig
 from pretrain.megatron import parallel_sizes
 
 
-def quiet_engine() -> None:
-    """Leave Megatron's and PyTorch's notes on optional packages and internals out of a run's output; errors stay."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-
-
 @contextmanager
 def session(config: RunConfig) -> Iterator[ParallelGroups]:
     """This rank's groups, for as long as the context lasts.
@@ -27,7 +18,6 @@ def session(config: RunConfig) -> Iterator[ParallelGroups]:
     Raises:
         RuntimeError: nobody has started ranks (see `parallel.launch`).
     """
-    quiet_engine()
     ranks = current_ranks()
     if ranks is None:
         raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")

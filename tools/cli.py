@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pretrain.errors import UserError
+from pretrain.quiet import quiet_engine
 
-COMMAND_MODULES = ("tools.train", "tools.data", "tools.evaluate", "tools.generate", "tools.config")
+COMMAND_MODULES = ("tools.train", "tools.data", "tools.evaluate", "tools.generate", "tools.bench", "tools.config")
 """In the order of `--help`: train, data, evaluate, generate, config. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch in functions only."""
 
 EXIT_INTERRUPTED = 130
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 finished, 2 configuration or usage, 3 data, 4 checkpoint, 75 stopped early, 130 interrupted, 1 a defect.
     """
+    quiet_engine()
     try:
         args = build_parser().parse_args(argv)
         code = int(args.func(args) or 0)

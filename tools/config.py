@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
+from parallel.layout import padded_size
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
 from pretrain.config.loader import load_config, to_dict, to_yaml
@@ -93,13 +95,33 @@ class Section:
 
 def extra_sections(config: RunConfig) -> list[Section]:
     """What a reader of a configuration wants to know besides its keys. Each further summary is one more element."""
-    return [_length_section(config)]
+    return [_length_section(config), _model_section(config)]
 
 
 def _length_section(config: RunConfig) -> Section:
     train = config.train
     step_tokens = train.global_batch_size * train.sequence_length
     return Section("length", (f"tokens per step: {step_tokens:,}", f"tokens in all: {step_tokens * train.num_steps:,}"))
+
+
+def _model_section(config: RunConfig) -> Section:
+    """Parameters, operations and table reads by the closed formulas."""
+    model, train = config.model, config.train
+    counts = count_parameters(model, padded_size(model.vocab_size or 0, model.vocab_size_multiple))
+    parts = [
+        f"{part.name}: {getattr(counts, part.name):,}"
+        for part in dataclasses.fields(counts)
+        if part.name != "read_values"
+    ]
+    lines = [*parts, f"total: {counts.total:,}", f"active per token: {counts.active:,}"]
+    if model.vocab_size is None:
+        lines.append("(without embedding and output projection: model.vocab_size is left to the tokenizer)")
+    rows = padded_size(model.vocab_size or 0, model.vocab_size_multiple)
+    lines.append(f"forward MFLOPs per token: {forward_flops_per_token(model, rows, train.sequence_length) / 1e6:,.2f}")
+    if model.memory is not None:
+        element = 2 if train.precision == "bf16" else 4
+        lines.append(f"bytes of table read per token: {table_bytes_per_token(model, element):,}")
+    return Section("parameters", tuple(lines))
 
 
 def key_lines() -> Iterator[str]:

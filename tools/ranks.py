@@ -57,9 +57,6 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
     Returns:
         The exit code: of the first rank that failed, whose error is then the last thing on the screen, or 0.
     """
-    from pretrain.session import quiet_engine
-
-    quiet_engine()
     if started_world_size() is not None:
         main()
         return 0

@@ -1,0 +1,97 @@
+"""Training speed of several configurations, measured side by side on the same ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from parallel.groups import ParallelGroups
+from pretrain.build import build_chunks, wrap_chunks
+from pretrain.config.schema import RunConfig
+from pretrain.data.loader import Sample, on_device
+from pretrain.optimizer import build_optimizer
+from pretrain.schedule import apply_schedule
+from pretrain.step import train_step
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Tokens per second over all ranks, one figure per round."""
+
+    tokens_per_s: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        ordered = sorted(self.tokens_per_s)
+        middle = len(ordered) // 2
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+class _Contestant:
+    """One configuration's model and optimizer, with random tokens for data."""
+
+    def __init__(self, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> None:
+        self.config, self.groups = config, groups
+        self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), groups)
+        self.optimizer = build_optimizer(config, self.chunks, groups)
+        self.batches = [on_device(_random_batches(config, vocab_size), groups.device) for _ in self.chunks]
+
+    def steps(self, count: int) -> float:
+        """Seconds that `count` optimizer steps take."""
+        train = self.config.train
+        dist.barrier()
+        started = time.perf_counter()
+        for step in range(count):
+            apply_schedule(self.optimizer.param_groups, step, self.config.optimizer, train)
+            train_step(
+                self.chunks,
+                self.optimizer,
+                self.batches,
+                self.groups,
+                num_microbatches=train.global_batch_size // (train.micro_batch_size * self.groups.data_size),
+                micro_batch_size=train.micro_batch_size,
+                sequence_length=train.sequence_length,
+            )
+        # train_step ends with a host sync (the loss), so the clock has seen all of its work.
+        return time.perf_counter() - started
+
+
+def measure(
+    configs: Sequence[RunConfig], groups: ParallelGroups, *, vocab_size: int, rounds: int, steps_per_round: int
+) -> list[Throughput]:
+    """Take turns: every round times each configuration once, so that a change of the machine's load meets all of them. Collective.
+
+    Args:
+        configs: of one layout.
+        groups: this rank's place.
+        vocab_size: token ids.
+        rounds: figures per configuration.
+        steps_per_round: optimizer steps behind each.
+    """
+    contestants = [_Contestant(config, groups, vocab_size) for config in configs]
+    for contestant in contestants:
+        contestant.steps(1)
+    figures: list[list[float]] = [[] for _ in contestants]
+    for _ in range(rounds):
+        for contestant, into in zip(contestants, figures, strict=True):
+            train = contestant.config.train
+            tokens = steps_per_round * train.global_batch_size * train.sequence_length
+            into.append(tokens / contestant.steps(steps_per_round))
+    return [Throughput(tuple(values)) for values in figures]
+
+
+def _random_batches(config: RunConfig, vocab_size: int) -> Iterator[Sample]:
+    generator = torch.Generator().manual_seed(config.seed)
+    b, s = config.train.micro_batch_size, config.train.sequence_length
+    while True:
+        tokens = torch.randint(vocab_size, (b, s + 1), generator=generator)
+        yield {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": torch.ones(b, s),
+            "position_ids": torch.arange(s).expand(b, s),
+        }
