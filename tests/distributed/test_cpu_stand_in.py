@@ -1,0 +1,168 @@
+"""The stand-in for CUDA: what it redirects while it is active, and that nothing of it is left afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import parallel.cpu
+from parallel.cpu import REDIRECTIONS, Redirection, cuda_on_cpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in refuses a machine with a GPU")
+
+each_redirection = pytest.mark.parametrize("entry", REDIRECTIONS, ids=lambda e: f"{e.owner}.{e.name}")
+
+
+def target(entry: Redirection) -> Any:
+    """The attribute that is in place now."""
+    module, _, attribute = entry.owner.partition(":")
+    owner = importlib.import_module(module)
+    return inspect.getattr_static(getattr(owner, attribute) if attribute else owner, entry.name)
+
+
+def snapshot() -> list[Any]:
+    return [target(entry) for entry in REDIRECTIONS]
+
+
+@each_redirection
+def test_a_redirection_is_active_inside_and_gone_after(entry: Redirection) -> None:
+    before = target(entry)
+    assert before is not entry.replacement
+    with cuda_on_cpu():
+        assert target(entry) is entry.replacement
+    assert target(entry) is before
+
+
+@each_redirection
+def test_a_redirection_says_who_needs_it(entry: Redirection) -> None:
+    assert len(entry.reason) > 10
+
+
+def test_no_attribute_is_redirected_twice() -> None:
+    assert len({(entry.owner, entry.name) for entry in REDIRECTIONS}) == len(REDIRECTIONS)
+
+
+def test_everything_is_restored_after_an_exception() -> None:
+    before = snapshot()
+    with pytest.raises(KeyError, match="in the middle"), cuda_on_cpu():
+        raise KeyError("in the middle")
+    assert snapshot() == before
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.empty(1, device="cuda")
+
+
+def test_everything_is_restored_when_entering_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot()
+    broken = Redirection("torch.cuda", "no_such_attribute", None, "does not exist")
+    monkeypatch.setattr(parallel.cpu, "REDIRECTIONS", (*REDIRECTIONS, broken))
+    with pytest.raises(AttributeError, match="no_such_attribute"), cuda_on_cpu():
+        pytest.fail("the context was entered")
+    assert snapshot() == before
+
+
+def test_it_may_be_nested() -> None:
+    before = snapshot()
+    with cuda_on_cpu():
+        inside = snapshot()
+        with cuda_on_cpu():
+            assert torch.empty(1, device="cuda").device.type == "cpu"
+        assert snapshot() == inside
+        assert torch.empty(1, device="cuda").device.type == "cpu"
+    assert snapshot() == before
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 3)], ids=str)
+def test_devices_named_cuda_are_the_cpu(device: str | torch.device) -> None:
+    with cuda_on_cpu():
+        made = [
+            torch.empty(2, device=device),
+            torch.zeros(2, device=device),
+            torch.tensor([1.0, 2.0], device=device),
+            torch.arange(2, device=device),
+            torch.ones(2).to(device),
+            torch.ones(2).to(device, torch.bfloat16),
+            torch.ones(2).to(device=device),
+            torch.ones(2).cuda(),
+            torch.ones(2).new_empty(3, device=device),
+        ]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+    assert made[5].dtype == torch.bfloat16
+
+
+def test_cuda_of_tensors_and_modules_is_the_identity() -> None:
+    tensor, module = torch.ones(2), torch.nn.Linear(2, 2)
+    with cuda_on_cpu():
+        assert tensor.cuda() is tensor
+        assert module.cuda() is module
+        assert module.cuda(0) is module
+
+
+def test_types_are_named_as_megatrons_optimizers_compare_them() -> None:
+    with cuda_on_cpu():
+        assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+        # With an argument it is a cast.
+        assert torch.ones(1).type(torch.float64).dtype == torch.float64
+    assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_other_calls_are_what_they_were() -> None:
+    with cuda_on_cpu():
+        x = torch.arange(6.0, device="cpu").view(2, 3).requires_grad_()
+        (x @ x.detach().t()).sum().backward()
+        assert x.grad is not None
+        assert x.to(torch.float64).dtype == torch.float64
+        assert x.to("cpu") is x
+        assert torch.empty(1, device="meta").device.type == "meta"
+
+
+def test_random_states_are_the_cpus() -> None:
+    saved = torch.get_rng_state()
+    try:
+        with cuda_on_cpu():
+            torch.cuda.manual_seed(5)
+            state = torch.cuda.get_rng_state()
+            first = torch.rand(3)
+            torch.cuda.set_rng_state(state)
+            assert torch.equal(torch.rand(3), first)
+        torch.manual_seed(5)
+        assert torch.equal(torch.rand(3), first)
+    finally:
+        torch.set_rng_state(saved)
+
+
+def test_streams_and_events_answer() -> None:
+    with cuda_on_cpu():
+        assert torch.cuda.current_device() == torch.device("cpu")
+        stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            event.record(stream)
+        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_event(event)
+        event.synchronize()
+        torch.cuda.synchronize()
+        torch.cuda.default_stream().synchronize()
+        assert event.query()
+        assert stream.record_event().query()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_a_machine_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = snapshot()
+    with pytest.raises(RuntimeError, match="has a GPU"), cuda_on_cpu():
+        pytest.fail("the context was entered")
+    assert snapshot() == before
+
+
+def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel.cpu, "version", lambda name: {"megatron-core": "0.17.0"}[name])
+    before = snapshot()
+    with pytest.raises(RuntimeError, match=r"megatron-core 0\.16\.1, found 0\.17\.0"), cuda_on_cpu():
+        pytest.fail("the context was entered")
+    assert snapshot() == before

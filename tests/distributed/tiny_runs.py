@@ -1,0 +1,139 @@
+"""Tiny models trained on random tokens inside of ranks that `run_ranks` started, on any layout."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+
+from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.model import MemoryGPTModel
+from parallel.cpu import cuda_on_cpu
+from parallel.groups import ParallelGroups, initialise_groups
+from pretrain.build import build_chunks, wrap_chunks
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.megatron import parallel_sizes
+from pretrain.optimizer import build_optimizer
+from pretrain.schedule import apply_schedule
+from pretrain.step import Batch, train_step
+
+VOCAB_SIZE = 61
+
+MEMORY = MemoryConfig(num_keys=12, key_dim=8, value_dim=16, pre_value_dim=8, top_k=4)
+
+SHARED = RunConfig(
+    model=ModelConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=48,
+        vocab_size_multiple=16,
+        memory=replace(MEMORY, sharing=SharingConfig("block", 2)),
+    ),
+    train=TrainConfig(num_steps=20, global_batch_size=8, micro_batch_size=2, sequence_length=16),
+    optimizer=OptimizerConfig(
+        lr=2e-3, warmup_steps=4, clip_grad=0.5, value_lr_multiplier=3.0, value_lr_end_multiplier=1.0
+    ),
+)
+"""Pairs of layers share a bank; tied embeddings, grouped queries."""
+
+PRIVATE = replace(
+    SHARED,
+    model=replace(
+        SHARED.model, num_query_groups=None, tied_embeddings=False, memory=replace(MEMORY, num_heads=2, pre_value_dim=0)
+    ),
+)
+"""A table per layer, so that one layer may be a chunk; untied embeddings, two heads, no pre-values."""
+
+
+@dataclass
+class TinyRun:
+    """A built run and how to train it."""
+
+    config: RunConfig
+    groups: ParallelGroups
+    bare: list[MemoryGPTModel]
+    chunks: list[DistributedDataParallel]
+    optimizer: ChainedOptimizer
+    batches: list[Iterator[Batch]]
+    step: int = 0
+
+    def train(self, num_steps: int) -> list[tuple[float, float]]:
+        """Take steps; the loss and the gradient norm of each."""
+        train, history = self.config.train, []
+        for _ in range(num_steps):
+            apply_schedule(self.optimizer.param_groups, self.step, self.config.optimizer, train)
+            result = train_step(
+                self.chunks,
+                self.optimizer,
+                self.batches,
+                self.groups,
+                num_microbatches=train.global_batch_size // train.micro_batch_size // self.groups.data_size,
+                micro_batch_size=train.micro_batch_size,
+                sequence_length=train.sequence_length,
+            )
+            assert result.updated
+            history.append((result.loss.mean, result.grad_norm))
+            self.step += 1
+        return history
+
+
+def on(
+    config: RunConfig, *, tensor: int = 1, pipeline: int = 1, virtual_pipeline: int = 1, recompute: str = "none"
+) -> RunConfig:
+    """The same run on another layout."""
+    return replace(
+        config,
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline),
+        train=replace(config.train, recompute=recompute),  # type: ignore[arg-type]
+    )
+
+
+@contextlib.contextmanager
+def tiny_run(config: RunConfig) -> Iterator[TinyRun]:
+    """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout may follow."""
+    with warnings.catch_warnings(), cuda_on_cpu():
+        warnings.simplefilter("ignore")
+        groups = initialise_groups(
+            parallel_sizes(config), device=torch.device("cpu"), timeout_minutes=5, seed=config.seed
+        )
+        try:
+            bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
+            chunks = wrap_chunks(bare, groups)
+            optimizer = build_optimizer(config, chunks, groups)
+            batches = [random_batches(config, groups) for _ in chunks]
+            yield TinyRun(config, groups, bare, chunks, optimizer, batches)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def random_batches(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]:
+    """Microbatches of this data-parallel rank; over all of them, every step sees the same samples on any layout.
+
+    A quarter of the targets does not count, another share in every sample: a mean over ranks of means would show.
+    """
+    train = config.train
+    generator = torch.Generator().manual_seed(7)
+    position_ids = torch.arange(train.sequence_length).expand(train.micro_batch_size, -1)
+    per_rank = train.global_batch_size // groups.data_size
+    while True:
+        tokens = torch.randint(0, VOCAB_SIZE, (train.global_batch_size, train.sequence_length + 1), generator=generator)
+        counted = torch.rand(train.global_batch_size, train.sequence_length, generator=generator)
+        counted = (counted < torch.linspace(0.5, 1, train.global_batch_size).unsqueeze(1)).float()
+        mine = slice(groups.data_rank * per_rank, (groups.data_rank + 1) * per_rank)
+        for sample, mask in zip(
+            tokens[mine].split(train.micro_batch_size), counted[mine].split(train.micro_batch_size), strict=True
+        ):
+            yield {
+                "tokens": sample[:, :-1].contiguous(),
+                "labels": sample[:, 1:].contiguous(),
+                "loss_mask": mask,
+                "position_ids": position_ids,
+            }
