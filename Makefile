@@ -1,0 +1,61 @@
+# Everything a fresh machine with Python 3.11 or 3.12 needs; `make help` lists it.
+PYTHON ?= python3
+VENV ?= .venv
+RUN ?= runs/quickstart
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test lint pytest minimum clean
+.NOTPARALLEL:
+
+BIN := $(VENV)/bin
+INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)"
+TOKENIZER := data/stdlib-4096.json
+# Whole-suite runs go through this plugin: it fails the run if tests have gone missing.
+PYTEST := "$(BIN)/python" -m pytest -p tests.collected_minimum
+
+help:  ## this list
+	@echo "make TARGET [PYTHON=python3.11] [VENV=.venv]"
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 14
+
+quickstart:  ## train, evaluate and sample a small memory model on this machine; again: resume, or say that it is finished
+	@$(INSTALL) requirements/quickstart.txt
+	@echo "1/5 A tokenizer of 4096 ids from the sources of Python's standard library: $(TOKENIZER)"
+	@if [ -e $(TOKENIZER) ]; then echo "It is there already."; \
+	  else "$(BIN)/megamem" data tokenizer python-stdlib --vocab-size 4096 --output $(TOKENIZER); fi
+	@echo "2/5 The same sources as token ids, one document in twenty held out: data/stdlib"
+	@"$(BIN)/megamem" data prepare python-stdlib --tokenizer $(TOKENIZER) --validation-fraction 0.05 --output data/stdlib
+	@echo "3/5 Training configs/quickstart.yaml on 4 ranks of this machine. Ctrl-C saves; make quickstart goes on from there."
+	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc 4 --run-dir "$(RUN)"
+	@echo "4/5 Evaluating on all held-out documents"
+	@"$(BIN)/megamem" eval "$(RUN)"
+	@echo "5/5 What the model writes after 'def '"
+	@"$(BIN)/megamem" generate "$(RUN)" --prompt 'def '
+	@echo
+	@echo "Everything is in $(RUN). To go on from here: source $(VENV)/bin/activate, then megamem --help"
+
+test:  ## lint, types and the whole test suite
+	@$(INSTALL) requirements/test.txt
+	@lint=0; $(MAKE) --no-print-directory lint || lint=$$?; \
+	  tests=0; $(MAKE) --no-print-directory pytest || tests=$$?; \
+	  if [ $$lint != 0 ]; then echo "make test: lint failed, see above the tests" >&2; fi; \
+	  exit $$(( lint + tests ))
+
+lint:  ## ruff and mypy
+	@$(INSTALL) requirements/test.txt
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy"
+
+pytest:  ## the test suite alone
+	@$(INSTALL) requirements/test.txt
+	$(PYTEST)
+
+minimum:  ## after adding tests: raise the number below which the suite counts as incomplete
+	@$(INSTALL) requirements/test.txt
+	@$(PYTEST) --collect-only --quiet --raise-collected-minimum | tail -n 2
+
+clean:  ## remove the environment and caches; data/ and runs/ stay
+	rm -rf "$(VENV)" "$(VENV)-old" build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

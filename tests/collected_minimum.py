@@ -1,0 +1,55 @@
+"""Fails a whole-suite run that has collected fewer tests than `collected_minimum.txt` says.
+
+A test that is no longer found (a file renamed, an import guarded, a parametrisation that came out empty) fails nowhere by itself. `make test`
+loads this plugin with `-p tests.collected_minimum`; a run of some tests by hand does not. After adding tests: `make minimum`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+MINIMUM_FILE = Path(__file__).with_name("collected_minimum.txt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make minimum` uses the option."""
+    parser.addoption(
+        "--raise-collected-minimum",
+        action="store_true",
+        help=f"write the number of collected tests to {MINIMUM_FILE.name}, unless it is lower",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compares; a collection that has errors fails anyway, and is not counted."""
+    if session.testsfailed:
+        return
+    collected, minimum = len(session.items), read_minimum(MINIMUM_FILE)
+    if collected < minimum:
+        raise pytest.UsageError(shortfall(collected, minimum))
+    if session.config.getoption("--raise-collected-minimum") and collected > minimum:
+        MINIMUM_FILE.write_text(f"{collected}\n", encoding="utf-8")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how the number of tests compares."""
+    collected = getattr(terminalreporter, "_numcollected", 0)
+    minimum = read_minimum(MINIMUM_FILE)
+    advice = " (`make minimum` raises it)" if collected > minimum else ""
+    terminalreporter.write_line(f"{collected} tests collected, at least {minimum} expected{advice}")
+
+
+def read_minimum(path: Path) -> int:
+    """The tracked number."""
+    return int(path.read_text(encoding="utf-8"))
+
+
+def shortfall(collected: int, minimum: int) -> str:
+    """The error message."""
+    return (
+        f"{collected} tests were collected, but there were at least {minimum} before: some are no longer found. If they were removed on purpose, "
+        f"write the new number into tests/{MINIMUM_FILE.name}"
+    )
