@@ -94,8 +94,7 @@ def wrap_chunks(chunks: Sequence[MemoryGPTModel], groups: ParallelGroups) -> lis
                 chunk.config, ddp_config(), module, disable_bucketing=index > 0, pg_collection=groups.megatron
             )
         )
-    for ddp in wrapped:
-        ddp.broadcast_params()
+    # No broadcast from the first replica: all replicas drew the same weights.
     return wrapped
 
 

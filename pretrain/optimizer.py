@@ -87,7 +87,7 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         """Tell AdamW how many updates its moments have seen, for bias correction."""
         if not self.is_stub_optimizer:
             for parameter in self._main_parameters():
-                self.optimizer.state[parameter]["step"] = num_updates_tensor(num_updates)
+                self.optimizer.state[parameter]["step"] = num_updates_tensor(num_updates, parameter)
 
     def _main_parameters(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:
@@ -97,7 +97,7 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         for parameter in self._main_parameters():
             state = self.optimizer.state[parameter]
             if not state:
-                state["step"] = num_updates_tensor(0)
+                state["step"] = num_updates_tensor(0, parameter)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 

@@ -127,6 +127,6 @@ def _without_data_replica(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
     return (*replica_id[:-1], 0)
 
 
-def num_updates_tensor(num_updates: int) -> Tensor:
-    """AdamW's per-parameter step counter: fp32, on the CPU, as PyTorch keeps it."""
-    return torch.tensor(float(num_updates), dtype=torch.float32)
+def num_updates_tensor(num_updates: int, parameter: Tensor) -> Tensor:
+    """AdamW's per-parameter step counter, as the fused implementation keeps it: fp32, beside the parameter."""
+    return torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
