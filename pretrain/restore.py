@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,9 @@ def find_checkpoint(folder: RunFolder, step: int | None) -> SavedState:
         )
     if step is not None:
         return read_state(step_folder(folder.checkpoints, step))
-    saved, _ = newest_complete(folder.checkpoints)
+    saved, problems = newest_complete(folder.checkpoints)
+    for problem in problems:
+        print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
     if saved is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet. Train it first with `megamem train`")
     return saved

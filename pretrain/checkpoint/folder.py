@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.checkpoint.safe_metadata import check_index
 from pretrain.errors import CheckpointError
 
 STATE_FILE = "state.json"
@@ -112,7 +113,9 @@ def read_state(path: Path) -> SavedState:
             content["format"],
             SavedState(path, *(content[key] for key in ("run", "rng", "config", "versions", "files"))),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sizes = {str(name): int(size) for name, size in state.files.items()}
+        step = state.step
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its {STATE_FILE} cannot be read ({error})"
         ) from error
@@ -120,7 +123,9 @@ def read_state(path: Path) -> SavedState:
         raise CheckpointError(
             f"{path} has checkpoint format {version}, and this version reads format {_FORMAT}: use the version that wrote it ({state.versions})"
         )
-    for name, size in state.files.items():
+    if step_folder(path.parent, step).name != path.name:
+        raise CheckpointError(f"{path} is damaged: its {STATE_FILE} says that it is of step {step}")
+    for name, size in sizes.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
@@ -146,7 +151,9 @@ def newest_complete(folder: Path) -> tuple[SavedState | None, list[str]]:
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         try:
-            return read_state(path), problems
+            saved = read_state(path)
+            check_index(path)
+            return saved, problems
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -158,20 +165,38 @@ def newest_complete(folder: Path) -> tuple[SavedState | None, list[str]]:
     return None, []
 
 
-def remove_superseded(folder: Path, *, keep_last: int, keep_every_steps: int) -> list[Path]:
+def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_every_steps: int) -> list[Path]:
     """Delete checkpoints that the retention rules no longer keep; returns what was deleted.
+
+    Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot be used, and they
+    are replaced when it comes to their steps.
 
     Args:
         folder: the run's checkpoints.
-        keep_last: newest ones to keep; 0: all.
+        newest_step: of the checkpoint that was just completed.
+        keep_last: newest ones to keep, that one included; 0: all.
         keep_every_steps: steps divisible by this are kept for good; 0: no such rule.
     """
-    checkpoints = list_checkpoints(folder)
-    candidates = checkpoints[:-keep_last] if keep_last else []
+    checkpoints = [path for path in list_checkpoints(folder) if _step_of(path) <= newest_step]
+    complete_ones = [path for path in checkpoints if _is_complete(path)]
+    if not keep_last or len(complete_ones) <= keep_last:
+        return []
+    candidates = checkpoints[: checkpoints.index(complete_ones[-keep_last])]
     removed = []
     for path in candidates:
-        step = int(path.name.removeprefix("step_"))
-        if not (keep_every_steps and step % keep_every_steps == 0):
+        if not (keep_every_steps and _step_of(path) % keep_every_steps == 0):
             shutil.rmtree(path)
             removed.append(path)
     return removed
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        read_state(path)
+    except CheckpointError:
+        return False
+    return True

@@ -66,7 +66,7 @@ def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
         versions=package_versions(),
     )
     rules = config.checkpoint
-    folders.remove_superseded(folder, keep_last=rules.keep_last, keep_every_steps=rules.keep_every_steps)
+    folders.remove_superseded(folder, state.step, keep_last=rules.keep_last, keep_every_steps=rules.keep_every_steps)
 
 
 def _or_error(action: Any, path: Path) -> None:

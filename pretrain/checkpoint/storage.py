@@ -86,7 +86,9 @@ def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
         CheckpointException,
         CheckpointingException,
     ) as error:
-        raise CheckpointError(f"the checkpoint {folder} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(
+            f"the checkpoint {folder} cannot be read: {_reason(error)}. Remove it to use an earlier one"
+        ) from error
     return loaded
 
 
