@@ -153,11 +153,14 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
     """
     train = config.train
     tokenizer = check_blend(config.data.datasets)
+    saved = _find_resumable(config, folder, groups)
+    state = RunState() if saved is None else RunState(**saved.run)
     vocab_size = model_vocab_size(config.model, tokenizer)
     train_data = build_train_dataset(
         config.data.datasets,
         sequence_length=train.sequence_length,
-        num_samples=train.num_steps * train.global_batch_size,
+        # Not simply steps x batch: the batch may have had another size before the checkpoint.
+        num_samples=state.consumed_samples + max(0, train.num_steps - state.step) * train.global_batch_size,
         seed=config.seed if config.data.seed is None else config.data.seed,
         tokenizer=tokenizer,
         cache_dir=folder.data_cache,
@@ -178,25 +181,27 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
             config.model, padded_size(vocab_size, config.model.vocab_size_multiple), train.sequence_length
         ),
     )
-    _resume(run)
+    if saved is not None:
+        run.state = restore_run(saved, run.chunks, run.optimizer)
+        run.last_saved_step = run.state.step
     _record_config(run)
     return run
 
 
-def _resume(run: Run) -> None:
-    saved, problems = _agreed_checkpoint(run.folder.checkpoints)
-    if run.groups.is_main:
+def _find_resumable(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> SavedState | None:
+    """The checkpoint to go on from, after checking that it is of this run."""
+    saved, problems = _agreed_checkpoint(folder.checkpoints)
+    if groups.is_main:
         for problem in problems:
             print(f"passed over a damaged checkpoint: {problem}", flush=True)
     if saved is None:
-        return
-    changes = check_resumable(run.config, saved)
-    if run.groups.is_main:
+        return None
+    changes = check_resumable(config, saved)
+    if groups.is_main:
         print(f"resuming from {saved.path} (step {saved.step})", flush=True)
         for change in changes:
             print(f"  changed since: {change}", flush=True)
-    run.state = restore_run(saved, run.chunks, run.optimizer)
-    run.last_saved_step = run.state.step
+    return saved
 
 
 def _agreed_checkpoint(folder: Path) -> tuple[SavedState | None, list[str]]:
