@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -76,10 +77,10 @@ def evaluation_row(evaluation: Evaluation) -> dict[str, float | int]:
 
 def _rows_up_to(path: Path, step: int) -> list[str]:
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                rows.append(line)
+                rows.append(line + "\n")
         except ValueError:
             # A row that a killed process left half-written; its step is past the checkpoint.
             continue
@@ -87,8 +88,10 @@ def _rows_up_to(path: Path, step: int) -> list[str]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
+    # JSON has no NaN and no infinity.
+    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
     with open(path, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row) + "\n")
+        stream.write(json.dumps(finite, allow_nan=False) + "\n")
 
 
 class ProgressLine(Quiet):
