@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,14 @@ class Sampling:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(
                 f"the temperature is {self.temperature}: use 0 for the likeliest token, or a positive number"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p is {self.top_p}: use a probability above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"the seed of the sampling is {self.seed}: use a number from 0 to 2^63 - 1")
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
-from tools.ranks import run_on_ranks, started_world_size
+from tools.ranks import at_least_one_rank, num_visible_gpus, run_on_ranks, started_world_size
 
 _EPILOG = """\
 examples:
@@ -37,7 +37,10 @@ def add_parser(subparsers: Any) -> None:
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="ranks to start here (default: 2, or what --own-layout needs)"
+        "--nproc",
+        type=at_least_one_rank,
+        metavar="N",
+        help="ranks to start here (default: one per GPU, or 2, or what --own-layout needs)",
     )
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
     parser.add_argument("--without-memory", action="store_true", help="switch the memory's output off in every block")
@@ -56,10 +59,9 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.without_memory and config.model.memory is None:
         raise ConfigError(f"{args.run} is a dense model: leave --without-memory out")
     layout = config.parallel
+    as_few_as_possible = layout.tensor * layout.pipeline * layout.context
     num_ranks = (
-        started_world_size()
-        or args.nproc
-        or max(2 if not args.own_layout else 1, layout.tensor * layout.pipeline * layout.context)
+        started_world_size() or args.nproc or (as_few_as_possible if args.own_layout else num_visible_gpus() or 2)
     )
     if args.own_layout:
         validate(config, num_ranks)

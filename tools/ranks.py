@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -27,13 +28,24 @@ _ENGINE_MODULES = (
 
 def default_num_ranks(parallel: ParallelConfig) -> int:
     """One rank per visible GPU, or as few as the layout needs."""
+    return num_visible_gpus() or parallel.tensor * parallel.pipeline * parallel.context
+
+
+def num_visible_gpus() -> int:
+    """GPUs that ranks of this machine may use."""
     # Asking torch would initialise CUDA in this process, which is about to fork.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        num_gpus = len([device for device in visible.split(",") if device.strip()])
-    else:
-        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return num_gpus or parallel.tensor * parallel.pipeline * parallel.context
+        return len([device for device in visible.split(",") if device.strip()])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def at_least_one_rank(text: str) -> int:
+    """The value of `--nproc`."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} ranks cannot be started: give 1 or more")
+    return number
 
 
 def started_world_size() -> int | None:

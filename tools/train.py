@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from tools.ranks import default_num_ranks, run_on_ranks, started_world_size
+from tools.ranks import at_least_one_rank, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.run import Run, RunFolder
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=at_least_one_rank,
         metavar="N",
         help="ranks to start here (default: one per GPU, or as few as the layout needs)",
     )
