@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from megatron.core import parallel_state
@@ -37,7 +38,7 @@ SHARED = RunConfig(
         vocab_size_multiple=16,
         memory=replace(MEMORY, sharing=SharingConfig("block", 2)),
     ),
-    train=TrainConfig(num_steps=20, global_batch_size=8, micro_batch_size=2, sequence_length=16),
+    train=TrainConfig(num_steps=20, global_batch_size=8, micro_batch_size=4, sequence_length=16),
     optimizer=OptimizerConfig(
         lr=2e-3, warmup_steps=4, clip_grad=0.5, value_lr_multiplier=3.0, value_lr_end_multiplier=1.0
     ),
@@ -86,13 +87,19 @@ class TinyRun:
 
 
 def on(
-    config: RunConfig, *, tensor: int = 1, pipeline: int = 1, virtual_pipeline: int = 1, recompute: str = "none"
+    config: RunConfig,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    micro_batch_size: int = 4,
+    recompute: Literal["none", "full", "selective"] = "none",
 ) -> RunConfig:
     """The same run on another layout."""
     return replace(
         config,
         parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline),
-        train=replace(config.train, recompute=recompute),  # type: ignore[arg-type]
+        train=replace(config.train, micro_batch_size=micro_batch_size, recompute=recompute),
     )
 
 
