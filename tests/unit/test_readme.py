@@ -1,0 +1,120 @@
+"""The README's tree is that of the repository, and what it tells people to type exists."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.cli import build_parser
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+# A package's `__init__.py` and git's own files tell a reader nothing.
+NOT_SHOWN = re.compile(r"(^|/)(__init__\.py|\.gitignore|py\.typed)$")
+
+
+def tracked_files(repository: Path) -> list[str]:
+    """Paths of the repository's files: tracked, or new and not ignored, so that a file is missed before it is committed."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listing = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"not a git checkout: {error}")
+    return [path for path in listing.splitlines() if not NOT_SHOWN.search(path) and (repository / path).is_file()]
+
+
+def shown_tree(text: str) -> dict[str, str]:
+    """Paths in the README's tree, folders with a slash at their end, and their annotations."""
+    block = text.split("<!-- tree -->")[1].split("<!-- end of tree -->")[0]
+    shown: dict[str, str] = {}
+    parent = ""
+    for line in block.strip().strip("`").splitlines():
+        if not line.strip():
+            continue
+        name, _, annotation = line.strip().partition(" ")
+        if line.startswith("  "):
+            shown[parent + name] = annotation.strip()
+        else:
+            parent = name
+            shown[name] = annotation.strip()
+    return shown
+
+
+def tree_problems(shown: set[str], files: list[str]) -> Iterator[str]:
+    """Where the tree and the files differ. A folder that is shown with something in it is shown with everything in it."""
+    folders = {"/".join(path.split("/")[:depth]) + "/" for path in files for depth in range(1, path.count("/") + 1)}
+    for path in sorted(shown - folders - set(files)):
+        yield f"{path} is in the README's tree, but not in the repository"
+    opened = {""} | {path.rsplit("/", 2 if path.endswith("/") else 1)[0] + "/" for path in shown if "/" in path[:-1]}
+    for path in sorted({*folders, *files} - shown):
+        parent = path.rstrip("/").rpartition("/")[0]
+        if (parent + "/" if parent else "") in opened:
+            yield f"{path} is in the repository, but not in the README's tree: add a line for it"
+
+
+def commands(text: str) -> list[str]:
+    """Every `megamem ...` line of the code blocks, without its comment."""
+    blocks = re.findall(r"```\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("megamem ")]
+
+
+def test_tree_is_the_repository() -> None:
+    problems = list(tree_problems(set(shown_tree(README)), tracked_files(REPOSITORY)))
+    assert not problems, "\n".join(problems)
+
+
+def test_every_entry_of_the_tree_is_annotated() -> None:
+    assert [path for path, annotation in shown_tree(README).items() if not annotation] == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "problem"),
+    [
+        ({"a/", "b.py"}, None),
+        ({"a/", "a/x.py", "a/y/", "b.py"}, None),
+        ({"a/", "a/x.py", "b.py"}, "a/y/ is in the repository"),
+        ({"a/"}, "b.py is in the repository"),
+        ({"a/", "b.py", "c.py"}, "c.py is in the README's tree"),
+        ({"a/", "b.py", "a/y/", "a/x.py", "a/y/w.py"}, "a/y/w.py is in the README's tree"),
+        ({"a", "b.py"}, "a is in the README's tree"),
+    ],
+)
+def test_the_comparison_sees(shown: set[str], problem: str | None) -> None:
+    found = list(tree_problems(shown, ["a/x.py", "a/y/z.py", "b.py"]))
+    assert found == [] if problem is None else any(problem in text for text in found)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands(README)) > 10
+
+
+@pytest.mark.parametrize("line", commands(README))
+def test_command_parses(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        args = build_parser().parse_args(shlex.split(line)[1:])
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+    assert isinstance(args, argparse.Namespace)
+
+
+def test_linked_files_exist() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+
+
+def test_make_targets_exist() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"`make ([a-z]+)`", README)) | set(
+        re.findall(r"^make ([a-z]+)", README, flags=re.MULTILINE)
+    )
+    assert {"quickstart", "test"} <= targets
+    assert [target for target in targets if f"\n{target}:" not in makefile] == []
