@@ -1,0 +1,98 @@
+"""Commands on tiny models: run in forks of this process, which has paid for the imports, on a corpus that is prepared once."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import TINY, Command, Megamem, Result, Start, assert_no_orphans, start_command
+
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import ByteTokenizer
+from tools.ranks import ENGINE_MODULES
+
+
+@pytest.fixture(scope="session")
+def warm() -> None:
+    """Everything imported that ranks need, before the first of them is forked."""
+    for module in ENGINE_MODULES:
+        importlib.import_module(module)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Path:
+    """A prepared data set of some of the standard library's sources."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sources = folder / "sources"
+    sources.mkdir()
+    for path in sorted(Path(sysconfig.get_path("stdlib"), "json").glob("*.py")) + sorted(
+        Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py")
+    ):
+        shutil.copy(path, sources)
+    prepare([str(sources)], folder / "data", ByteTokenizer(), validation_fraction=0.05, num_workers=1)
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def config_file(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The tiny model's configuration."""
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, "data": {"datasets": [{"path": str(corpus)}]}}))
+    return path
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Iterator[Start]:
+    """Starts `megamem ARGS...` in the background; it is gone when the test ends."""
+    folder = tmp_path_factory.mktemp("background")
+    commands: list[Command] = []
+
+    def start(*args: object, before: Callable[[], None] | None = None) -> Command:
+        commands.append(start_command(args, folder / f"{len(commands)}.log", before))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.kill()
+
+
+@pytest.fixture(scope="session")
+def megamem(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Megamem:
+    """Runs `megamem ARGS...` to its end, after which no process of it may be left."""
+    folder = tmp_path_factory.mktemp("commands")
+    logs = (folder / f"{number}.log" for number in itertools.count())
+
+    def run(*args: object, before: Callable[[], None] | None = None) -> Result:
+        command = start_command(args, next(logs), before)
+        try:
+            result = command.wait()
+        finally:
+            command.kill()
+        assert_no_orphans(command)
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
+    """A run on one rank that has learnt something. Copy it to change it."""
+    path = tmp_path_factory.mktemp("trained") / "run"
+    result = megamem(
+        "train",
+        config_file,
+        "--run-dir",
+        path,
+        "train.num_steps=120",
+        "optimizer.lr=1e-2",
+        "checkpoint.every_steps=60",
+        "evaluation.max_sequences=200",
+    )
+    assert result.code == 0, result.output
+    return path

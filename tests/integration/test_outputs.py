@@ -1,0 +1,92 @@
+"""What a run leaves behind: metrics, trackers' files, and the same numbers when it is run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import Megamem, assert_same_tensors, checkpoint, evaluations, rows, steps
+
+ON_FOUR = ("parallel.tensor=2", "parallel.pipeline=2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
+    """A finished run on one rank, with every tracker."""
+    path = tmp_path_factory.mktemp("outputs") / "run"
+    result = megamem("train", config_file, "--run-dir", path, "logging.tensorboard=true", "logging.wandb_mode=offline")
+    assert result.code == 0, result.output
+    return path
+
+
+def test_metrics_have_a_row_per_step(run: Path) -> None:
+    found = [row for row in rows(run) if "loss" in row]
+    assert [row["step"] for row in found] == list(range(1, 21))
+    names = "step loss grad_norm lr value_lr consumed_samples consumed_tokens step_s tokens_per_s tflops_per_gpu num_skipped"
+    assert all(row.keys() == set(names.split()) for row in found)
+    assert [row["consumed_samples"] for row in found] == [8 * step for step in range(1, 21)]
+    assert [row["consumed_tokens"] for row in found] == [256 * step for step in range(1, 21)]
+    assert all(row["step_s"] > 0 and row["tokens_per_s"] * row["step_s"] == pytest.approx(256) for row in found)
+    assert found[-1]["loss"] < found[0]["loss"] - 1
+    assert found[0]["value_lr"] == pytest.approx(3 * found[0]["lr"])
+    assert found[-1]["lr"] == pytest.approx(4e-4)
+
+
+def test_the_last_step_is_evaluated(run: Path) -> None:
+    (evaluation,) = evaluations(run)
+    assert evaluation["step"] == 20
+    assert evaluation["validation_tokens"] == 8 * 32
+
+
+def test_the_run_folder_holds_its_configuration_and_tokenizer(run: Path) -> None:
+    assert "pre_value_lr_multiplier: 2.0" in (run / "config.yaml").read_text()
+    assert (run / "tokenizer" / "info.json").is_file()
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_00000010", "step_00000020"]
+
+
+def test_tensorboard_has_the_metrics(run: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(run / "tensorboard")).Reload()
+    loss = events.Scalars("loss")
+    assert [event.step for event in loss] == list(range(1, 21))
+    assert [event.value for event in loss] == pytest.approx([row["loss"] for row in steps(run)])
+    assert [event.step for event in events.Scalars("validation_loss")] == [20]
+
+
+def test_wandb_writes_offline(run: Path) -> None:
+    assert list((run / "logs").glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_running_a_finished_run_again_says_so(run: Path, megamem: Megamem, config_file: Path) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    result = megamem("train", config_file, "--run-dir", run)
+    assert result.code == 0
+    assert "is finished: 20 steps done" in result.output
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_runs_are_identical(run: Path, megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    assert megamem("train", config_file, "--run-dir", tmp_path / "again").code == 0
+    assert steps(tmp_path / "again") == steps(run)
+    assert evaluations(tmp_path / "again") == evaluations(run)
+    assert_same_tensors(checkpoint(tmp_path / "again", 20), checkpoint(run, 20))
+
+
+def test_two_runs_on_four_ranks_are_identical(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    short = ("train.num_steps=6", "checkpoint.every_steps=0")
+    for name in ("one", "two"):
+        result = megamem("train", config_file, *ON_FOUR, *short, "--run-dir", tmp_path / name)
+        assert result.code == 0, result.output
+    assert steps(tmp_path / "one") == steps(tmp_path / "two")
+    assert_same_tensors(checkpoint(tmp_path / "one", 6), checkpoint(tmp_path / "two", 6))
+
+
+def test_data_parallel_ranks_share_the_batch(run: Path, megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    """`--nproc 2` without a layout is data parallelism: the numbers of one rank, to rounding."""
+    result = megamem("train", config_file, "--nproc", 2, "--run-dir", tmp_path / "run", "train.micro_batch_size=2")
+    assert result.code == 0, result.output
+    assert "data 2" in result.output
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in steps(tmp_path / "run")] == pytest.approx(
+            [row[key] for row in steps(run)], rel=1e-5
+        )

@@ -1,0 +1,260 @@
+"""A run that was stopped, or killed, goes on as if it had never been: bit for bit on its own layout, to rounding on another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import (
+    Megamem,
+    Start,
+    assert_no_orphans,
+    assert_same_tensors,
+    checkpoint,
+    evaluations,
+    last_step,
+    steps,
+    wait_until,
+)
+
+from parallel.launch import RankError, launch_ranks
+from pretrain.callbacks import Quiet, Row, default_callbacks
+from pretrain.config.loader import load_config
+from pretrain.loop import train
+from pretrain.run import Run, RunFolder, open_run
+from pretrain.session import session
+
+Rates = dict[int, list[tuple[str, float, float]]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a run is trained."""
+
+    overrides: tuple[str, ...]
+    num_ranks: int
+
+
+LAYOUTS = {
+    "one rank": Layout((), 1),
+    "tensor 2 x pipeline 2": Layout(("parallel.tensor=2", "parallel.pipeline=2"), 4),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: its folder, and per rank what every parameter group was updated with, by step."""
+
+    path: Path
+    rates: list[Rates]
+
+
+class Recorder(Quiet):
+    """Notes (name, learning rate, weight decay) of every parameter group at every step."""
+
+    def __init__(self) -> None:
+        self.rates: Rates = {}
+
+    def on_step(self, run: Run, row: Row) -> None:
+        self.rates[run.state.step] = [
+            (group["name"], group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups
+        ]
+
+
+class AskToStop(Quiet):
+    """Sends this rank SIGTERM during the evaluation and saving after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if run.state.step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class DieInStep(Quiet):
+    """Kills this rank in the middle of a step: after its first microbatch went forward through the model."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if run.state.step == self._step - 1:
+            run.chunks[-1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def train_in_ranks(
+    config_file: Path, path: Path, layout: Layout, extra: Callable[[int], Sequence[Quiet]] = lambda rank: ()
+) -> Trained:
+    """Does what `megamem train` does, with more callbacks."""
+    config = load_config(config_file, layout.overrides)
+
+    def main() -> Rates:
+        with session(config) as groups:
+            run = open_run(config, RunFolder(path), groups)
+            recorder = Recorder()
+            train(run, [*default_callbacks(run), recorder, *extra(groups.rank)])
+            return recorder.rates
+
+    return Trained(path, launch_ranks(main, layout.num_ranks, timeout_s=240, log_dir=path / "logs"))
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return LAYOUTS[request.param]
+
+
+@pytest.fixture(scope="module")
+def straight(layout: Layout, config_file: Path, tmp_path_factory: pytest.TempPathFactory, warm: None) -> Trained:
+    """20 steps without a break."""
+    return train_in_ranks(config_file, tmp_path_factory.mktemp("straight") / "run", layout)
+
+
+@pytest.fixture(scope="module")
+def stopped(layout: Layout, config_file: Path, tmp_path_factory: pytest.TempPathFactory, warm: None) -> Path:
+    """10 of the 20 steps: the last rank is asked to stop after step 9. Copy it to go on."""
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(RankError, match="stopped at step 10 of 20") as stop:
+        train_in_ranks(config_file, path, layout, lambda rank: [AskToStop(9)] if rank == layout.num_ranks - 1 else [])
+    assert stop.value.exit_code == 75
+    assert stop.value.is_user_error
+    return path
+
+
+def copy(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to)
+    return to
+
+
+def assert_same_run(actual: Path, expected: Path) -> None:
+    assert steps(actual) == steps(expected)
+    assert [row["step"] for row in steps(actual)] == list(range(1, 21))
+    assert evaluations(actual) == evaluations(expected)
+    assert_same_tensors(checkpoint(actual, 20), checkpoint(expected, 20))
+
+
+def test_the_groups_have_rates_of_their_own(straight: Trained) -> None:
+    for rates in straight.rates:
+        last = {name: lr for name, lr, _ in rates[20]}
+        middle = {name: lr for name, lr, _ in rates[10]}
+        assert middle["values"] / middle["backbone"] != pytest.approx(last["values"] / last["backbone"])
+        assert middle["pre_values"] == pytest.approx(2 * middle["backbone"])
+
+
+def test_ten_steps_and_ten_more_equal_twenty(
+    straight: Trained, stopped: Path, layout: Layout, config_file: Path, tmp_path: Path
+) -> None:
+    resumed = train_in_ranks(config_file, copy(stopped, tmp_path / "run"), layout)
+    assert_same_run(resumed.path, straight.path)
+    for before, after in zip(straight.rates, resumed.rates, strict=True):
+        assert after == {step: groups for step, groups in before.items() if step > 10}
+
+
+def test_a_rank_killed_in_mid_step_costs_nothing(
+    straight: Trained, layout: Layout, config_file: Path, tmp_path: Path
+) -> None:
+    victim = layout.num_ranks - 1
+    with pytest.raises(RankError, match=f"rank {victim} was killed by SIGKILL") as failure:
+        train_in_ranks(config_file, tmp_path / "run", layout, lambda rank: [DieInStep(13)] if rank == victim else [])
+    assert failure.value.rank == victim
+    assert last_step(tmp_path / "run") == 12
+    train_in_ranks(config_file, tmp_path / "run", layout)
+    assert_same_run(tmp_path / "run", straight.path)
+
+
+def test_a_killed_rank_ends_the_command(
+    straight: Trained, layout: Layout, config_file: Path, tmp_path: Path, start: Start, megamem: Megamem
+) -> None:
+    """From outside, at whatever moment of a step that is."""
+    command = start("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
+    wait_until(lambda: last_step(tmp_path / "run") >= 11, "step 11")
+    victim = command.ranks()[-1]
+    assert len(command.ranks()) == layout.num_ranks
+    victim.kill()
+    result = command.wait()
+    assert result.code == 1
+    assert f"rank {layout.num_ranks - 1} was killed by SIGKILL" in result.output
+    assert_no_orphans(command)
+    result = megamem("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
+    assert result.code == 0, result.output
+    assert "resuming from" in result.output
+    assert_same_run(tmp_path / "run", straight.path)
+
+
+def test_a_command_that_is_asked_to_stop_saves_and_can_go_on(
+    straight: Trained,
+    layout: Layout,
+    config_file: Path,
+    tmp_path: Path,
+    start: Start,
+    megamem: Megamem,
+) -> None:
+    command = start("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
+    wait_until(lambda: last_step(tmp_path / "run") >= 2, "step 2")
+    os.kill(command.pid, signal.SIGTERM if layout.num_ranks > 1 else signal.SIGINT)
+    result = command.wait()
+    assert result.code == 75, result.output
+    step = last_step(tmp_path / "run")
+    assert f"stopped at step {step} of 20 as asked" in result.last_line
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}"]
+    assert_no_orphans(command)
+    result = megamem("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
+    assert result.code == 0, result.output
+    assert f"(step {step})" in result.output
+    assert_same_run(tmp_path / "run", straight.path)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(config_file: Path, tmp_path: Path, start: Start) -> None:
+    command = start("train", config_file, "--nproc", 2, "--run-dir", tmp_path / "run")
+    wait_until(lambda: last_step(tmp_path / "run") >= 2, "step 2")
+    os.kill(command.pid, signal.SIGKILL)
+    assert command.wait().code == -signal.SIGKILL
+    assert_no_orphans(command)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("--nproc", 1), ("--nproc", 4, "parallel.tensor=2"), ("--nproc", 2, "parallel.pipeline=2")],
+    ids=["one rank", "tensor 2 x data 2", "pipeline 2"],
+)
+def test_another_layout_goes_on_to_rounding(
+    straight: Trained, stopped: Path, config_file: Path, tmp_path: Path, megamem: Megamem, other: tuple[object, ...]
+) -> None:
+    run = copy(stopped, tmp_path / "run")
+    result = megamem("train", config_file, "--run-dir", run, *other)
+    assert result.code == 0, result.output
+    assert [row["step"] for row in steps(run)] == list(range(1, 21))
+    for key in ("loss", "grad_norm"):
+        expected = [row[key] for row in steps(straight.path)]
+        assert [row[key] for row in steps(run)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_finished_run_can_be_made_longer(
+    straight: Trained, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
+) -> None:
+    run = copy(straight.path, tmp_path / "run")
+    result = megamem("train", config_file, *layout.overrides, "--run-dir", run, "train.num_steps=23")
+    assert result.code == 0, result.output
+    assert "changed since: train.num_steps: 20 -> 23" in result.output
+    assert steps(run)[:20] == steps(straight.path)
+    added: list[dict[str, Any]] = steps(run)[20:]
+    assert [row["step"] for row in added] == [21, 22, 23]
+    assert [row["consumed_samples"] for row in added] == [168, 176, 184]
+    assert [row["step"] for row in evaluations(run)] == [20, 23]
+
+
+def test_the_batch_may_change(
+    stopped: Path, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
+) -> None:
+    run = copy(stopped, tmp_path / "run")
+    result = megamem(
+        "train", config_file, *layout.overrides, "--run-dir", run, "train.global_batch_size=4", "train.num_steps=12"
+    )
+    assert result.code == 0, result.output
+    assert [row["consumed_samples"] for row in steps(run)][9:] == [80, 84, 88]
