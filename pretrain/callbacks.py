@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from pretrain.config.loader import to_dict
+from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
 from pretrain.run import Run
 
@@ -90,8 +91,13 @@ def _rows_up_to(path: Path, step: int) -> list[str]:
 def _append(path: Path, row: dict[str, Any]) -> None:
     # JSON has no NaN and no infinity.
     finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    with open(path, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(finite, allow_nan=False) + "\n")
+    try:
+        with open(path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(finite, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error}. Free some space; checkpoints are intact, and the run goes on from the newest one"
+        ) from error
 
 
 class ProgressLine(Quiet):

@@ -13,7 +13,7 @@ from pretrain.config.schema import ParallelConfig
 from pretrain.errors import ConfigError
 
 # Imported once, before ranks are forked: each would take seconds to import them by itself.
-_ENGINE_MODULES = (
+ENGINE_MODULES = (
     "megatron.core.dist_checkpointing",
     "megatron.core.distributed",
     "megatron.core.models.gpt",
@@ -74,7 +74,7 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
         return 0
     from parallel.launch import LaunchError, launch_ranks
 
-    for module in _ENGINE_MODULES:
+    for module in ENGINE_MODULES:
         importlib.import_module(module)
     try:
         launch_ranks(main, num_ranks, log_dir=log_dir)
