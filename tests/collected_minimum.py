@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+_COLLECTED = pytest.StashKey[int]()
 MINIMUM_FILE = Path(__file__).with_name("collected_minimum.txt")
 
 
@@ -28,16 +29,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.testsfailed:
         return
     collected, minimum = len(session.items), read_minimum(MINIMUM_FILE)
+    session.config.stash[_COLLECTED] = collected
     if collected < minimum:
         raise pytest.UsageError(shortfall(collected, minimum))
     if session.config.getoption("--raise-collected-minimum") and collected > minimum:
         MINIMUM_FILE.write_text(f"{collected}\n", encoding="utf-8")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says how the number of tests compares."""
-    collected = getattr(terminalreporter, "_numcollected", 0)
-    minimum = read_minimum(MINIMUM_FILE)
+    if _COLLECTED not in config.stash:
+        return
+    collected, minimum = config.stash[_COLLECTED], read_minimum(MINIMUM_FILE)
     advice = " (`make minimum` raises it)" if collected > minimum else ""
     terminalreporter.write_line(f"{collected} tests collected, at least {minimum} expected{advice}")
 
