@@ -63,9 +63,13 @@ def check_index(folder: Path) -> None:
     Raises:
         CheckpointError: it is missing or damaged, or refers to anything but an index's classes.
     """
+    from torch.distributed.checkpoint.metadata import Metadata
+
     try:
         content = (folder / ".metadata").read_bytes()
-        _IndexUnpickler(io.BytesIO(content)).load()
+        index = _IndexUnpickler(io.BytesIO(content)).load()
+        if not isinstance(index, Metadata):
+            raise TypeError(f"it holds a {type(index).__name__}")
     except (
         OSError,
         pickle.UnpicklingError,

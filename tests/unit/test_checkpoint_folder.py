@@ -1,0 +1,181 @@
+"""The folder of a run's checkpoints: what counts as complete, what is found, what is kept."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pretrain.checkpoint import folder as folders
+from pretrain.errors import CheckpointError
+
+
+def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
+    path = folders.start_writing(folder, step)
+    (path / "__0_0.distcp").write_bytes(content)
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+    return folders.complete(folder, step, run={"step": step}, rng={"seed": 1}, config={"a": 1}, versions={"torch": "2"})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def step_names(steps: Iterable[int]) -> list[str]:
+    return [f"step_{step:08d}" for step in steps]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 7)
+    assert path == folders.step_folder(tmp_path, 7)
+    saved = folders.read_state(path)
+    assert (saved.step, saved.rng, saved.config, saved.versions) == (7, {"seed": 1}, {"a": 1}, {"torch": "2"})
+    assert saved.files == {"__0_0.distcp": 7, ".metadata": (path / ".metadata").stat().st_size}
+
+
+def test_an_unfinished_one_is_never_found(tmp_path: Path) -> None:
+    path = folders.start_writing(tmp_path, 3)
+    (path / folders.STATE_FILE).write_text("{}")
+    assert folders.list_checkpoints(tmp_path) == []
+    assert folders.newest_complete(tmp_path) == (None, [])
+
+
+def test_starting_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
+    kept = write(tmp_path, 2)
+    for step in (3, 4):
+        (folders.writing_folder(tmp_path, step) / "sub").mkdir(parents=True)
+    path = folders.start_writing(tmp_path, 4)
+    assert names(tmp_path) == [path.name, kept.name]
+    assert list(path.iterdir()) == []
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 5, b"old")
+    path = write(tmp_path, 5, b"newer")
+    assert (path / "__0_0.distcp").read_bytes() == b"newer"
+    assert names(tmp_path) == step_names([5])
+
+
+def test_steps_of_any_length_are_in_order(tmp_path: Path) -> None:
+    for step in (10**9, 3, 20):
+        write(tmp_path, step)
+    (tmp_path / "step_12").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == step_names([3, 20, 10**9])
+
+
+def shorten(path: Path) -> None:
+    (path / "__0_0.distcp").write_bytes(b"w")
+
+
+def lengthen(path: Path) -> None:
+    (path / "__0_0.distcp").write_bytes(b"weights and more")
+
+
+def lose(path: Path) -> None:
+    (path / "__0_0.distcp").unlink()
+
+
+def lose_state(path: Path) -> None:
+    (path / folders.STATE_FILE).unlink()
+
+
+def edit_state(**changes: object) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        state = json.loads((path / folders.STATE_FILE).read_text())
+        (path / folders.STATE_FILE).write_text(json.dumps({**state, **changes}))
+
+    edit.__name__ = f"state with {changes}"
+    return edit
+
+
+def binary_state(path: Path) -> None:
+    (path / folders.STATE_FILE).write_bytes(b"\xff\xfe\x00")
+
+
+def list_as_state(path: Path) -> None:
+    (path / folders.STATE_FILE).write_text("[]")
+
+
+def plant_code(path: Path) -> None:
+    index = path / ".metadata"
+    size = index.stat().st_size
+    index.write_bytes(b"cos\nsystem\n."[:size].ljust(size, b"\0"))
+
+
+DAMAGES = (
+    shorten,
+    lengthen,
+    lose,
+    lose_state,
+    binary_state,
+    list_as_state,
+    edit_state(format=2),
+    edit_state(run=[]),
+    edit_state(run={"step": 8}),
+    edit_state(run={"step": None}),
+    edit_state(files=["__0_0.distcp"]),
+    edit_state(files={"__0_0.distcp": "big"}),
+    plant_code,
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_reported_and_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    older, newer = write(tmp_path, 6), write(tmp_path, 9)
+    damage(newer)
+    saved, problems = folders.newest_complete(tmp_path)
+    assert saved is not None
+    assert saved.path == older
+    assert len(problems) == 1
+    assert str(newer) in problems[0]
+
+
+def test_nothing_but_damage_is_an_error_that_names_all(tmp_path: Path) -> None:
+    paths = [write(tmp_path, 6), write(tmp_path, 9)]
+    for path in paths:
+        shorten(path)
+    with pytest.raises(CheckpointError) as error:
+        folders.newest_complete(tmp_path)
+    assert all(str(path) in str(error.value) for path in paths)
+
+
+def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    assert folders.newest_complete(tmp_path / "none") == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every_steps", "kept"),
+    [
+        (1, 0, [50]),
+        (2, 0, [40, 50]),
+        (9, 0, [10, 20, 30, 40, 50]),
+        (0, 0, [10, 20, 30, 40, 50]),
+        (1, 20, [20, 40, 50]),
+        (2, 10, [10, 20, 30, 40, 50]),
+        (0, 20, [10, 20, 30, 40, 50]),
+    ],
+)
+def test_retention(tmp_path: Path, keep_last: int, keep_every_steps: int, kept: list[int]) -> None:
+    for step in range(10, 60, 10):
+        write(tmp_path, step)
+    removed = folders.remove_superseded(tmp_path, 50, keep_last=keep_last, keep_every_steps=keep_every_steps)
+    assert names(tmp_path) == step_names(kept)
+    assert [path.name for path in removed] == step_names(s for s in range(10, 60, 10) if s not in kept)
+
+
+def test_damaged_ones_do_not_push_good_ones_out(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        write(tmp_path, step)
+    # Damaged; the run went on from 20 and has just saved 35, while 30 and 40 are still there.
+    for step in (30, 40):
+        shorten(folders.step_folder(tmp_path, step))
+    write(tmp_path, 35)
+    folders.remove_superseded(tmp_path, 35, keep_last=2, keep_every_steps=0)
+    assert names(tmp_path) == step_names([20, 30, 35, 40])
+    folders.remove_superseded(tmp_path, 35, keep_last=1, keep_every_steps=0)
+    assert names(tmp_path) == step_names([35, 40])

@@ -1,0 +1,80 @@
+"""A checkpoint's index is read only if it refers to an index's classes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+
+from pretrain.checkpoint.safe_metadata import check_index
+from pretrain.errors import CheckpointError
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint as PyTorch writes it."""
+    state = {name: torch.zeros(3, 2, dtype=dtype) for name, dtype in (("a", torch.float32), ("b", torch.bfloat16))}
+    torch_checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
+
+
+def test_an_index_is_accepted(saved: Path) -> None:
+    check_index(saved)
+
+
+class Payload:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("wrap", [lambda p: p, lambda p: {"state_dict_metadata": [p]}], ids=["bare", "nested"])
+def test_code_is_refused_and_not_run(saved: Path, tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+    proof = tmp_path / "proof"
+    (saved / ".metadata").write_bytes(pickle.dumps(wrap(Payload(os.system, f"touch {proof}"))))
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        check_index(saved)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "function", [eval, exec, getattr, torch.load, torch.hub.load, os.unlink, pickle.loads], ids=lambda f: f.__name__
+)
+def test_no_function_of_python_or_torch_gets_through(saved: Path, function: Callable[..., Any]) -> None:
+    (saved / ".metadata").write_bytes(pickle.dumps(Payload(function, "x")))
+    with pytest.raises(CheckpointError, match="it wants"):
+        check_index(saved)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"junk", b"\x80\x04", pickle.dumps([]), pickle.dumps({"a": 1})],
+    ids=["empty", "junk", "cut", "list", "dict"],
+)
+def test_damage_is_an_error(saved: Path, content: bytes) -> None:
+    (saved / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        check_index(saved)
+
+
+def test_truncation_anywhere_is_an_error(saved: Path) -> None:
+    content = (saved / ".metadata").read_bytes()
+    for size in range(0, len(content), 7):
+        (saved / ".metadata").write_bytes(content[:size])
+        with pytest.raises(CheckpointError):
+            check_index(saved)
+
+
+def test_no_index_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        check_index(tmp_path)
