@@ -26,6 +26,8 @@ from pretrain.errors import DataError
 PYTHON_STDLIB = "python-stdlib"
 """Input name of the default corpus: the sources of the running interpreter's standard library."""
 
+# How this interpreter was built: written by its build, different on every machine, and no source.
+_STDLIB_GENERATED_PREFIX = "_sysconfigdata"
 _STDLIB_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 _CHUNK_BYTES = 1 << 20
@@ -155,7 +157,10 @@ def _paths_of(name: str) -> list[Path]:
 def _stdlib_paths() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = [
-        path for path in root.rglob("*.py") if not _STDLIB_EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
+        path
+        for path in root.rglob("*.py")
+        if not _STDLIB_EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
+        and not path.name.startswith(_STDLIB_GENERATED_PREFIX)
     ]
     if not paths:
         raise DataError(
