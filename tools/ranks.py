@@ -80,6 +80,7 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
         launch_ranks(main, num_ranks, log_dir=log_dir)
     except LaunchError as error:
         sys.stdout.flush()
-        print(f"megamem: error: {error}", file=sys.stderr)
+        # A progress line may have been left open.
+        print(f"\nmegamem: {'' if error.exit_code == os.EX_TEMPFAIL else 'error: '}{error}", file=sys.stderr)
         return error.exit_code
     return 0

@@ -61,10 +61,17 @@ def save_tensors(entries: ShardedStateDict, folder: Path) -> None:
     tensors, _ = _without_objects(entries)
     try:
         dist_checkpointing.save(tensors, str(folder), sharded_strategy=InProcessSaveStrategy())
-    except (OSError, CheckpointException, CheckpointingException) as error:
+    except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
+        if isinstance(error, RuntimeError) and not _is_stream_failure(error):
+            raise
         raise CheckpointError(
             f"the checkpoint cannot be written to {folder}: {_reason(error)}. Free some space or choose another --run-dir; earlier checkpoints are intact"
         ) from error
+
+
+def _is_stream_failure(error: RuntimeError) -> bool:
+    """Whether PyTorch's file writer in C++ failed, which knows no OSError; other RuntimeErrors are lost connections or defects."""
+    return any(phrase in str(error) for phrase in ("iostream error", "PytorchStreamWriter"))
 
 
 def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
