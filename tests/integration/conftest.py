@@ -82,17 +82,33 @@ def megamem(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Megamem:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
-    """A run on one rank that has learnt something. Copy it to change it."""
+    """A run on one rank that has learnt something, of a model whose memory is large beside the rest."""
     path = tmp_path_factory.mktemp("trained") / "run"
-    result = megamem(
-        "train",
-        config_file,
-        "--run-dir",
-        path,
-        "train.num_steps=120",
+    options = (
+        "model.num_layers=2",
+        "model.ffn_hidden_size=32",
+        "model.memory.num_keys=32",
+        "model.memory.value_dim=32",
+        "model.memory.pre_value_dim=16",
+        "model.memory.top_k=8",
         "optimizer.lr=1e-2",
-        "checkpoint.every_steps=60",
-        "evaluation.max_sequences=200",
+        "optimizer.value_lr_multiplier=5",
+        "optimizer.value_lr_end_multiplier=2",
+        "optimizer.pre_value_lr_multiplier=null",
+        "train.num_steps=160",
+        "train.global_batch_size=16",
+        "train.micro_batch_size=16",
+        "checkpoint.every_steps=80",
     )
+    result = megamem("train", config_file, "--run-dir", path, *options)
+    assert result.code == 0, result.output
+    return path
+
+
+@pytest.fixture(scope="session")
+def saved_run(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
+    """The tiny model on one rank with checkpoints of steps 3 and 6. Copy it to change it."""
+    path = tmp_path_factory.mktemp("saved") / "run"
+    result = megamem("train", config_file, "--run-dir", path, "train.num_steps=6", "checkpoint.every_steps=3")
     assert result.code == 0, result.output
     return path

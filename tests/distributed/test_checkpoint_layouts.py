@@ -1,0 +1,135 @@
+"""What one layout saves, every other one loads: weights and optimizer state, bit for bit.
+
+A checkpoint is loaded into a run of other weights on the target layout and saved again from there: the two checkpoints must hold the same
+tensors. That compares every element of every global tensor, whichever ranks own it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from tiny_runs import PRIVATE, SHARED, on, tiny_run
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from pretrain.checkpoint.folder import read_state
+from pretrain.checkpoint.run import restore_run, save_run
+from pretrain.config.schema import RunConfig
+from pretrain.state import RunState
+
+TIED = replace(PRIVATE, model=replace(PRIVATE.model, tied_embeddings=True))
+"""Every layer may be a chunk, and the first and last stage hold copies of one embedding."""
+
+DENSE = replace(TIED, model=replace(TIED.model, memory=None))
+
+CASES: dict[str, RunConfig] = {
+    "shared tables": SHARED,
+    "untied, two heads": PRIVATE,
+    "tied": TIED,
+    "dense": DENSE,
+    "bf16": replace(TIED, train=replace(TIED.train, precision="bf16")),
+}
+
+STRIDES = {"shared tables": 1, "untied, two heads": 2, "tied": 1, "dense": 3, "bf16": 4}
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "data 4": {},
+    "tensor 2 x data 2": {"tensor": 2},
+    "tensor 2 x pipeline 2": {"tensor": 2, "pipeline": 2},
+    "pipeline 2 x data 2, interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "pipeline 4": {"pipeline": 4},
+}
+
+STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2)
+
+
+def layouts_of(config: RunConfig) -> dict[str, dict[str, int]]:
+    """Pairs of layers that share a table cannot be split."""
+    shared = config.model.memory is not None and config.model.memory.sharing.pattern == "block"
+    return {
+        name: sizes
+        for name, sizes in LAYOUTS.items()
+        if not shared or sizes.get("pipeline", 1) * sizes.get("virtual_pipeline", 1) <= 2
+    }
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    reader = torch_checkpoint.FileSystemReader(path)
+    state = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        # A hole would show.
+        state[name] = torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_loads_what_any_layout_saved(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    config = CASES[case]
+    layouts = layouts_of(config)
+    names = list(layouts)
+    # Every layout writes once and reads once; the strides of the cases with five layouts make up all ordered pairs of them.
+    pairs = [(name, names[(i + STRIDES[case]) % len(names)]) for i, name in enumerate(names)]
+
+    def main() -> list[list[float]]:
+        losses = []
+        # Every layout saves what it has trained itself.
+        for name, sizes in layouts.items():
+            with tiny_run(on(config, micro_batch_size=1, **sizes)) as run:
+                run.train(2)
+                save_run(run.config, STATE, run.chunks, run.optimizer, tmp_path / name)
+        # Each loads what another one saved, into weights of another seed, saves it again, and trains on.
+        for source, target in pairs:
+            other_seed = replace(on(config, micro_batch_size=1, **layouts[target]), seed=99)
+            with tiny_run(other_seed) as run:
+                saved = read_state(tmp_path / source / "step_00000002")
+                state = restore_run(saved, run.chunks, run.optimizer)
+                assert state == STATE
+                save_run(run.config, state, run.chunks, run.optimizer, tmp_path / f"{source} to {target}")
+                run.step = 2
+                losses.append([loss for loss, _ in run.train(1)])
+        dist.barrier()
+        return losses
+
+    losses = run_ranks(main, 4, timeout_s=300)[0]
+    for source, target in pairs:
+        written = read_all(tmp_path / source / "step_00000002")
+        rewritten = read_all(tmp_path / f"{source} to {target}" / "step_00000002")
+        assert written.keys() == rewritten.keys()
+        assert not [name for name in written if torch.isnan(written[name].float()).any()]
+        different = [name for name in written if not torch.equal(written[name], rewritten[name])]
+        assert not different, f"{source} -> {target}"
+        check_contents(config, written)
+    rtol = 1e-5 if config.train.precision == "fp32" else 2e-2
+    for loss in losses:
+        assert loss == pytest.approx(losses[0], rel=rtol)
+
+
+def check_contents(config: RunConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Weights, main weights and both moments of every parameter, in the weights' global shape; and the buffers, which have no moments."""
+    state_prefix = "optimizer.state.param."
+    weights = {name.removeprefix(state_prefix) for name in tensors if name.startswith(state_prefix)}
+    buffers = {name for name in tensors if not name.startswith("optimizer.")} - weights
+    assert {name.rsplit(".", 2)[1] for name in buffers} <= {"memory"}
+    for name in weights:
+        for part in ("param", "exp_avg", "exp_avg_sq"):
+            state = tensors[f"optimizer.state.{part}.{name}"]
+            assert state.shape == tensors[name].shape
+            assert state.dtype == torch.float32
+        main = tensors[f"optimizer.state.param.{name}"]
+        assert torch.equal(main.to(tensors[name].dtype), tensors[name])
+    assert len(tensors) == 4 * len(weights) + len(buffers)
+    tables = [name for name in weights if name.endswith("values")]
+    assert bool(tables) == (config.model.memory is not None)
+    moved = [name for name in weights if tensors[f"optimizer.state.exp_avg_sq.{name}"].any()]
+    assert len(moved) == len(weights)

@@ -1,0 +1,183 @@
+"""Checkpoints that cannot be written, read or trusted: exit code 4 or the one before it, and no step is lost that was saved."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Megamem, checkpoint, last_step, steps
+
+import pretrain.checkpoint.folder as folders
+
+FOUR = ("parallel.tensor=2", "parallel.pipeline=2")
+
+
+def limit_files(num_bytes: int) -> None:
+    """Let no file grow past a size, from now on: writing fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def full_for_all() -> None:
+    limit_files(100_000)
+
+
+def full_for_rank_0_while_it_saves() -> None:
+    """Not even the first small file of a checkpoint, which rank 0 writes while the others go on."""
+    start_writing = folders.start_writing
+
+    def limited(folder: Path, step: int) -> Path:
+        path = start_writing(folder, step)
+        if step > 5:
+            limit_files(64)
+        return path
+
+    folders.start_writing = limited
+
+
+def full_at_the_end_of_saving() -> None:
+    complete = folders.complete
+
+    def limited(*args: object, **kwargs: object) -> Path:
+        limit_files(64)
+        return complete(*args, **kwargs)  # type: ignore[arg-type]
+
+    folders.complete = limited
+
+
+@pytest.fixture(scope="module")
+def five_steps(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
+    """A run of four ranks with one checkpoint. Copy it to go on."""
+    path = tmp_path_factory.mktemp("five") / "run"
+    result = megamem("train", config_file, *FOUR, "--run-dir", path, "train.num_steps=5")
+    assert result.code == 0, result.output
+    return path
+
+
+@pytest.mark.parametrize(
+    "fill", [full_for_all, full_for_rank_0_while_it_saves, full_at_the_end_of_saving], ids=lambda fill: fill.__name__
+)
+def test_disk_full_while_saving(
+    megamem: Megamem, config_file: Path, five_steps: Path, tmp_path: Path, fill: Callable[[], None]
+) -> None:
+    run = Path(shutil.copytree(five_steps, tmp_path / "run"))
+    command = ("train", config_file, *FOUR, "--run-dir", run, "train.num_steps=8", "checkpoint.every_steps=7")
+    result = megamem(*command, before=fill)
+    assert result.code == 4, result.output
+    message = result.output[result.output.rindex("megamem: error:") :]
+    assert "cannot be written" in message
+    assert "arlier checkpoints are intact" in message
+    assert "Traceback" not in result.output
+    assert last_step(run) == 7
+    assert folders.newest_complete(run / "checkpoints")[0] == folders.read_state(checkpoint(run, 5))
+    # There is space again.
+    result = megamem(*command)
+    assert result.code == 0, result.output
+    assert "(step 5)" in result.output
+    assert [row["step"] for row in steps(run)] == list(range(1, 9))
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_00000007", "step_00000008"]
+
+
+def truncate(path: Path) -> None:
+    file = next(path.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def remove_a_file(path: Path) -> None:
+    next(path.glob("*.distcp")).unlink()
+
+
+def scribble_on_the_state(path: Path) -> None:
+    (path / folders.STATE_FILE).write_text("[1, 2")
+
+
+def replace_the_state(path: Path) -> None:
+    (path / folders.STATE_FILE).write_text('{"format": 1, "run": [], "rng": 0, "config": 0, "versions": 0, "files": 0}')
+
+
+def scribble_on_the_index(path: Path) -> None:
+    index = path / ".metadata"
+    index.write_bytes(os.urandom(index.stat().st_size))
+
+
+DAMAGES = (truncate, remove_a_file, scribble_on_the_state, replace_the_state, scribble_on_the_index)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
+    megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    run = Path(shutil.copytree(saved_run, tmp_path / "run"))
+    damage(checkpoint(run, 6))
+    result = megamem("train", config_file, "--run-dir", run, "train.num_steps=5")
+    assert result.code == 0, result.output
+    assert f"passed over a damaged checkpoint: {checkpoint(run, 6)}" in result.output
+    assert f"resuming from {checkpoint(run, 3)}" in result.output
+    assert last_step(run) == 5
+    # The damaged one does not push a good one out.
+    assert folders.read_state(checkpoint(run, 3)).step == 3
+    assert folders.read_state(checkpoint(run, 5)).step == 5
+
+
+def test_nothing_but_damaged_checkpoints(megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(saved_run, tmp_path / "run"))
+    for step in (3, 6):
+        truncate(checkpoint(run, step))
+    before = sorted(path for path in run.rglob("*"))
+    for command in (("train", config_file, "--run-dir", run, "--nproc", 2), ("eval", run), ("generate", run)):
+        result = megamem(*command)
+        assert result.code == 4, result.output
+        assert "no checkpoint of this run can be read" in result.output
+        assert "Traceback" not in result.output
+    assert [path for path in before if not path.exists()] == []
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.proof}",)
+
+
+def test_code_in_a_checkpoint_is_not_run(megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(saved_run, tmp_path / "run"))
+    proof = tmp_path / "proof"
+    shutil.rmtree(checkpoint(run, 3))
+    # Whoever plants code makes the sizes right, too.
+    index = checkpoint(run, 6) / ".metadata"
+    payload = pickle.dumps(Payload(proof))
+    index.write_bytes(payload + b"\0" * (index.stat().st_size - len(payload)))
+    for command in (
+        ("train", config_file, "--run-dir", run, "train.num_steps=7"),
+        ("eval", run, "--step", 6),
+        ("generate", run, "--step", 6),
+        ("generate", run),
+    ):
+        result = megamem(*command)
+        assert result.code == 4, result.output
+        assert "posix.system" in result.output
+        assert not proof.exists()
+
+
+def test_another_model_is_refused(megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(saved_run, tmp_path / "run"))
+    result = megamem("train", config_file, "--run-dir", run, "model.memory.top_k=8", "model.hidden_size=64", "seed=3")
+    assert result.code == 4, result.output
+    for change in ("model.hidden_size: 32 -> 64", "model.memory.top_k: 4 -> 8", "seed: 1 -> 3"):
+        assert change in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_run_or_step(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
+    for arguments in ((tmp_path / "none",), (saved_run, "--step", 7)):
+        for command in ("eval", "generate"):
+            result = megamem(command, *arguments)
+            assert result.code == 4, result.output
+            assert "Traceback" not in result.output

@@ -1,0 +1,122 @@
+"""A trained run is evaluated alike on every layout, uses its memory, and continues prompts reproducibly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Megamem, evaluations
+
+
+def evaluate(megamem: Megamem, run: Path, *options: object) -> dict[str, Any]:
+    result = megamem("eval", run, "--json", *options)
+    assert result.code == 0, result.output
+    row: dict[str, Any] = json.loads(result.last_line)
+    return row
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, tmp_path: Path, precision: str) -> None:
+    run = tmp_path / "run"
+    result = megamem(
+        "train",
+        config_file,
+        "--run-dir",
+        run,
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "train.num_steps=6",
+        "train.sequence_length=128",
+        f"train.precision={precision}",
+        "evaluation.max_sequences=null",
+    )
+    assert result.code == 0, result.output
+    (trained,) = evaluations(run)
+    tolerance = 1e-5 if precision == "fp32" else 2e-3
+    for options in (("--nproc", 1), ("--nproc", 2), ("--own-layout",)):
+        row = evaluate(megamem, run, *options)
+        for key in ("validation_loss", "bits_per_byte"):
+            assert row[key] == pytest.approx(trained[key], rel=tolerance)
+        for key in ("validation_tokens", "validation_bytes"):
+            assert row[key] == trained[key]
+        assert row["checkpoint"].endswith("step_00000006")
+
+
+def test_the_trained_model_uses_its_memory(megamem: Megamem, trained: Path) -> None:
+    """Switched off, its validation loss is clearly worse; so the memory does work that the rest of the model does not."""
+    with_memory = evaluate(megamem, trained)
+    without_memory = evaluate(megamem, trained, "--without-memory")
+    assert without_memory["validation_loss"] > with_memory["validation_loss"] + 0.1
+    assert without_memory["validation_tokens"] == with_memory["validation_tokens"]
+    assert with_memory["bits_per_byte"] < 8
+    assert 0 < with_memory["xz -9 bits_per_byte"] < with_memory["bits_per_byte"]
+
+
+def test_an_earlier_step_can_be_evaluated(megamem: Megamem, trained: Path) -> None:
+    early, late = evaluate(megamem, trained, "--step", 80), evaluate(megamem, trained)
+    assert early["checkpoint"].endswith("step_00000080")
+    assert early["validation_loss"] > late["validation_loss"]
+
+
+def test_the_table_for_people(megamem: Megamem, trained: Path) -> None:
+    result = megamem("eval", trained, "--nproc", 1)
+    assert result.code == 0
+    assert "this model" in result.output
+    assert "gzip -9" in result.output
+
+
+def test_a_dense_model_has_no_memory_to_switch_off(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = megamem("train", config_file, "--run-dir", run, "model.memory=null", "train.num_steps=3")
+    assert result.code == 0, result.output
+    assert "dense" in result.output
+    result = megamem("eval", run, "--without-memory")
+    assert result.code == 2
+    assert "dense model" in result.output
+
+
+def generate(megamem: Megamem, run: Path, *options: object) -> str:
+    result = megamem("generate", run, "--max-tokens", 30, "--prompt", "def ", *options)
+    assert result.code == 0, result.output
+    assert result.output.startswith("def ")
+    return result.output
+
+
+def test_generation_follows_from_the_seed(megamem: Megamem, trained: Path) -> None:
+    text = generate(megamem, trained, "--seed", 5)
+    assert generate(megamem, trained, "--seed", 5) == text
+    assert generate(megamem, trained, "--seed", 6) != text
+    assert len(text) > len("def \n")
+
+
+def test_temperature_0_takes_the_likeliest(megamem: Megamem, trained: Path) -> None:
+    text = generate(megamem, trained, "--temperature", 0)
+    assert generate(megamem, trained, "--temperature", 0, "--seed", 9) == text
+
+
+def test_prompts_longer_than_the_context_and_beyond_ascii(megamem: Megamem, trained: Path) -> None:
+    prompt = "naïve — 日本語 " * 20
+    result = megamem("generate", trained, "--max-tokens", 3, "--prompt", prompt)
+    assert result.code == 0, result.output
+    assert result.output.startswith(prompt)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temperature", -1),
+        ("--temperature", "nan"),
+        ("--top-p", 0),
+        ("--top-p", 1.5),
+        ("--max-tokens", 0),
+        ("--seed", -1),
+        ("--temperature", "warm"),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_impossible_sampling(megamem: Megamem, trained: Path, options: tuple[object, ...]) -> None:
+    result = megamem("generate", trained, *options)
+    assert result.code == 2, result.output
+    assert "Traceback" not in result.output

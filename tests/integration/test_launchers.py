@@ -1,0 +1,76 @@
+"""The command as a program of its own, started by itself or by torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Megamem, checkpoint, steps
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_program(*arguments: object, timeout_s: float = 240) -> tuple[int, str]:
+    """Exit code and output; past the timeout its whole process group is killed."""
+    with subprocess.Popen(
+        [str(argument) for argument in arguments],
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+def torchrun(num_ranks: int, *arguments: object) -> tuple[int, str]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks)
+    return run_program(*launcher, "-m", "tools.cli", *arguments)
+
+
+def test_torchrun_gives_the_ranks(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:
+    short = ("train.num_steps=4", "train.micro_batch_size=2")
+    code, output = torchrun(2, "train", config_file, *short, "--run-dir", tmp_path / "torchrun")
+    assert code == 0, output
+    assert output.count("2 ranks (tensor 1 x pipeline 1 x data 2)") == 1
+    assert checkpoint(tmp_path / "torchrun", 4).is_dir()
+    assert megamem("train", config_file, *short, "--run-dir", tmp_path / "own", "--nproc", 2).code == 0
+    for key in ("loss", "grad_norm"):
+        expected = [row[key] for row in steps(tmp_path / "own")]
+        assert [row[key] for row in steps(tmp_path / "torchrun")] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_number_of_ranks_that_contradicts_the_launcher(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:
+    def as_torchrun_does() -> None:
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+        }
+
+    result = megamem("train", config_file, "--nproc", 2, "--run-dir", tmp_path / "run", before=as_torchrun_does)
+    assert result.code == 2, result.output
+    assert "--nproc is 2, but 1 ranks were started already" in result.output
+
+
+def test_the_program_itself(config_file: Path, tmp_path: Path) -> None:
+    program = (sys.executable, "-m", "tools.cli")
+    code, output = run_program(*program, "train", config_file, "--run-dir", tmp_path / "run", "train.num_steps=3")
+    assert code == 0, output
+    assert "run folder:" in output
+    code, output = run_program(*program, "train", config_file, "train.num_stepz=2")
+    assert code == 2
+    assert "train.num_steps" in output

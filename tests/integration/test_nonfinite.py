@@ -1,0 +1,100 @@
+"""Steps without a finite gradient change nothing and are counted; too many in a row end the run, and its checkpoint stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Megamem, checkpoint, last_step, rows
+
+import pretrain.checkpoint.folder as folders
+from parallel.launch import RankError, launch_ranks
+from pretrain.callbacks import Quiet, Row, default_callbacks
+from pretrain.config.loader import load_config
+from pretrain.loop import train
+from pretrain.run import Run, RunFolder, open_run
+from pretrain.session import session
+
+FOUR = ("parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every_steps=3")
+
+
+class Poison(Quiet):
+    """Puts a value into one gradient of this rank before the optimizer reads it, at some steps; notes which steps changed any state."""
+
+    def __init__(self, value: float, poisoned: Callable[[int], bool]) -> None:
+        self._value, self._poisoned = value, poisoned
+        self._last: list[torch.Tensor] = []
+        self.unchanged: list[int] = []
+
+    def on_start(self, run: Run) -> None:
+        prepare_grads = run.optimizer.prepare_grads
+
+        def poisoned() -> bool:
+            if self._poisoned(run.state.step + 1) and run.groups.rank == 1:
+                next(run.chunks[0].parameters()).main_grad.view(-1)[3] = self._value
+            found: bool = prepare_grads()
+            return found
+
+        run.optimizer.prepare_grads = poisoned
+
+    def on_step(self, run: Run, row: Row) -> None:
+        state = [p.detach().clone() for chunk in run.chunks for p in chunk.parameters()]
+        for part in run.optimizer.chained_optimizers:
+            for moments in part.optimizer.state.values():
+                state += [moments[name].clone() for name in ("step", "exp_avg", "exp_avg_sq")]
+        if len(state) == len(self._last) and all(map(torch.equal, state, self._last)):
+            self.unchanged.append(run.state.step)
+        self._last = state
+
+
+def train_with(config_file: Path, path: Path, poison: Poison, *overrides: str) -> list[list[int]]:
+    config = load_config(config_file, [*FOUR, *overrides])
+
+    def main() -> list[int]:
+        with session(config) as groups:
+            run = open_run(config, RunFolder(path), groups)
+            train(run, [*default_callbacks(run), poison])
+            return poison.unchanged
+
+    return launch_ranks(main, 4, timeout_s=240, log_dir=path / "logs")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_without_finite_gradients_changes_nothing(
+    config_file: Path, tmp_path: Path, warm: None, value: float
+) -> None:
+    run = tmp_path / "run"
+    unchanged = train_with(config_file, run, Poison(value, lambda step: step in (4, 6)), "train.num_steps=8")
+    assert unchanged == [[4, 6]] * 4
+    found = [row for row in rows(run) if "loss" in row]
+    assert [row["step"] for row in found] == list(range(1, 9))
+    assert [row["num_skipped"] for row in found] == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert [row["step"] for row in found if row["grad_norm"] is None] == [4, 6]
+    assert all(math.isfinite(row["loss"]) for row in found)
+    state = folders.read_state(checkpoint(run, 8)).run
+    assert (state["num_updates"], state["num_skipped"], state["num_skipped_in_row"]) == (6, 2, 0)
+
+
+def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RankError, match=r"last 2 steps had no finite gradient.* at step 5") as failure:
+        train_with(
+            config_file,
+            run,
+            Poison(math.nan, lambda step: step >= 4),
+            "train.max_skipped_steps=2",
+            "train.num_steps=9",
+        )
+    assert failure.value.is_user_error
+    assert failure.value.exit_code == 1
+    assert last_step(run) == 5
+    saved, problems = folders.newest_complete(run / "checkpoints")
+    assert saved is not None
+    assert (saved.step, problems) == (3, [])
+    assert saved.run["num_skipped"] == 0
+    result = megamem("train", config_file, *FOUR, "--run-dir", run, "train.num_steps=6")
+    assert result.code == 0, result.output
+    assert last_step(run) == 6
