@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as request:
         return request.code if isinstance(request.code, int) else 0 if request.code is None else 1
     except UserError as error:
-        print(f"megamem: {'' if error.exit_code == os.EX_TEMPFAIL else 'error: '}{error}", file=sys.stderr)
+        print(f"megamem: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("megamem: interrupted", file=sys.stderr)

@@ -81,6 +81,6 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
     except LaunchError as error:
         sys.stdout.flush()
         # A progress line may have been left open.
-        print(f"\nmegamem: {'' if error.exit_code == os.EX_TEMPFAIL else 'error: '}{error}", file=sys.stderr)
+        print(f"\nmegamem: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
