@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,9 @@ def evaluate(
     ]
     nats = num_tokens = 0.0
     passes = range(0, num_microbatches, per_pass)
-    for start in tqdm(passes, desc="evaluating", unit="pass", leave=False, disable=not (progress and groups.is_main)):
+    interval_s = 0.5 if sys.stderr.isatty() else 10.0
+    quiet = not (progress and groups.is_main)
+    for start in tqdm(passes, desc="evaluating", unit="pass", leave=False, disable=quiet, mininterval=interval_s):
         # The last pass is only as long as it must be; interleaved stages want a multiple of the pipeline.
         length = min(per_pass, -(-(num_microbatches - start) // pipeline) * pipeline)
         part: LossSum = evaluation_loss(

@@ -123,6 +123,20 @@ class MemoryOptimizer(ChainedOptimizer):
             for key, entry in part.sharded_state_dict(model_sharded_state_dict, is_loading).items()
         }
 
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Global gradient norm over all ranks, each parameter counted once.
+
+        Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on every layout.
+        """
+        squares = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
+        for part in self.chained_optimizers:
+            for gradient in part.get_main_grads_for_grad_norm():
+                squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        torch.distributed.all_reduce(squares, group=self.get_grad_stats_parallel_group())
+        # Host sync: the norm decides whether there is an update at all.
+        return float(squares.sqrt())
+
     def set_num_updates(self, num_updates: int) -> None:
         """See `MemoryDistributedOptimizer.set_num_updates`."""
         for part in self.chained_optimizers:

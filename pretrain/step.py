@@ -154,8 +154,7 @@ def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dic
 def _update(optimizer: MemoryOptimizer) -> tuple[bool, float]:
     """Clip by the global norm and step, or skip the step if the norm is not finite."""
     optimizer.prepare_grads()
-    # Host sync: the norm decides whether there is an update at all.
-    grad_norm = float(optimizer.get_grad_norm())
+    grad_norm = optimizer.get_grad_norm()
     if not math.isfinite(grad_norm):
         return False, grad_norm
     for part in optimizer.chained_optimizers:
