@@ -20,11 +20,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megamem.attention import SdpaCoreAttention
 from megamem.block import FfnWithMemory
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.layer import MemoryLayer
 from megamem.norm import RMSNorm
 
 # Builds the memory layer of a global 0-based layer, or is None for a block without one.
-MemoryMaker = Callable[[int], Callable[[], UltraMemV2Layer] | None]
+MemoryMaker = Callable[[int], Callable[[], MemoryLayer] | None]
 
 
 def block_spec(
@@ -85,7 +85,7 @@ def block_spec(
 
 
 def _mlp_slot(
-    ffn: MLPSubmodules, make_memory: Callable[[], UltraMemV2Layer] | None, groups: ProcessGroupCollection
+    ffn: MLPSubmodules, make_memory: Callable[[], MemoryLayer] | None, groups: ProcessGroupCollection
 ) -> ModuleSpec:
     if make_memory is None:
         return ModuleSpec(module=MLP, submodules=ffn)

@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.layer import MemoryLayer
 
 
 class FfnWithMemory(MegatronModule):
@@ -20,7 +20,7 @@ class FfnWithMemory(MegatronModule):
         self,
         config: TransformerConfig,
         ffn: MLPSubmodules,
-        make_memory: Callable[[], UltraMemV2Layer],
+        make_memory: Callable[[], MemoryLayer],
         tp_group: torch.distributed.ProcessGroup,
     ) -> None:
         """Build both.

@@ -20,8 +20,8 @@ from megamem.config import MemoryConfig, ModelConfig
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.random_fill import fill_normal, fill_uniform
 
-# The released layers' constants (`initialisation: released`).
-_RELEASED_GAIN_EXPONENT = -0.4
+# The released layers' constants (`initialisation: released`, and product keys).
+_RELEASED_GAIN_EXPONENT = {"ultramem_v2": -0.4, "ultramem": -0.33}
 _RELEASED_TABLE_STD = 0.02
 
 
@@ -34,9 +34,10 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """U(0, high)."""
+    """U(low, high)."""
 
     high: float
+    low: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def sigma_values(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> fl
     """
     k_inner_h = float(model.ffn_hidden_size)
     retrieved = memory.top_k * memory.num_heads * (1 + sigma_s**2) * memory.value_dim * model.num_layers
-    if memory.pre_value_dim:
-        return (0.2 * k_inner_h / (retrieved * memory.pre_value_dim)) ** 0.25
+    if memory.pre_dim:
+        return (0.2 * k_inner_h / (retrieved * memory.pre_dim)) ** 0.25
     return (0.08 * k_inner_h / retrieved) ** 0.5
 
 
@@ -129,6 +130,8 @@ def _distribution(name: str, model: ModelConfig) -> Distribution | None:
 
 
 def _memory_distribution(part: str, model: ModelConfig, memory: MemoryConfig) -> Distribution | None:
+    if not memory.has_tucker_cores:
+        return _product_key_distribution(part, model, memory)
     released = memory.initialisation == "released"
     match part:
         case "query_proj":
@@ -139,14 +142,37 @@ def _memory_distribution(part: str, model: ModelConfig, memory: MemoryConfig) ->
         case "cores":
             return Uniform(1.0)
         case "value_proj":
-            return Normal(memory.value_dim**-0.5 if released else model.linear_std)
+            return Normal((memory.num_value_blocks * memory.value_dim) ** -0.5 if released else model.linear_std)
         case "pre_value_proj":
             return Normal(model.hidden_size**-0.5 if released else model.linear_std)
         case "query_norm" | "keys_norm":
-            return Constant(memory.key_dim**_RELEASED_GAIN_EXPONENT) if released else None
+            return Constant(memory.key_dim ** _RELEASED_GAIN_EXPONENT[memory.kind]) if released else None
         case "u" | "v" | "permutation":
             return None
     raise AssertionError(f"no initial distribution is defined for the memory's {part}")
+
+
+def _product_key_distribution(part: str, model: ModelConfig, memory: MemoryConfig) -> Distribution:
+    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case that it has)."""
+    width = model.hidden_size
+    match part:
+        case "query_proj":
+            return _symmetric(math.sqrt(6 / (width + memory.num_queries * memory.key_dim)))
+        case "keys":
+            return _symmetric((2 * memory.key_dim) ** -0.5)
+        case "query_norm":
+            return Constant(1.0)
+        case "value_proj" | "silu_gate" | "output_gate":
+            return Normal(width**-0.5)
+        case "query_bias" | "silu_gate_bias" | "output_gate_bias":
+            return _symmetric(width**-0.5)
+        case "value_bias":
+            return _symmetric(memory.value_dim**-0.5)
+    raise AssertionError(f"no initial distribution is defined for the memory's {part}")
+
+
+def _symmetric(bound: float) -> Uniform:
+    return Uniform(low=-bound, high=bound)
 
 
 def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
@@ -161,8 +187,8 @@ def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
         match distribution:
             case Normal(std):
                 fill_normal(data, std=std, **where)
-            case Uniform(high):
-                fill_uniform(data, high=high, **where)
+            case Uniform(high, low):
+                fill_uniform(data, low=low, high=high, **where)
             case Constant(value):
                 data.fill_(value)
 
@@ -177,13 +203,15 @@ def _initialise_memory(
         layer.v.zero_()
         layer.update_singular_vectors()
         if memory.initialisation == "paper":
-            calibration = calibrate_scores(memory, layer.view.num_keys, layer.cores, seed=seed, name=layer.name)
+            calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)
             with torch.no_grad():
                 layer.query_norm.fill_(calibration.gain)
                 layer.keys_norm.fill_(calibration.gain)
             sigma_s_of_bank.setdefault(layer.view.bank, []).append(calibration.sigma_s)
     for bank in (m for m in chunk.modules() if isinstance(m, Bank)):
-        if memory.initialisation == "paper":
+        if not memory.has_tucker_cores:
+            std = memory.value_dim**-0.5
+        elif memory.initialisation == "paper":
             std = sigma_values(model, memory, _root_mean_square(sigma_s_of_bank[bank.spec.index]))
         else:
             std = _RELEASED_TABLE_STD

@@ -18,7 +18,8 @@ from megamem.backbone import block_spec
 from megamem.bank import Bank
 from megamem.block import FfnWithMemory
 from megamem.config import MemoryConfig, ModelConfig
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.layer import MemoryLayer
+from megamem.layers.registry import layer_class
 from megamem.placement import parameter_device
 from megamem.sharing import SharingPlan, plan_sharing
 
@@ -84,7 +85,7 @@ class MemoryGPTModel(GPTModel):
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
     @property
-    def memory_layers(self) -> list[UltraMemV2Layer]:
+    def memory_layers(self) -> list[MemoryLayer]:
         """This chunk's memory layers, in order."""
         return [block.memory for block in self._memory_blocks()]
 
@@ -96,7 +97,7 @@ class MemoryGPTModel(GPTModel):
     def begin_step(self) -> None:
         """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors."""
         for layer in self.memory_layers:
-            layer.update_singular_vectors()
+            layer.begin_step()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -139,12 +140,12 @@ def _memory_maker(
     plan: SharingPlan | None,
     banks: dict[int, Bank],
     seed: int,
-) -> Callable[[], UltraMemV2Layer] | None:
+) -> Callable[[], MemoryLayer] | None:
     if plan is None or memory is None:
         return None
     view = plan.views[layer]
     return partial(
-        UltraMemV2Layer,
+        layer_class(memory.kind),
         config,
         memory,
         view,

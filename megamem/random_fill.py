@@ -40,10 +40,17 @@ def fill_normal(
 
 
 def fill_uniform(
-    out: Tensor, *, seed: int, name: str, high: float, global_shape: Sequence[int], offset: Sequence[int]
+    out: Tensor,
+    *,
+    seed: int,
+    name: str,
+    high: float,
+    low: float = 0.0,
+    global_shape: Sequence[int],
+    offset: Sequence[int],
 ) -> None:
-    """Fill a shard with U(0, high); see `fill_normal`."""
-    _fill(out, seed, name, global_shape, offset, lambda bits: _unit(bits >> 32) * high)
+    """Fill a shard with U(low, high); see `fill_normal`."""
+    _fill(out, seed, name, global_shape, offset, lambda bits: _unit(bits >> 32) * (high - low) + low)
 
 
 def _unit(bits: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class SharingPlan:
                 raise ValueError(
                     f"layers {bank.layers[0]}..{bank.layers[-1]} share memory bank {bank.index}, but only {layers.start}..{layers.stop - 1} are on one "
                     "pipeline chunk: choose parallel.pipeline and parallel.virtual_pipeline so that a chunk's layers are a multiple of "
-                    "model.memory.sharing.group (block sharing), or one chunk (ring sharing)"
+                    "model.memory.sharing.group (block sharing), or one chunk (any other)"
                 )
         return wanted
 
@@ -63,7 +63,8 @@ class SharingPlan:
 def plan_sharing(memory: MemoryConfig, num_layers: int) -> SharingPlan:
     """Banks and views of a model whose every layer has a memory.
 
-    A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed.
+    A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed. Only with `all` does the
+    number of rows not grow with the layers.
     """
     own_rows, group = memory.num_keys**2, memory.sharing.group
     num_keys = math.isqrt(own_rows * group)
@@ -77,6 +78,9 @@ def plan_sharing(memory: MemoryConfig, num_layers: int) -> SharingPlan:
                 for block in range(num_layers // group)
             )
             views = tuple(LayerView(layer // group, 0, num_keys) for layer in range(num_layers))
+        case "all":
+            banks = (BankSpec(0, own_rows, tuple(range(num_layers))),)
+            views = tuple(LayerView(0, 0, memory.num_keys) for _ in range(num_layers))
         case "ring" | "no_ring":
             banks = (BankSpec(0, num_layers * own_rows, tuple(range(num_layers))),)
             views = tuple(

@@ -135,7 +135,7 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
         f"parallel.memory is {group}, but tables cannot be split over ranks in this version: "
         "use parallel.memory: 1 (every rank of a stage holds the whole table)"
     )
-    for key, columns in (("value_dim", memory.value_dim), ("pre_value_dim", memory.pre_value_dim)):
+    for key, columns in (("value_dim", memory.value_dim), ("pre_value_dim", memory.pre_dim)):
         if columns % group:
             yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part"
     pipeline = config.parallel.pipeline
