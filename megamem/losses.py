@@ -145,5 +145,5 @@ class _GradientInjection(torch.autograd.Function):
 
 
 def _inject(out: Tensor, loss: Tensor, weight: float) -> Tensor:
-    injected: Tensor = _GradientInjection.apply(out, loss, weight)  # type: ignore[no-untyped-call]
+    injected: Tensor = _GradientInjection.apply(out, loss, weight)
     return injected

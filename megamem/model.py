@@ -28,6 +28,7 @@ class MemoryGPTModel(GPTModel):
     """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the banks that its blocks read.
 
     Attributes:
+        model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.values` and `banks.<index>.pre_values` in checkpoints.
     """
 
@@ -66,7 +67,15 @@ class MemoryGPTModel(GPTModel):
         """
         plan = plan_sharing(model.memory, model.num_layers) if model.memory is not None else None
         banks = _build_banks(plan, layers, model.memory, config, groups, kernels)
-        memory_of = partial(_memory_maker, config=config, memory=model.memory, plan=plan, banks=banks, seed=seed)
+        memory_of = partial(
+            _memory_maker,
+            config=config,
+            memory=model.memory,
+            plan=plan,
+            banks=banks,
+            seed=seed,
+            token_group=groups.tp_cp,
+        )
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(
@@ -82,6 +91,7 @@ class MemoryGPTModel(GPTModel):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        self.model_config = model
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
     @property
@@ -95,7 +105,7 @@ class MemoryGPTModel(GPTModel):
             block.memory_enabled = enabled
 
     def begin_step(self) -> None:
-        """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors."""
+        """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
         for layer in self.memory_layers:
             layer.begin_step()
 
@@ -140,6 +150,7 @@ def _memory_maker(
     plan: SharingPlan | None,
     banks: dict[int, Bank],
     seed: int,
+    token_group: torch.distributed.ProcessGroup,
 ) -> Callable[[], MemoryLayer] | None:
     if plan is None or memory is None:
         return None
@@ -153,6 +164,7 @@ def _memory_maker(
         num_bank_rows=plan.banks[view.bank].num_rows,
         name=f"decoder.layers.{layer}.mlp.memory",
         seed=seed,
+        token_group=token_group,
     )
 
 

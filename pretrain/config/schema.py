@@ -138,6 +138,8 @@ class LoggingConfig:
 
     every_steps: int = 1
     """Write a metrics row every so many steps."""
+    memory_every_steps: int = 10
+    """Observe how the memory is used (coverage, evenness, scores, output, singular values) on one step of every so many, and write its row; 0: never. Takes 4 bytes per layer and row of its window."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder."""
     wandb_mode: Literal["disabled", "offline", "online"] = "disabled"
