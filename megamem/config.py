@@ -111,8 +111,8 @@ class MemoryConfig:
     """Project the summed values from value_dim to hidden_size (the other kinds but peer always do)."""
     output_gate: Annotated[bool, _only_for("pkm", "memory_plus")] = False
     """Multiply the output by a sigmoid of the input, one scalar per token (Meta's mem_gated)."""
-    initialisation: Annotated[Literal["paper", "released"], _only_for("ultramem_v2", "ultramem")] = "paper"
-    """paper: sigma_V of Eq. 26 with calibrated score gain; released: the constants of the public code (as always with product keys)."""
+    initialisation: Annotated[Literal["paper", "matched", "released"], _only_for("ultramem_v2", "ultramem")] = "paper"
+    """paper: sigma_V of Eq. 26 with calibrated score gain; matched: the same with the SwiGLU's true variance, a third of Eq. 25's; released: the public constants (as always with product keys)."""
     tucker_penalty_weight: Annotated[
         float,
         EffectiveWhen(

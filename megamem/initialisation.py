@@ -15,8 +15,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from megamem.bank import Bank
-from megamem.calibration import calibrate_scores
+from megamem.calibration import ScoreCalibration, calibrate_scores
 from megamem.config import MemoryConfig, ModelConfig
+from megamem.initial_variance import sigma_values
+from megamem.layers.layer import MemoryLayer
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.random_fill import fill_normal, fill_uniform
 
@@ -48,24 +50,6 @@ class Constant:
 
 
 Distribution = Normal | Uniform | Constant
-
-
-def sigma_values(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> float:
-    """sigma_V, the standard deviation of values and pre-values that gives memory and FFN outputs one variance (Eq. 26).
-
-    sigma_V^4 = 0.2 k_inner h / (K H (1 + sigma_s^2) P V L). Without pre-values the product with them falls out of Eq. 22, which leaves
-    sigma_V^2 = 0.08 k_inner h / (K H (1 + sigma_s^2) V L).
-
-    Args:
-        model: h, L and k_inner = ffn_hidden_size / h, the true inner width (the release's 4992 is the fused one).
-        memory: K, H, P, V.
-        sigma_s: standard deviation of the retrieved scores over their mean.
-    """
-    k_inner_h = float(model.ffn_hidden_size)
-    retrieved = memory.top_k * memory.num_heads * (1 + sigma_s**2) * memory.value_dim * model.num_layers
-    if memory.pre_dim:
-        return (0.2 * k_inner_h / (retrieved * memory.pre_dim)) ** 0.25
-    return (0.08 * k_inner_h / retrieved) ** 0.5
 
 
 def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) -> None:
@@ -199,24 +183,50 @@ def _initialise_memory(
     """Singular vectors, calibrated gains, and tables."""
     sigma_s_of_bank: dict[int, list[float]] = {}
     for layer in layers:
-        layer.u.zero_()
-        layer.v.zero_()
-        layer.update_singular_vectors()
-        if memory.initialisation == "paper":
-            calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)
-            with torch.no_grad():
-                layer.query_norm.fill_(calibration.gain)
-                layer.keys_norm.fill_(calibration.gain)
+        calibration = _calibrate(layer, memory, seed)
+        if calibration is not None:
             sigma_s_of_bank.setdefault(layer.view.bank, []).append(calibration.sigma_s)
     for bank in (m for m in chunk.modules() if isinstance(m, Bank)):
-        if not memory.has_tucker_cores:
-            std = memory.value_dim**-0.5
-        elif memory.initialisation == "paper":
-            std = sigma_values(model, memory, _root_mean_square(sigma_s_of_bank[bank.spec.index]))
-        else:
-            std = _RELEASED_TABLE_STD
+        std = table_std(model, memory, sigma_s_of_bank.get(bank.spec.index, []))
         for entry in bank.sharded_state_dict(prefix=f"banks.{bank.spec.index}.").values():
             _draw(entry, Normal(std), seed)
+
+
+def initialise_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int) -> ScoreCalibration | None:
+    """Fill a memory layer that is in no model, as `initialise` fills the one of that name.
+
+    Returns:
+        The calibration that its gains come from, or None where they are constants.
+    """
+    assert model.memory is not None
+    for part, parameter in layer.named_parameters():
+        distribution = _memory_distribution(part, model, model.memory)
+        if distribution is not None:
+            _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{part}", parameter), distribution, seed)
+    return _calibrate(layer, model.memory, seed) if isinstance(layer, UltraMemV2Layer) else None
+
+
+def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
+    """Standard deviation of the tables of a bank, given sigma_s of the layers that read it (empty where nothing is calibrated)."""
+    if not memory.has_tucker_cores:
+        return memory.value_dim**-0.5
+    if memory.initialisation == "released":
+        return _RELEASED_TABLE_STD
+    return sigma_values(model, memory, _root_mean_square(sigma_s))
+
+
+def _calibrate(layer: UltraMemV2Layer, memory: MemoryConfig, seed: int) -> ScoreCalibration | None:
+    """Set the singular vectors and, unless they are the release's constants, the gains."""
+    layer.u.zero_()
+    layer.v.zero_()
+    layer.update_singular_vectors()
+    if memory.initialisation == "released":
+        return None
+    calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)
+    with torch.no_grad():
+        layer.query_norm.fill_(calibration.gain)
+        layer.keys_norm.fill_(calibration.gain)
+    return calibration
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
