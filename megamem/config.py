@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from megamem.spans import Span, count_memory_layers, parse_spans, resolve_placement
+
 
 @dataclass(frozen=True)
 class EffectiveWhen:
@@ -53,6 +55,39 @@ class SharingConfig:
     def __post_init__(self) -> None:
         if self.group < 1:
             raise ValueError(f"model.memory.sharing.group is {self.group}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Which blocks (counted from 0) have a memory, and where its output goes."""
+
+    every: Annotated[
+        int,
+        EffectiveWhen(lambda c: c.blocks is None and c.spans is None, "placement.blocks and placement.spans are null"),
+    ] = 1
+    """Every n-th block has a memory, the last of each n: blocks n - 1, 2n - 1, ... (1: every block)."""
+    blocks: Annotated[tuple[int, ...] | None, EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")] = (
+        None
+    )
+    """The blocks with a memory, ascending; null: every n-th."""
+    spans: str | None = None
+    """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first block, add after the second. Null: the memory adds where it reads."""
+    position: Annotated[
+        Literal["beside", "instead"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
+    ] = "beside"
+    """beside: the memory adds to the feed-forward of its block; instead: it replaces it."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"model.memory.placement.every is {self.every}: it must be at least 1")
+        if self.spans is not None:
+            parse_spans(self.spans)
+        blocks = self.blocks
+        if blocks is not None and (not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0):
+            raise ValueError(
+                f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once and at least one "
+                "(leave model.memory out for a model without)"
+            )
 
 
 @dataclass(frozen=True)
@@ -129,6 +164,8 @@ class MemoryConfig:
     """Weight (beta) of the key-balance loss, Eq. 19, per layer, with selection frequencies that sum to 1 as released; 0: off, as in the paper."""
     sharing: SharingConfig = field(default_factory=SharingConfig)
     """Which layers share which tables."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Which blocks have a memory."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -232,6 +269,40 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts as the feed-forward of every block: Megatron's own, with OLMoE's figures as the defaults."""
+
+    num_experts: int = 64
+    """E: experts per block."""
+    top_k: int = 8
+    """Experts per token."""
+    expert_ffn_hidden_size: int = 32
+    """Inner width of one expert's SwiGLU."""
+    renormalise: bool = False
+    """Divide the weights of a token's experts by their sum; OLMoE uses the softmax over all experts as it is."""
+    balance_loss_weight: float = 0.01
+    """Weight of the load-balancing loss, E sum_e f_e P_e over the tokens of a microbatch, per block (1 where all experts are used alike)."""
+    z_loss_weight: float = 0.001
+    """Weight of the router's z-loss, the mean squared log-sum-exp of its logits, per block."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "expert_ffn_hidden_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.moe.{name} is {getattr(self, name)}: it must be at least 1")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"model.moe.top_k is {self.top_k}, more than num_experts = {self.num_experts}: lower it, or raise num_experts"
+            )
+        if self.top_k == 1 and self.renormalise:
+            raise ValueError(
+                "model.moe.renormalise is true with top_k = 1, where every weight would be 1 and the router would not learn: set it to false"
+            )
+        for name in ("balance_loss_weight", "z_loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.moe.{name} is {getattr(self, name)}: it must not be negative (0 turns it off)")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer (RMSNorm, SwiGLU, RoPE), with or without memory layers."""
 
@@ -245,7 +316,7 @@ class ModelConfig:
     """Key/value heads (grouped-query attention); null: one per query head."""
     head_dim: int | None = None
     """Width of one attention head; null: hidden_size / num_attention_heads."""
-    ffn_hidden_size: int = 256
+    ffn_hidden_size: Annotated[int, EffectiveWhen(lambda c: c.moe is None, "model.moe is null")] = 256
     """Inner width of the SwiGLU feed-forward (the true width, not the fused up + gate one)."""
     vocab_size: int | None = None
     """Token ids of the embedding before padding; null: what the tokenizer of the data set has."""
@@ -263,8 +334,10 @@ class ModelConfig:
     """Standard deviation of the initial linear weights and embeddings; null: sqrt(2 / (5 hidden_size))."""
     implementation: Literal["local", "transformer_engine"] = "local"
     """Attention, norms and linears: Megatron's local layers with PyTorch SDPA, or Transformer Engine's."""
+    moe: MoEConfig | None = None
+    """A mixture of experts in place of the dense feed-forward; null: the dense one."""
     memory: MemoryConfig | None = None
-    """The memory beside the feed-forward of every block; null: a dense model."""
+    """The memory layers; null: a model without."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -288,23 +361,29 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_query_groups is {self.num_query_groups}, which does not divide num_attention_heads = {self.num_attention_heads}"
             )
-        if self.memory is not None and self.memory.sharing.pattern != "none":
-            group = self.memory.sharing.group
-            if group > self.num_layers:
-                raise ValueError(f"model.memory.sharing.group is {group}, more than num_layers = {self.num_layers}")
-            if self.memory.sharing.pattern == "block" and self.num_layers % group:
+        if self.memory is not None:
+            self._check_sharing(self.memory.sharing, self.num_memory_layers)
+            replaces_all = self.memory.placement.position == "instead" and self.num_memory_layers == self.num_layers
+            if self.moe is not None and self.memory.placement.spans is None and replaces_all:
                 raise ValueError(
-                    f"model.memory.sharing.group is {group}, which does not divide num_layers = {self.num_layers}"
+                    "model.memory.placement.position is instead in every block, which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
                 )
-        if (
-            self.memory is not None
-            and not self.memory.has_value_projection
-            and self.memory.value_dim != self.hidden_size
-        ):
+            if not self.memory.has_value_projection and self.memory.value_dim != self.hidden_size:
+                raise ValueError(
+                    f"model.memory.value_dim is {self.memory.value_dim}, but kind {self.memory.kind} has no value projection: "
+                    f"set it to hidden_size = {self.hidden_size}"
+                    + (", or value_projection to true" if self.memory.kind == "pkm" else "")
+                )
+
+    @staticmethod
+    def _check_sharing(sharing: SharingConfig, num_memory_layers: int) -> None:
+        if sharing.pattern != "none" and sharing.group > num_memory_layers:
             raise ValueError(
-                f"model.memory.value_dim is {self.memory.value_dim}, but kind {self.memory.kind} has no value projection: "
-                f"set it to hidden_size = {self.hidden_size}"
-                + (", or value_projection to true" if self.memory.kind == "pkm" else "")
+                f"model.memory.sharing.group is {sharing.group}, more than the {num_memory_layers} memory layers that num_layers and placement give"
+            )
+        if sharing.pattern == "block" and num_memory_layers % sharing.group:
+            raise ValueError(
+                f"model.memory.sharing.group is {sharing.group}, which does not divide the {num_memory_layers} memory layers that num_layers and placement give"
             )
 
     @property
@@ -314,6 +393,21 @@ class ModelConfig:
     @property
     def query_groups(self) -> int:
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
+    def memory_spans(self) -> tuple[Span, ...]:
+        """The memory layers by memory index: where each reads, and where it adds."""
+        return resolve_placement(self.memory.placement, self.num_layers) if self.memory is not None else ()
+
+    @property
+    def num_memory_layers(self) -> int:
+        """L of sharing (Eq. 8 and Table 7): layers with a memory, which in UltraMemV2 are all blocks. (The L of Eq. 26 counts blocks.)"""
+        return count_memory_layers(self.memory.placement, self.num_layers) if self.memory is not None else 0
+
+    @property
+    def active_ffn_width(self) -> int:
+        """Inner width of the feed-forward that one token passes: that of the dense one, or of its experts together."""
+        return self.ffn_hidden_size if self.moe is None else self.moe.top_k * self.moe.expert_ffn_hidden_size
 
     @property
     def linear_std(self) -> float:

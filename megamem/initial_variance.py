@@ -43,7 +43,7 @@ def swiglu_ffn_variance(model: ModelConfig) -> float:
 
 def _ffn_variance(model: ModelConfig, inner_variance: float) -> float:
     """Of inner_width products with weights of variance std^2 / 2L."""
-    return model.ffn_hidden_size * model.linear_std**2 / (2 * model.num_layers) * inner_variance
+    return model.active_ffn_width * model.linear_std**2 / (2 * model.num_layers) * inner_variance
 
 
 def target_variance(model: ModelConfig, memory: MemoryConfig) -> float:

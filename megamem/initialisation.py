@@ -96,7 +96,7 @@ def _distribution(name: str, model: ModelConfig) -> Distribution | None:
     match name.split("."):
         case [*_, "word_embeddings", "weight"] | ["output_layer", "weight"]:
             return Normal(std)
-        case [*_, "linear_qkv" | "linear_fc1", "weight"]:
+        case [*_, "linear_qkv" | "linear_fc1" | "router", "weight"]:
             return Normal(std)
         case [*_, "linear_proj" | "linear_fc2", "weight"]:
             return Normal(to_residual)

@@ -10,6 +10,7 @@ from types import FrameType
 
 from megatron.core import tensor_parallel
 
+from megamem.moe import ROUTER_LOSS_NAMES
 from pretrain.callbacks import Callback, Row
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run import Run
@@ -87,7 +88,9 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
     for name, of_block in result.auxiliary.items():
         row[name] = fmean(of_block.values())
         for block, value in of_block.items():
-            row.setdefault("memory", {}).setdefault(str(block), {})[name] = value
+            row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {}).setdefault(str(block), {})[name] = (
+                value
+            )
     return row
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megamem.layers.layer import MemoryLayer
 from megamem.losses import LOSS_NAMES
 from megamem.model import MemoryGPTModel
+from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.usage import block_number
 from parallel.groups import ParallelGroups
 from pretrain.optimizer import MemoryOptimizer
@@ -200,34 +201,49 @@ def _world_loss(
     return LossSum(nats, num_tokens), _auxiliary_means(sums, chunks), stop > 0
 
 
-def _has_auxiliary_losses(chunks: Sequence[Chunk]) -> bool:
-    """Whether any auxiliary loss is on. The same on every rank, whatever layers it has: the sums go through one collective."""
-    memory = unwrap(chunks[0]).model_config.memory if chunks else None
-    return memory is not None and memory.has_auxiliary_losses
+def _auxiliary_columns(chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:
+    """Where `_auxiliary_sums` keeps each loss that is switched on, and the tokens that it is a mean of.
+
+    The same on every rank, whatever layers it has: the sums go through one collective.
+    """
+    if not chunks:
+        return {}
+    model = unwrap(chunks[0]).model_config
+    first_of_router = 1 + len(LOSS_NAMES)
+    columns = {name: (1 + index, 0) for index, name in enumerate(LOSS_NAMES)}
+    columns |= {name: (first_of_router + 1 + i, first_of_router) for i, name in enumerate(ROUTER_LOSS_NAMES)}
+    return {
+        name: where
+        for name, where in columns.items()
+        if getattr(model.memory, f"{name}_weight", 0) > 0
+        or getattr(model.moe, f"{name.removeprefix('moe_')}_loss_weight", 0) > 0
+    }
 
 
 def _auxiliary_sums(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
-    """[blocks of the model, 1 + losses] fp64: tokens, and loss x tokens, of this rank's layers; no rows if all losses are off."""
-    num_blocks = unwrap(chunks[0]).model_config.num_layers if _has_auxiliary_losses(chunks) else 0
-    sums = torch.zeros(num_blocks, 1 + len(LOSS_NAMES), dtype=torch.float64, device=device)
-    for layer in _memory_layers(chunks):
-        if layer.losses is not None:
-            sums[block_number(layer.name)] = layer.losses.sums
+    """[blocks of the model, columns] fp64, for memories and then for routers: tokens, and loss x tokens, of this rank's layers.
+
+    No rows if all losses are off.
+    """
+    num_blocks = unwrap(chunks[0]).model_config.num_layers if _auxiliary_columns(chunks) else 0
+    width = 1 + len(LOSS_NAMES)
+    sums = torch.zeros(num_blocks, width + 1 + len(ROUTER_LOSS_NAMES), dtype=torch.float64, device=device)
+    if num_blocks:
+        for layer in _memory_layers(chunks):
+            if layer.losses is not None:
+                sums[block_number(layer.name), :width] = layer.losses.sums
+        for router in (router for chunk in chunks for router in unwrap(chunk).routers):
+            sums[router.layer_number - 1, width:] = router.sums
     return sums
 
 
 def _auxiliary_means(sums: Sequence[float], chunks: Sequence[Chunk]) -> dict[str, dict[int, float]]:
     """Means over tokens by loss and block, of the losses that are on, from the flat sums over all ranks."""
-    if not sums:
-        return {}
-    memory = unwrap(chunks[0]).model_config.memory
-    assert memory is not None
-    width = 1 + len(LOSS_NAMES)
+    width = 2 + len(LOSS_NAMES) + len(ROUTER_LOSS_NAMES)
     rows = [sums[start : start + width] for start in range(0, len(sums), width)]
     return {
-        name: {block: row[1 + index] / row[0] for block, row in enumerate(rows) if row[0]}
-        for index, name in enumerate(LOSS_NAMES)
-        if getattr(memory, f"{name}_weight") > 0
+        name: {block: row[value] / row[tokens] for block, row in enumerate(rows) if row[tokens]}
+        for name, (value, tokens) in _auxiliary_columns(chunks).items()
     }
 
 

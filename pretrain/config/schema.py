@@ -21,7 +21,7 @@ class ParallelConfig:
     context: int = 1
     """Context-parallel size (needs model.implementation: transformer_engine)."""
     memory: int = 1
-    """G: ranks over which the columns of the memory tables are split."""
+    """G: ranks over which the columns of the memory tables, or the experts of a mixture, are split."""
     timeout_minutes: float = 10.0
     """How long a collective may wait before the run ends with an error."""
 
