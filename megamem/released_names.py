@@ -108,7 +108,7 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
             case ["mem_blocks", _, *part] if ".".join(part) in _UNUSED.get(kind, ()):
                 continue
             case ["mem_blocks", layer, table] if table in _TABLES and model.memory is not None:
-                bank = plan_sharing(model.memory, model.num_layers).views[int(layer)].bank
+                bank = plan_sharing(model.memory, model.num_memory_layers).views[int(layer)].bank
                 result[f"banks.{bank}.{_TABLES[table]}"] = tensor
             case ["full_memory_layer", table] if table in _TABLES:
                 result.update(_split_table(_TABLES[table], tensor, model))
@@ -139,8 +139,8 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     memory = model.memory
     if memory is None or memory.kind not in _META_MEMORY:
         raise ValueError(f"Meta's release has memory of the kinds {', '.join(_META_MEMORY)}")
-    plan = plan_sharing(memory, model.num_layers)
-    layer_at = {layer: layer for layer in range(model.num_layers)}
+    plan = plan_sharing(memory, model.num_memory_layers)
+    layer_at = {span.read: layer for layer, span in enumerate(model.memory_spans)}
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match name.split(".", 3):
@@ -160,8 +160,8 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
 
 
 def memory_name(layer: int, model: ModelConfig) -> str:
-    """The global name of a memory layer."""
-    return f"decoder.layers.{layer}.mlp.memory"
+    """The global name of a memory layer, which stands in the block that it reads at."""
+    return f"decoder.layers.{model.memory_spans[layer].read}.mlp.memory"
 
 
 def _unflatten_keys(tensor: Tensor, memory: MemoryConfig) -> Tensor:
@@ -173,7 +173,8 @@ def _in_mlp_slot(name: str, block: int, model: ModelConfig) -> str:
     """The feed-forward is the `mlp` of a block without a memory, and stands beside the memory in the others."""
     if not name.startswith("linear_fc"):
         return name
-    return f"mlp.{name}" if model.memory is None else f"mlp.ffn.{name}"
+    has_memory = any(span.read == block for span in model.memory_spans)
+    return f"mlp.ffn.{name}" if has_memory else f"mlp.{name}"
 
 
 def _reorder(name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
@@ -196,6 +197,6 @@ def _interleave_qkv(tensor: Tensor, model: ModelConfig) -> Tensor:
 def _split_table(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The release has one table for all layers (UltraMem: one each), in the order of the layers; ours are split into banks."""
     assert model.memory is not None
-    banks = plan_sharing(model.memory, model.num_layers).banks
+    banks = plan_sharing(model.memory, model.num_memory_layers).banks
     for bank, rows in zip(banks, tensor.split([bank.num_rows for bank in banks]), strict=True):
         yield f"banks.{bank.index}.{name}", rows

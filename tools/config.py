@@ -121,11 +121,7 @@ def _model_section(config: RunConfig) -> Section:
     """Parameters, operations and table reads by the closed formulas."""
     model, train = config.model, config.train
     counts = count_parameters(model, padded_size(model.vocab_size or 0, model.vocab_size_multiple))
-    parts = [
-        f"{part.name}: {getattr(counts, part.name):,}"
-        for part in dataclasses.fields(counts)
-        if part.name != "read_values"
-    ]
+    parts = [f"{name}: {count:,}" for name, count in counts.parts.items()]
     lines = [*parts, f"total: {counts.total:,}", f"active per token: {counts.active:,}"]
     if model.vocab_size is None:
         lines.append("(without embedding and output projection: model.vocab_size is left to the tokenizer)")
