@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class FfnWithMemory(MegatronModule):
 
     def set_layer_number(self, layer_number: int) -> None:
         """Megatron's blocks tell it to mixtures of experts."""
-        if hasattr(self.ffn, "set_layer_number"):
+        if isinstance(self.ffn, MoELayer):
             self.ffn.set_layer_number(layer_number)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -57,7 +57,7 @@ class Experts(SequentialMLP):
     ) -> None:
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
         for parameter in self.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
 
     @property
     def first_expert(self) -> int:

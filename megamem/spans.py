@@ -41,9 +41,7 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     for part in text.split("/"):
         match = re.fullmatch(r"(\d+):(\d+)", part.strip())
         if match is None:
-            raise ValueError(
-                f"{_KEY} is {text!r}: write read:add pairs of 0-based blocks joined by /, as in 2:5/6:9 (a single pair in quotes)"
-            )
+            raise ValueError(f"{_KEY} is {text!r}: write read:add pairs of 0-based blocks joined by /, as in 2:5/6:9")
         spans.append(Span(int(match[1]), int(match[2])))
     for span in spans:
         if span.add < span.read:
