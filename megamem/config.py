@@ -368,6 +368,10 @@ class ModelConfig:
                 raise ValueError(
                     "model.memory.placement.position is instead in every block, which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
                 )
+            if self.moe is not None and self.memory.has_tucker_cores and self.memory.initialisation == "matched":
+                raise ValueError(
+                    "model.memory.initialisation is matched, which is to the variance of a dense SwiGLU, but model.moe is set: use paper or released"
+                )
             if not self.memory.has_value_projection and self.memory.value_dim != self.hidden_size:
                 raise ValueError(
                     f"model.memory.value_dim is {self.memory.value_dim}, but kind {self.memory.kind} has no value projection: "

@@ -26,7 +26,8 @@ def linear_output_variance(model: ModelConfig) -> float:
 def paper_ffn_variance(model: ModelConfig) -> float:
     """Eq. 25: 0.064 k_inner / 2L, from the paper's estimate 0.16 of the inner variance.
 
-    k_inner h is the true inner width (the release's mlp_hidden_size is that of up and gate together).
+    k_inner h is the true inner width (the release's mlp_hidden_size is that of up and gate together). A mixture of experts is taken as a
+    dense feed-forward of the width that one token passes, although its router weighs the experts down.
     """
     return _ffn_variance(model, linear_output_variance(model) ** 2)
 

@@ -152,6 +152,8 @@ def _initialisation_section(model: ModelConfig, memory: MemoryConfig, seed: int)
     lines = [
         f"feed-forward: output std {paper:.4g} by the paper's Eq. 25, {true:.4g} of the SwiGLU as it is initialised"
     ]
+    if model.moe is not None:
+        lines[0] += ", both for a dense one of the width that a token passes"
     for layer in measured:
         figures = [f"sigma_V {layer.table_std:.4g}", f"output std measured {layer.measured_std:.4g}"]
         if layer.calibration is not None:

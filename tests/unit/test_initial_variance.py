@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import MemoryConfig, ModelConfig, MoEConfig
 from megamem.initial_variance import (
     linear_output_variance,
     memory_variance,
@@ -88,6 +88,11 @@ def test_sigma_v_follows_the_linears_standard_deviation() -> None:
     """Eq. 26's 0.2 is h std^2 / 2."""
     wider = replace(MODEL, init_std=2 * MODEL.linear_std)
     assert sigma_values(wider, MEMORY, 0.3) == pytest.approx(4**0.25 * sigma_values(MODEL, MEMORY, 0.3))
+
+
+def test_matched_is_refused_beside_a_mixture_of_experts() -> None:
+    with pytest.raises(ValueError, match=r"initialisation is matched.*model\.moe is set"):
+        replace(MODEL, moe=MoEConfig(), memory=replace(MEMORY, initialisation="matched"))
 
 
 def test_outputs_fall_with_depth_as_the_feed_forwards_do() -> None:
