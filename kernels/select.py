@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -14,12 +13,20 @@ from kernels.gather_sum import naive as naive_gather_sum
 from kernels.gather_sum import op as gather_sum_op
 
 
+class Gather(Protocol):
+    """The signature of both gathers: (table, ids, coef or x), and the block of each entry where there is more than one."""
+
+    def __call__(
+        self, table: Tensor, ids: Tensor, operand: Tensor, /, block: Tensor | None = None, num_blocks: int = 1
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The two gathers that carry every memory layer; their signatures are those of the naive twins."""
 
-    gather_sum: Callable[[Tensor, Tensor, Tensor], Tensor]
-    gather_dot: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gather_sum: Gather
+    gather_dot: Gather
 
 
 def select_kernels(implementation: Literal["auto", "naive"]) -> Kernels:

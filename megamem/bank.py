@@ -1,6 +1,7 @@
 """Value and pre-value tables, and the lookup that memory layers call.
 
-Legend: T tokens of this rank, J rows read per token (heads x K), C Tucker cores, V value dim, P pre-value dim, rows of a bank.
+Legend: T tokens of this rank, J rows read per token (heads x K), C scores per row (Tucker cores), V value dim, P pre-value dim,
+B virtual blocks.
 """
 
 from __future__ import annotations
@@ -20,18 +21,28 @@ from megamem.sharing import BankSpec
 class TableLookup(Protocol):
     """What a memory layer needs of a bank; a layer does not know whether other ranks hold a part of it."""
 
-    def read(self, rows: Tensor, scores: Tensor, pre_input: Tensor | None) -> Tensor:
-        """The weighted values, Eq. 15 before the value projection.
+    def read(
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        pre_input: Tensor | None,
+        block: Tensor | None = None,
+        num_blocks: int = 1,
+    ) -> Tensor:
+        """The weighted values, Eq. 15 before the value projection, summed per virtual block (Eq. 9).
 
-        out[t, c V/C + d] = sum_j scores[t, j, c] p[t, j] values[rows[t, j], c V/C + d], p[t, j] = act(<pre_values[rows[t, j]], pre_input[t]>)
+        out[t, b V + c V/C + d] = sum_{j: block[t, j] = b} scores[t, j, c] p[t, j] values[rows[t, j], c V/C + d]
+        with p[t, j] = act(<pre_values[rows[t, j]], pre_input[t]>)
 
         Args:
             rows: [T, J], int64 rows of the bank.
             scores: [T, J, C].
             pre_input: [T, P], or None if there are no pre-values (then p = 1).
+            block: [T, J], int64 in [0, B), the sum that each entry belongs to; None: all belong to one.
+            num_blocks: B; 1 without `block`.
 
         Returns:
-            [T, V].
+            [T, B V].
         """
         ...
 
@@ -70,12 +81,10 @@ class Bank(nn.Module):
         super().__init__()
         self.spec = spec
         self.kernels = kernels
-        self.activation: Literal["none", "gelu"] = memory.pre_value_activation
+        self.activation: Literal["none", "gelu"] = memory.pre_activation
         self.replica_rank = replica_rank
         self.values = self._table(spec.num_rows, memory.value_dim, dtype, device)
-        self.pre_values = (
-            self._table(spec.num_rows, memory.pre_value_dim, dtype, device) if memory.pre_value_dim else None
-        )
+        self.pre_values = self._table(spec.num_rows, memory.pre_dim, dtype, device) if memory.pre_dim else None
 
     @staticmethod
     def _table(num_rows: int, width: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -83,7 +92,14 @@ class Bank(nn.Module):
         table.allreduce = False  # type: ignore[attr-defined]
         return table
 
-    def read(self, rows: Tensor, scores: Tensor, pre_input: Tensor | None) -> Tensor:
+    def read(
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        pre_input: Tensor | None,
+        block: Tensor | None = None,
+        num_blocks: int = 1,
+    ) -> Tensor:
         """See `TableLookup.read`."""
         if self.pre_values is None:
             coef = scores
@@ -93,7 +109,7 @@ class Bank(nn.Module):
             if self.activation == "gelu":
                 products = F.gelu(products)
             coef = scores * products.unsqueeze(2)
-        return self.kernels.gather_sum(self.values, rows, coef)
+        return self.kernels.gather_sum(self.values, rows, coef, block, num_blocks)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -53,7 +53,7 @@ def calibrate_scores(memory: MemoryConfig, num_keys: int, cores: Tensor, *, seed
         (_SAMPLE_TOKENS, memory.num_queries, memory.key_dim), seed, f"{name}.calibration.queries"
     )
     keys = _unit_mean_square((heads, 2, num_keys, rank, memory.key_dim), seed, f"{name}.calibration.keys")
-    if memory.query == "single":
+    if memory.query_mode == "single":
         queries = queries.repeat_interleave(rank, dim=1)
     scores = torch.einsum("tsrd,hsnrd->sthnr", queries.view(_SAMPLE_TOKENS, 2, rank, memory.key_dim), keys)
     wide = cores.detach().cpu().double()

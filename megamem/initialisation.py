@@ -15,13 +15,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from megamem.bank import Bank
-from megamem.calibration import calibrate_scores
+from megamem.calibration import ScoreCalibration, calibrate_scores
 from megamem.config import MemoryConfig, ModelConfig
+from megamem.initial_variance import sigma_values
+from megamem.layers.layer import MemoryLayer
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.random_fill import fill_normal, fill_uniform
 
-# The released layers' constants (`initialisation: released`).
-_RELEASED_GAIN_EXPONENT = -0.4
+# The released layers' constants (`initialisation: released`, and product keys).
+_RELEASED_GAIN_EXPONENT = {"ultramem_v2": -0.4, "ultramem": -0.33}
 _RELEASED_TABLE_STD = 0.02
 
 
@@ -34,9 +36,10 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """U(0, high)."""
+    """U(low, high)."""
 
     high: float
+    low: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,6 @@ class Constant:
 
 
 Distribution = Normal | Uniform | Constant
-
-
-def sigma_values(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> float:
-    """sigma_V, the standard deviation of values and pre-values that gives memory and FFN outputs one variance (Eq. 26).
-
-    sigma_V^4 = 0.2 k_inner h / (K H (1 + sigma_s^2) P V L). Without pre-values the product with them falls out of Eq. 22, which leaves
-    sigma_V^2 = 0.08 k_inner h / (K H (1 + sigma_s^2) V L).
-
-    Args:
-        model: h, L and k_inner = ffn_hidden_size / h, the true inner width (the release's 4992 is the fused one).
-        memory: K, H, P, V.
-        sigma_s: standard deviation of the retrieved scores over their mean.
-    """
-    k_inner_h = float(model.ffn_hidden_size)
-    retrieved = memory.top_k * memory.num_heads * (1 + sigma_s**2) * memory.value_dim * model.num_layers
-    if memory.pre_value_dim:
-        return (0.2 * k_inner_h / (retrieved * memory.pre_value_dim)) ** 0.25
-    return (0.08 * k_inner_h / retrieved) ** 0.5
 
 
 def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) -> None:
@@ -111,7 +96,7 @@ def _distribution(name: str, model: ModelConfig) -> Distribution | None:
     match name.split("."):
         case [*_, "word_embeddings", "weight"] | ["output_layer", "weight"]:
             return Normal(std)
-        case [*_, "linear_qkv" | "linear_fc1", "weight"]:
+        case [*_, "linear_qkv" | "linear_fc1" | "router", "weight"]:
             return Normal(std)
         case [*_, "linear_proj" | "linear_fc2", "weight"]:
             return Normal(to_residual)
@@ -129,6 +114,8 @@ def _distribution(name: str, model: ModelConfig) -> Distribution | None:
 
 
 def _memory_distribution(part: str, model: ModelConfig, memory: MemoryConfig) -> Distribution | None:
+    if not memory.has_tucker_cores:
+        return _product_key_distribution(part, model, memory)
     released = memory.initialisation == "released"
     match part:
         case "query_proj":
@@ -139,14 +126,37 @@ def _memory_distribution(part: str, model: ModelConfig, memory: MemoryConfig) ->
         case "cores":
             return Uniform(1.0)
         case "value_proj":
-            return Normal(memory.value_dim**-0.5 if released else model.linear_std)
+            return Normal((memory.num_value_blocks * memory.value_dim) ** -0.5 if released else model.linear_std)
         case "pre_value_proj":
             return Normal(model.hidden_size**-0.5 if released else model.linear_std)
         case "query_norm" | "keys_norm":
-            return Constant(memory.key_dim**_RELEASED_GAIN_EXPONENT) if released else None
+            return Constant(memory.key_dim ** _RELEASED_GAIN_EXPONENT[memory.kind]) if released else None
         case "u" | "v" | "permutation":
             return None
     raise AssertionError(f"no initial distribution is defined for the memory's {part}")
+
+
+def _product_key_distribution(part: str, model: ModelConfig, memory: MemoryConfig) -> Distribution:
+    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case that it has)."""
+    width = model.hidden_size
+    match part:
+        case "query_proj":
+            return _symmetric(math.sqrt(6 / (width + memory.num_queries * memory.key_dim)))
+        case "keys":
+            return _symmetric((2 * memory.key_dim) ** -0.5)
+        case "query_norm":
+            return Constant(1.0)
+        case "value_proj" | "silu_gate" | "output_gate":
+            return Normal(width**-0.5)
+        case "query_bias" | "silu_gate_bias" | "output_gate_bias":
+            return _symmetric(width**-0.5)
+        case "value_bias":
+            return _symmetric(memory.value_dim**-0.5)
+    raise AssertionError(f"no initial distribution is defined for the memory's {part}")
+
+
+def _symmetric(bound: float) -> Uniform:
+    return Uniform(low=-bound, high=bound)
 
 
 def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
@@ -161,8 +171,8 @@ def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
         match distribution:
             case Normal(std):
                 fill_normal(data, std=std, **where)
-            case Uniform(high):
-                fill_uniform(data, high=high, **where)
+            case Uniform(high, low):
+                fill_uniform(data, low=low, high=high, **where)
             case Constant(value):
                 data.fill_(value)
 
@@ -173,22 +183,50 @@ def _initialise_memory(
     """Singular vectors, calibrated gains, and tables."""
     sigma_s_of_bank: dict[int, list[float]] = {}
     for layer in layers:
-        layer.u.zero_()
-        layer.v.zero_()
-        layer.update_singular_vectors()
-        if memory.initialisation == "paper":
-            calibration = calibrate_scores(memory, layer.view.num_keys, layer.cores, seed=seed, name=layer.name)
-            with torch.no_grad():
-                layer.query_norm.fill_(calibration.gain)
-                layer.keys_norm.fill_(calibration.gain)
+        calibration = _calibrate(layer, memory, seed)
+        if calibration is not None:
             sigma_s_of_bank.setdefault(layer.view.bank, []).append(calibration.sigma_s)
     for bank in (m for m in chunk.modules() if isinstance(m, Bank)):
-        if memory.initialisation == "paper":
-            std = sigma_values(model, memory, _root_mean_square(sigma_s_of_bank[bank.spec.index]))
-        else:
-            std = _RELEASED_TABLE_STD
+        std = table_std(model, memory, sigma_s_of_bank.get(bank.spec.index, []))
         for entry in bank.sharded_state_dict(prefix=f"banks.{bank.spec.index}.").values():
             _draw(entry, Normal(std), seed)
+
+
+def initialise_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int) -> ScoreCalibration | None:
+    """Fill a memory layer that is in no model, as `initialise` fills the one of that name.
+
+    Returns:
+        The calibration that its gains come from, or None where they are constants.
+    """
+    assert model.memory is not None
+    for part, parameter in layer.named_parameters():
+        distribution = _memory_distribution(part, model, model.memory)
+        if distribution is not None:
+            _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{part}", parameter), distribution, seed)
+    return _calibrate(layer, model.memory, seed) if isinstance(layer, UltraMemV2Layer) else None
+
+
+def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
+    """Standard deviation of the tables of a bank, given sigma_s of the layers that read it (empty where nothing is calibrated)."""
+    if not memory.has_tucker_cores:
+        return memory.value_dim**-0.5
+    if memory.initialisation == "released":
+        return _RELEASED_TABLE_STD
+    return sigma_values(model, memory, _root_mean_square(sigma_s))
+
+
+def _calibrate(layer: UltraMemV2Layer, memory: MemoryConfig, seed: int) -> ScoreCalibration | None:
+    """Set the singular vectors and, unless they are the release's constants, the gains."""
+    layer.u.zero_()
+    layer.v.zero_()
+    layer.update_singular_vectors()
+    if memory.initialisation == "released":
+        return None
+    calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)
+    with torch.no_grad():
+        layer.query_norm.fill_(calibration.gain)
+        layer.keys_norm.fill_(calibration.gain)
+    return calibration
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

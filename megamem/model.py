@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,19 @@ from megamem.backbone import block_spec
 from megamem.bank import Bank
 from megamem.block import FfnWithMemory
 from megamem.config import MemoryConfig, ModelConfig
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.layer import MemoryLayer
+from megamem.layers.registry import layer_class
+from megamem.moe import Router
 from megamem.placement import parameter_device
 from megamem.sharing import SharingPlan, plan_sharing
+from megamem.spans import Span
 
 
 class MemoryGPTModel(GPTModel):
     """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the banks that its blocks read.
 
     Attributes:
+        model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.values` and `banks.<index>.pre_values` in checkpoints.
     """
 
@@ -61,15 +65,32 @@ class MemoryGPTModel(GPTModel):
             seed: the run's seed, which keys the shuffles.
 
         Raises:
-            ValueError: if a bank would be split over chunks, or Transformer Engine is asked for and absent.
+            ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
-        plan = plan_sharing(model.memory, model.num_layers) if model.memory is not None else None
-        banks = _build_banks(plan, layers, model.memory, config, groups, kernels)
-        memory_of = partial(_memory_maker, config=config, memory=model.memory, plan=plan, banks=banks, seed=seed)
+        plan = plan_sharing(model.memory, model.num_memory_layers) if model.memory is not None else None
+        index_of = _memory_indices(model.memory_spans, layers)
+        banks = _build_banks(plan, index_of, model.memory, config, groups, kernels)
+        memory_of = partial(
+            _memory_maker,
+            config=config,
+            memory=model.memory,
+            plan=plan,
+            index_of=index_of,
+            banks=banks,
+            seed=seed,
+            token_group=groups.tp_cp,
+        )
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(
-                layers, implementation=model.implementation, qk_norm=model.qk_norm, memory_of=memory_of, groups=groups
+                layers,
+                config=config,
+                implementation=model.implementation,
+                qk_norm=model.qk_norm,
+                memory_of=memory_of,
+                memory_replaces_ffn=model.memory is not None and model.memory.placement.position == "instead",
+                spans=model.memory_spans,
+                groups=groups,
             ),
             vocab_size=padded_vocab_size,
             max_sequence_length=sequence_length,
@@ -81,12 +102,18 @@ class MemoryGPTModel(GPTModel):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        self.model_config = model
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
     @property
-    def memory_layers(self) -> list[UltraMemV2Layer]:
+    def memory_layers(self) -> list[MemoryLayer]:
         """This chunk's memory layers, in order."""
         return [block.memory for block in self._memory_blocks()]
+
+    @property
+    def routers(self) -> list[Router]:
+        """The routers of this chunk's mixtures of experts, in order."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def set_memory_enabled(self, enabled: bool) -> None:
         """Switch the memory's output on or off in every block, for ablation."""
@@ -94,9 +121,11 @@ class MemoryGPTModel(GPTModel):
             block.memory_enabled = enabled
 
     def begin_step(self) -> None:
-        """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors."""
+        """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
         for layer in self.memory_layers:
-            layer.update_singular_vectors()
+            layer.begin_step()
+        for router in self.routers:
+            router.begin_step()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -113,9 +142,25 @@ class MemoryGPTModel(GPTModel):
         return [layer.mlp for layer in self.decoder.layers if isinstance(layer.mlp, FfnWithMemory)]
 
 
+def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
+    """Memory index by block, for the memories that read in a chunk's blocks `layers`.
+
+    Raises:
+        ValueError: if one of them adds in another chunk.
+    """
+    inside = {span.read: index for index, span in enumerate(spans) if span.read in layers}
+    for span in spans:
+        if (span.read in layers) != (span.add in layers):
+            raise ValueError(
+                f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline chunks (one holds blocks "
+                f"{layers.start}..{layers.stop - 1}): change model.memory.placement.spans, parallel.pipeline or parallel.virtual_pipeline"
+            )
+    return inside
+
+
 def _build_banks(
     plan: SharingPlan | None,
-    layers: range,
+    index_of: dict[int, int],
     memory: MemoryConfig | None,
     config: TransformerConfig,
     groups: ProcessGroupCollection,
@@ -123,11 +168,12 @@ def _build_banks(
 ) -> dict[int, Bank]:
     if plan is None or memory is None:
         return {}
+    indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
     replica_rank = torch.distributed.get_rank(groups.expt_dp)
     return {
         spec.index: Bank(spec, memory, kernels, dtype=config.params_dtype, device=device, replica_rank=replica_rank)
-        for spec in plan.banks_of(layers)
+        for spec in plan.banks_of(indices)
     }
 
 
@@ -137,14 +183,16 @@ def _memory_maker(
     config: TransformerConfig,
     memory: MemoryConfig | None,
     plan: SharingPlan | None,
+    index_of: dict[int, int],
     banks: dict[int, Bank],
     seed: int,
-) -> Callable[[], UltraMemV2Layer] | None:
-    if plan is None or memory is None:
+    token_group: torch.distributed.ProcessGroup,
+) -> Callable[[], MemoryLayer] | None:
+    if plan is None or memory is None or layer not in index_of:
         return None
-    view = plan.views[layer]
+    view = plan.views[index_of[layer]]
     return partial(
-        UltraMemV2Layer,
+        layer_class(memory.kind),
         config,
         memory,
         view,
@@ -152,6 +200,7 @@ def _memory_maker(
         num_bank_rows=plan.banks[view.bank].num_rows,
         name=f"decoder.layers.{layer}.mlp.memory",
         seed=seed,
+        token_group=token_group,
     )
 
 

@@ -31,19 +31,48 @@ def fill_normal(
         global_shape: shape of the whole tensor.
         offset: where the shard starts in it, per dimension.
     """
+    _fill(out, seed, name, global_shape, offset, lambda bits: _standard_normal(bits) * std)
 
-    def normal(bits: Tensor) -> Tensor:
-        radius = torch.sqrt(-2.0 * torch.log(_unit(bits >> 32)))
-        return radius * torch.cos(2.0 * math.pi * _unit(bits)) * std
 
-    _fill(out, seed, name, global_shape, offset, normal)
+def normal_rows(rows: Tensor, *, seed: int, name: str, std: float, width: int) -> Tensor:
+    """Some rows of the table [anything, width] that `fill_normal` would fill, without the others.
+
+    Args:
+        rows: [n] int64, on any device.
+        seed: the run's seed.
+        name: the table's global name.
+        std: standard deviation.
+        width: columns of the table.
+
+    Returns:
+        [n, width] fp32.
+    """
+    key = key_of(seed, name)
+    out = torch.empty(len(rows), width, device=rows.device)
+    columns = torch.arange(width, dtype=torch.int64, device=rows.device)
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // width)
+    for part, into in zip(rows.split(rows_per_chunk), out.split(rows_per_chunk), strict=True):
+        into.copy_(_standard_normal(mix(part.unsqueeze(1) * width + columns, key)) * std)
+    return out
 
 
 def fill_uniform(
-    out: Tensor, *, seed: int, name: str, high: float, global_shape: Sequence[int], offset: Sequence[int]
+    out: Tensor,
+    *,
+    seed: int,
+    name: str,
+    high: float,
+    low: float = 0.0,
+    global_shape: Sequence[int],
+    offset: Sequence[int],
 ) -> None:
-    """Fill a shard with U(0, high); see `fill_normal`."""
-    _fill(out, seed, name, global_shape, offset, lambda bits: _unit(bits >> 32) * high)
+    """Fill a shard with U(low, high); see `fill_normal`."""
+    _fill(out, seed, name, global_shape, offset, lambda bits: _unit(bits >> 32) * (high - low) + low)
+
+
+def _standard_normal(bits: Tensor) -> Tensor:
+    radius = torch.sqrt(-2.0 * torch.log(_unit(bits >> 32)))
+    return radius * torch.cos(2.0 * math.pi * _unit(bits))
 
 
 def _unit(bits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Which layers read which rows of which tables (UltraMemV2, Table 7).
 
 A *bank* is the pair of tables (values, pre-values) that a set of layers shares. N is the number of keys per side of a layer's own table,
-g the group size, L the number of layers with a memory.
+g the group size, L the number of layers with a memory. "Layer" is a memory layer here, counted from 0 over the blocks that have one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megamem.config import MemoryConfig
 
 @dataclass(frozen=True)
 class BankSpec:
-    """One bank: `num_rows` rows, read by the (global, 0-based) `layers`."""
+    """One bank: `num_rows` rows, read by the memory layers `layers`."""
 
     index: int
     num_rows: int
@@ -43,7 +43,7 @@ class SharingPlan:
     views: tuple[LayerView, ...]
 
     def banks_of(self, layers: range) -> tuple[BankSpec, ...]:
-        """The banks that the layers of one model chunk read.
+        """The banks that the memory layers of one model chunk read.
 
         Raises:
             ValueError: if a bank is also read by a layer outside of the chunk, because it would have to live on two pipeline stages.
@@ -53,17 +53,18 @@ class SharingPlan:
             outside = sorted(set(bank.layers) - set(layers))
             if outside:
                 raise ValueError(
-                    f"layers {bank.layers[0]}..{bank.layers[-1]} share memory bank {bank.index}, but only {layers.start}..{layers.stop - 1} are on one "
-                    "pipeline chunk: choose parallel.pipeline and parallel.virtual_pipeline so that a chunk's layers are a multiple of "
-                    "model.memory.sharing.group (block sharing), or one chunk (ring sharing)"
+                    f"memory layers {bank.layers[0]}..{bank.layers[-1]} share memory bank {bank.index}, but only {layers.start}..{layers.stop - 1} are on one "
+                    "pipeline chunk: choose parallel.pipeline and parallel.virtual_pipeline so that a chunk's memory layers are a multiple of "
+                    "model.memory.sharing.group (block sharing), or one chunk (any other)"
                 )
         return wanted
 
 
 def plan_sharing(memory: MemoryConfig, num_layers: int) -> SharingPlan:
-    """Banks and views of a model whose every layer has a memory.
+    """Banks and views of the `num_layers` memory layers of a model.
 
-    A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed.
+    A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed. Only with `all` does the
+    number of rows not grow with the layers.
     """
     own_rows, group = memory.num_keys**2, memory.sharing.group
     num_keys = math.isqrt(own_rows * group)
@@ -77,6 +78,9 @@ def plan_sharing(memory: MemoryConfig, num_layers: int) -> SharingPlan:
                 for block in range(num_layers // group)
             )
             views = tuple(LayerView(layer // group, 0, num_keys) for layer in range(num_layers))
+        case "all":
+            banks = (BankSpec(0, own_rows, tuple(range(num_layers))),)
+            views = tuple(LayerView(0, 0, memory.num_keys) for _ in range(num_layers))
         case "ring" | "no_ring":
             banks = (BankSpec(0, num_layers * own_rows, tuple(range(num_layers))),)
             views = tuple(

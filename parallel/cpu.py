@@ -91,6 +91,10 @@ def _zero(*_: Any, **__: Any) -> int:
     return 0
 
 
+def _split_sizes(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 REDIRECTIONS = (
     Redirection(
         "torch.cuda", "current_device", _cpu, "device= arguments all over Megatron; the CPU is the current device"
@@ -122,6 +126,12 @@ REDIRECTIONS = (
     Redirection("torch.cuda", "default_stream", _Stream, "side-stream users that hand work back"),
     Redirection("torch.cuda", "empty_cache", _nothing, "checkpoint savers; the CPU allocator has no cache to empty"),
     Redirection("torch.cuda", "memory_allocated", _zero, "checkpoint savers; no device memory is in use"),
+    Redirection(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        _split_sizes,
+        "the experts' all-to-all; turns split sizes into numbers only where they come from a GPU",
+    ),
     Redirection("torch.nn:Module", "cuda", _same_module, "modules built on the CPU stay there"),
 )
 

@@ -6,18 +6,21 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from tqdm import tqdm
 
+from megamem.usage import UsageCollector
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
 from pretrain.run import Run
+from pretrain.step import unwrap
 
-Row = Mapping[str, float | int]
+# A step's metrics by name; `memory` holds those of each memory layer by block number.
+Row: TypeAlias = dict[str, Any]
 
 
 class Callback(Protocol):
@@ -27,7 +30,7 @@ class Callback(Protocol):
         """Before the first step, and after a checkpoint was restored."""
 
     def on_step(self, run: Run, row: Row) -> None:
-        """After a step; `run.state` already counts it, `row` is its metrics row."""
+        """After a step; `run.state` already counts it, `row` is its metrics row, to which a callback that measures may add."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After an evaluation."""
@@ -59,7 +62,7 @@ class MetricsFile(Quiet):
         os.replace(temporary, path)
 
     def on_step(self, run: Run, row: Row) -> None:
-        if run.state.step % run.config.logging.every_steps == 0 or run.state.step == run.config.train.num_steps:
+        if is_logged(run) or run.state.step == run.config.train.num_steps:
             _append(run.folder.metrics, dict(row))
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
@@ -74,6 +77,28 @@ def evaluation_row(evaluation: Evaluation) -> dict[str, float | int]:
         "validation_tokens": evaluation.num_tokens,
         "validation_bytes": evaluation.num_bytes,
     }
+
+
+def observes_usage(run: Run, step: int) -> bool:
+    """Whether the use of the memory is observed on this step (counted from 1)."""
+    every = run.config.logging.memory_every_steps
+    return run.config.model.memory is not None and every > 0 and step > 0 and step % every == 0
+
+
+def is_logged(run: Run) -> bool:
+    """Whether the step just done has its row in files and trackers: one of every so many, and those that observe the memory."""
+    return run.state.step % run.config.logging.every_steps == 0 or observes_usage(run, run.state.step)
+
+
+def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float | int]]:
+    """A row's numbers by path, for trackers that know no nesting: `memory/3/coverage`, `memory/3/singular_values/0/1`."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            value = {str(index): part for index, part in enumerate(value)}
+        if isinstance(value, dict):
+            yield from scalars(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _rows_up_to(path: Path, step: int) -> list[str]:
@@ -98,6 +123,36 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         raise UserError(
             f"{path} cannot be written: {error}. Free some space; checkpoints are intact, and the run goes on from the newest one"
         ) from error
+
+
+class MemoryUsage(Quiet):
+    """Adds to the row how the memory was used, on one step of every so many. All ranks; before the callbacks that write the row.
+
+    What is observed is the whole step: all its microbatches on all ranks, in training only.
+    """
+
+    def on_start(self, run: Run) -> None:
+        memory = run.config.model.memory
+        assert memory is not None
+        layers = [layer for chunk in run.chunks for layer in unwrap(chunk).memory_layers]
+        self._collector = UsageCollector(
+            layers,
+            num_blocks=run.config.model.num_layers,
+            spectrum=(memory.num_heads, memory.tucker_rank) if memory.has_tucker_cores else None,
+            stage_group=run.groups.megatron.tp_dp_cp,
+            device=run.groups.device,
+        )
+        self._start_if_due(run)
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if observes_usage(run, run.state.step):
+            for block, metrics in self._collector.finish().items():
+                row.setdefault("memory", {}).setdefault(str(block), {}).update(metrics)
+        self._start_if_due(run)
+
+    def _start_if_due(self, run: Run) -> None:
+        if observes_usage(run, run.state.step + 1):
+            self._collector.start()
 
 
 class ProgressLine(Quiet):
@@ -144,7 +199,7 @@ class TensorBoard(Quiet):
         self._writer = SummaryWriter(str(run.folder.tensorboard), purge_step=run.state.step + 1)
 
     def on_step(self, run: Run, row: Row) -> None:
-        if run.state.step % run.config.logging.every_steps == 0:
+        if is_logged(run):
             self._write(row, run.state.step)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
@@ -154,7 +209,7 @@ class TensorBoard(Quiet):
         self._writer.close()
 
     def _write(self, row: Row, step: int) -> None:
-        for name, value in row.items():
+        for name, value in scalars(row):
             if name != "step":
                 self._writer.add_scalar(name, value, step)
 
@@ -176,8 +231,8 @@ class WandB(Quiet):
         )
 
     def on_step(self, run: Run, row: Row) -> None:
-        if run.state.step % run.config.logging.every_steps == 0:
-            self._run.log(dict(row), step=run.state.step)
+        if is_logged(run):
+            self._run.log(dict(scalars(row)), step=run.state.step)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         self._run.log(evaluation_row(evaluation), step=run.state.step)
@@ -221,6 +276,9 @@ class Evaluations(Quiet):
 
 def default_callbacks(run: Run) -> list[Callback]:
     """The callbacks that the configuration asks for, on this rank."""
+    measuring: list[Callback] = []
+    if run.config.model.memory is not None and run.config.logging.memory_every_steps:
+        measuring.append(MemoryUsage())
     listeners: list[Callback] = []
     if run.groups.is_main:
         listeners += [MetricsFile(), ProgressLine()]
@@ -229,4 +287,4 @@ def default_callbacks(run: Run) -> list[Callback]:
         if run.config.logging.wandb_mode != "disabled":
             listeners.append(WandB())
     # Evaluation comes after the step's row is written, and before its checkpoint: a resumed run neither repeats nor misses one.
-    return [*listeners, Evaluations(listeners), Checkpoints()]
+    return [*measuring, *listeners, Evaluations(listeners), Checkpoints()]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from types import FrameType
 
 from megatron.core import tensor_parallel
 
+from megamem.moe import ROUTER_LOSS_NAMES
 from pretrain.callbacks import Callback, Row
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run import Run
@@ -69,7 +71,7 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
         samples=config.train.global_batch_size, tokens=run.tokens_per_step, updated=result.updated
     )
     tokens_per_s = run.tokens_per_step / step_s
-    row = {
+    row: Row = {
         "step": run.state.step,
         "loss": result.loss.mean,
         "grad_norm": result.grad_norm,
@@ -83,6 +85,12 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
     }
     if config.model.memory is not None:
         row["value_lr"] = settings["values"][0]
+    for name, of_block in result.auxiliary.items():
+        row[name] = fmean(of_block.values())
+        for block, value in of_block.items():
+            row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {}).setdefault(str(block), {})[name] = (
+                value
+            )
     return row
 
 

@@ -40,7 +40,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.attention_head_dim,
-        ffn_hidden_size=model.ffn_hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size if model.moe is None else model.moe.expert_ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_norm,
@@ -74,6 +74,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_recompute(config),
+        **_experts(config, dtype),
     )
     result.finalize_model_grads_func = finalize_model_grads
     return result
@@ -86,6 +87,27 @@ def _recompute(config: RunConfig) -> dict[str, object]:
         case "selective":
             return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}
+
+
+def _experts(config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
+    """Megatron's mixture of experts, with the experts spread over the memory group and no token dropped."""
+    moe = config.model.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.expert_ffn_hidden_size,
+        "moe_router_topk": moe.top_k,
+        # Softmax over all experts before the selection, or over those selected: which is the former, renormalised.
+        "moe_router_pre_softmax": not moe.renormalise,
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": moe.balance_loss_weight,
+        "moe_z_loss_coeff": moe.z_loss_weight or None,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": config.parallel.memory,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def ddp_config() -> DistributedDataParallelConfig:

@@ -18,17 +18,19 @@ from pretrain.checkpoint.optimizer_shards import leaves_by_parameter, num_update
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import optimizer_config
 
-GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "values", "pre_values"]
+GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "values", "pre_values"]
 
-# Dense parameters and memory tables are reduced over different replicas, so Megatron needs an optimizer for each.
+# Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are reduced over
+# different replicas, so Megatron needs an optimizer for each.
 DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
-TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
+SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
 
 
 def group_of(name: str, parameter: nn.Parameter) -> GroupName:
     """The group of one parameter, by its name.
 
-    Tables are `values` and `pre_values`; the matrices of a memory layer are `retrieval`; of the rest, vectors (norm gains) are not decayed.
+    Tables are `values` and `pre_values`; the matrices of a memory layer are `retrieval`; those of a mixture's experts are `experts`, decayed
+    like the backbone; of the rest, vectors (norm gains) are not decayed.
 
     Args:
         name: dotted name in its chunk (with or without wrappers' prefixes).
@@ -39,12 +41,14 @@ def group_of(name: str, parameter: nn.Parameter) -> GroupName:
         return "values" if parts[-1] == "values" else "pre_values"
     if parameter.dim() <= 1:
         return "backbone_no_decay"
+    if "experts" in parts:
+        return "experts"
     return "retrieval" if "memory" in parts else "backbone"
 
 
 def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parameter]]:
     """All trainable parameters of the chunks by group; asserts that the groups add up to the model."""
-    assigned: dict[GroupName, list[nn.Parameter]] = {name: [] for name in (*DENSE_GROUPS, *TABLE_GROUPS)}
+    assigned: dict[GroupName, list[nn.Parameter]] = {name: [] for name in (*DENSE_GROUPS, *SPLIT_GROUPS)}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
@@ -110,7 +114,7 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
 
 
 class MemoryOptimizer(ChainedOptimizer):
-    """The optimizers of dense parameters and of tables as one: one global norm, one step, one checkpoint."""
+    """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Nothing: the tensors of `sharded_state_dict` were filled in place."""
@@ -146,11 +150,11 @@ class MemoryOptimizer(ChainedOptimizer):
 def build_optimizer(
     config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
 ) -> ChainedOptimizer:
-    """One distributed optimizer for the dense parameters, and one for the memory tables if the model has any."""
+    """One distributed optimizer for the dense parameters, and one for memory tables and experts if the model has any."""
     assigned = assign_groups(chunks)
     parts = [_build_part(config, chunks, groups, assigned, DENSE_GROUPS)]
-    if config.model.memory is not None:
-        parts.append(_build_part(config, chunks, groups, assigned, TABLE_GROUPS))
+    if config.model.memory is not None or config.model.moe is not None:
+        parts.append(_build_part(config, chunks, groups, assigned, SPLIT_GROUPS))
     return MemoryOptimizer(parts)
 
 
@@ -161,9 +165,9 @@ def _build_part(
     assigned: dict[GroupName, list[nn.Parameter]],
     names: tuple[GroupName, ...],
 ) -> MemoryDistributedOptimizer:
-    tables = names is TABLE_GROUPS
+    split = names is SPLIT_GROUPS
     settings = config.optimizer
-    param_groups = [{"params": assigned[name], "name": name, "is_expert_parallel": tables} for name in names]
+    param_groups = [{"params": assigned[name], "name": name, "is_expert_parallel": split} for name in names]
     inner = None
     if any(group["params"] for group in param_groups):
         inner = torch.optim.AdamW(
@@ -183,14 +187,15 @@ def _build_part(
         None,
         model_chunks=list(chunks),
         per_model_buffers={
-            i: chunk.expert_parallel_buffers if tables else chunk.buffers for i, chunk in enumerate(chunks)
+            i: chunk.expert_parallel_buffers if split else chunk.buffers for i, chunk in enumerate(chunks)
         },
-        data_parallel_group=megatron.expt_dp if tables else megatron.dp_cp,
+        data_parallel_group=megatron.expt_dp if split else megatron.dp_cp,
         data_parallel_group_gloo=None,
-        data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if tables else megatron.mp),
+        data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if split else megatron.mp),
         distributed_optimizer_instance_id=0,
     )
     optimizer.grad_stats_parallel_group = megatron.intra_dist_opt
-    # The global norm counts a parameter once per tensor-parallel copy; each rank of a stage owns its own part of a table's gradient.
-    optimizer.tp_group = megatron.expt_tp if tables else megatron.tp
+    # The global norm counts a parameter once per tensor-parallel copy; each rank of a stage owns its own part of the gradient of a table
+    # or an expert.
+    optimizer.tp_group = megatron.expt_tp if split else megatron.tp
     return optimizer

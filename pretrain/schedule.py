@@ -55,6 +55,7 @@ def group_settings(step: int, optimizer: OptimizerConfig, train: TrainConfig) ->
         "backbone": (lr, optimizer.weight_decay),
         "backbone_no_decay": (lr, 0.0),
         "retrieval": (lr, optimizer.weight_decay),
+        "experts": (lr, optimizer.weight_decay),
         "values": (value_lr, table_decay),
         "pre_values": (value_lr if pre_multiplier is None else lr * pre_multiplier, table_decay),
     }

@@ -19,7 +19,11 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
+from megamem.layers.layer import MemoryLayer
+from megamem.losses import LOSS_NAMES
 from megamem.model import MemoryGPTModel
+from megamem.moe import ROUTER_LOSS_NAMES
+from megamem.usage import block_number
 from parallel.groups import ParallelGroups
 from pretrain.optimizer import MemoryOptimizer
 
@@ -43,9 +47,18 @@ class LossSum:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """What one optimizer step did.
+
+    Attributes:
+        loss: the training loss, without auxiliary losses.
+        auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's tokens.
+        grad_norm: global norm before clipping.
+        updated: whether the norm was finite, and weights were updated.
+        stop_requested: whether any rank was told to stop.
+    """
 
     loss: LossSum
+    auxiliary: dict[str, dict[int, float]]
     grad_norm: float
     updated: bool
     stop_requested: bool
@@ -90,8 +103,8 @@ def train_step(
     optimizer.zero_grad()
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
     updated, grad_norm = _update(optimizer)
-    loss, stop = _world_loss(losses, groups, stop_requested)
-    return StepResult(loss, grad_norm, updated, stop)
+    loss, auxiliary, stop = _world_loss(losses, chunks, groups, stop_requested)
+    return StepResult(loss, auxiliary, grad_norm, updated, stop)
 
 
 @torch.no_grad()
@@ -110,7 +123,7 @@ def evaluation_loss(
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=True)
     for chunk in chunks:
         chunk.train()
-    return _world_loss(losses, groups, False)[0]
+    return _world_loss(losses, (), groups, False)[0]
 
 
 def _schedule(
@@ -164,13 +177,74 @@ def _update(optimizer: MemoryOptimizer) -> tuple[bool, float]:
     return True, grad_norm
 
 
-def _world_loss(losses: Sequence[Tensor], groups: ParallelGroups, stop_requested: bool) -> tuple[LossSum, bool]:
-    """Sum losses over data-parallel ranks and tell every rank, together with whether any rank wants to stop."""
-    totals = torch.zeros(3, dtype=torch.float64, device=groups.device)
+def _world_loss(
+    losses: Sequence[Tensor], chunks: Sequence[Chunk], groups: ParallelGroups, stop_requested: bool
+) -> tuple[LossSum, dict[str, dict[int, float]], bool]:
+    """Sum losses over all ranks and tell every rank, together with whether any rank wants to stop.
+
+    Args:
+        losses: [loss sum, targets] per microbatch, on the last stage.
+        chunks: whose layers' auxiliary losses are wanted.
+        groups: this rank's place.
+        stop_requested: this rank's word.
+    """
+    auxiliary = _auxiliary_sums(chunks, groups.device)
+    totals = torch.zeros(3 + auxiliary.numel(), dtype=torch.float64, device=groups.device)
     if losses and dist.get_rank(groups.megatron.tp) == 0:
         totals[:2] = torch.stack(list(losses)).sum(0)
     totals[2] = float(stop_requested)
+    totals[3:] = auxiliary.flatten()
     dist.all_reduce(totals)
     # Host sync: the loss is printed and logged at every step.
-    nats, num_tokens, stop = totals.tolist()
-    return LossSum(nats, num_tokens), stop > 0
+    nats, num_tokens, stop, *sums = totals.tolist()
+    return LossSum(nats, num_tokens), _auxiliary_means(sums, chunks), stop > 0
+
+
+def _auxiliary_columns(chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:
+    """Where `_auxiliary_sums` keeps each loss that is switched on, and the tokens that it is a mean of.
+
+    The same on every rank, whatever layers it has: the sums go through one collective.
+    """
+    if not chunks:
+        return {}
+    model = unwrap(chunks[0]).model_config
+    first_of_router = 1 + len(LOSS_NAMES)
+    columns = {name: (1 + index, 0) for index, name in enumerate(LOSS_NAMES)}
+    columns |= {name: (first_of_router + 1 + i, first_of_router) for i, name in enumerate(ROUTER_LOSS_NAMES)}
+    return {
+        name: where
+        for name, where in columns.items()
+        if getattr(model.memory, f"{name}_weight", 0) > 0
+        or getattr(model.moe, f"{name.removeprefix('moe_')}_loss_weight", 0) > 0
+    }
+
+
+def _auxiliary_sums(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
+    """[blocks of the model, columns] fp64, for memories and then for routers: tokens, and loss x tokens, of this rank's layers.
+
+    No rows if all losses are off.
+    """
+    num_blocks = unwrap(chunks[0]).model_config.num_layers if _auxiliary_columns(chunks) else 0
+    width = 1 + len(LOSS_NAMES)
+    sums = torch.zeros(num_blocks, width + 1 + len(ROUTER_LOSS_NAMES), dtype=torch.float64, device=device)
+    if num_blocks:
+        for layer in _memory_layers(chunks):
+            if layer.losses is not None:
+                sums[block_number(layer.name), :width] = layer.losses.sums
+        for router in (router for chunk in chunks for router in unwrap(chunk).routers):
+            sums[router.layer_number - 1, width:] = router.sums
+    return sums
+
+
+def _auxiliary_means(sums: Sequence[float], chunks: Sequence[Chunk]) -> dict[str, dict[int, float]]:
+    """Means over tokens by loss and block, of the losses that are on, from the flat sums over all ranks."""
+    width = 2 + len(LOSS_NAMES) + len(ROUTER_LOSS_NAMES)
+    rows = [sums[start : start + width] for start in range(0, len(sums), width)]
+    return {
+        name: {block: row[value] / row[tokens] for block, row in enumerate(rows) if row[tokens]}
+        for name, (value, tokens) in _auxiliary_columns(chunks).items()
+    }
+
+
+def _memory_layers(chunks: Sequence[Chunk]) -> list[MemoryLayer]:
+    return [layer for chunk in chunks for layer in unwrap(chunk).memory_layers]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from megamem.config import MemoryConfig, ModelConfig
 from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
+from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
+from megamem.sharing import plan_sharing
 from parallel.layout import padded_size
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
@@ -20,6 +25,9 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 
 _WIDTH = 100
+# `config show` measures initial outputs on so many layers, and on fewer where their keys, which have to be drawn, are many: some seconds.
+_MOST_MEASURED_LAYERS = 4
+_MEASURED_KEY_ELEMENTS = 1 << 23
 _OVERRIDES_HELP = (
     "set a key, as in optimizer.lr=3e-4, model.memory=null or data.datasets.0.path=DIR (the value is YAML)"
 )
@@ -69,8 +77,10 @@ def run_show(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("config show needs the path of a configuration, or --keys")
     config = load_config(args.config, args.overrides)
+    # Before anything is printed: they may find that the configuration cannot be initialised.
+    sections = extra_sections(config)
     print("\n".join(explained_lines(config)) if args.explain else to_yaml(config).rstrip())
-    for section in extra_sections(config):
+    for section in sections:
         print("\n" + "\n".join(f"# {line}" for line in (f"{section.title}:", *(f"  {line}" for line in section.lines))))
     return 0
 
@@ -95,7 +105,10 @@ class Section:
 
 def extra_sections(config: RunConfig) -> list[Section]:
     """What a reader of a configuration wants to know besides its keys. Each further summary is one more element."""
-    return [_length_section(config), _model_section(config)]
+    sections = [_length_section(config), _model_section(config)]
+    if config.model.memory is not None:
+        sections.append(_initialisation_section(config.model, config.model.memory, config.seed))
+    return sections
 
 
 def _length_section(config: RunConfig) -> Section:
@@ -108,11 +121,7 @@ def _model_section(config: RunConfig) -> Section:
     """Parameters, operations and table reads by the closed formulas."""
     model, train = config.model, config.train
     counts = count_parameters(model, padded_size(model.vocab_size or 0, model.vocab_size_multiple))
-    parts = [
-        f"{part.name}: {getattr(counts, part.name):,}"
-        for part in dataclasses.fields(counts)
-        if part.name != "read_values"
-    ]
+    parts = [f"{name}: {count:,}" for name, count in counts.parts.items()]
     lines = [*parts, f"total: {counts.total:,}", f"active per token: {counts.active:,}"]
     if model.vocab_size is None:
         lines.append("(without embedding and output projection: model.vocab_size is left to the tokenizer)")
@@ -122,6 +131,41 @@ def _model_section(config: RunConfig) -> Section:
         element = 2 if train.precision == "bf16" else 4
         lines.append(f"bytes of table read per token: {table_bytes_per_token(model, element):,}")
     return Section("parameters", tuple(lines))
+
+
+def _initialisation_section(model: ModelConfig, memory: MemoryConfig, seed: int) -> Section:
+    """Standard deviations at initialisation: by the closed formulas, and measured on single layers."""
+    # Not at the top of the file: torch and Megatron take seconds to load, and nothing else here needs them.
+    from megamem.initial_outputs import measure_initial_outputs
+
+    widest = max(view.num_keys for view in plan_sharing(memory, model.num_memory_layers).views)
+    key_elements = 2 * memory.num_heads * memory.expansion * widest * memory.key_dim * memory.tucker_rank
+    try:
+        with warnings.catch_warnings():
+            # Of Megatron, about optional packages.
+            warnings.simplefilter("ignore")
+            most_layers = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_KEY_ELEMENTS // key_elements))
+            measured = measure_initial_outputs(model, seed=seed, most_layers=most_layers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    paper, true = math.sqrt(paper_ffn_variance(model)), math.sqrt(swiglu_ffn_variance(model))
+    lines = [
+        f"feed-forward: output std {paper:.4g} by the paper's Eq. 25, {true:.4g} of the SwiGLU as it is initialised"
+    ]
+    if model.moe is not None:
+        lines[0] += ", both for a dense one of the width that a token passes"
+    for layer in measured:
+        figures = [f"sigma_V {layer.table_std:.4g}", f"output std measured {layer.measured_std:.4g}"]
+        if layer.calibration is not None:
+            figures.insert(0, f"score gain {layer.calibration.gain:.4g}, sigma_s {layer.calibration.sigma_s:.3g}")
+        if layer.predicted_std is not None:
+            figures.append(f"predicted by Eq. 22 {layer.predicted_std:.4g}")
+        lines.append(f"memory of block {layer.block}: {', '.join(figures)}")
+    lines.append(
+        f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} random tokens of mean square 1, "
+        f"with the weights and the table rows that seed {seed} gives it"
+    )
+    return Section(f"initialisation ({memory.initialisation if memory.has_tucker_cores else 'released'})", tuple(lines))
 
 
 def key_lines() -> Iterator[str]:

@@ -1,31 +1,37 @@
 """The forward pass of `gather_dot` in PyTorch, not differentiable: also the coefficient gradient of `gather_sum`.
 
-Legend: R table rows, T tokens, J rows read per token, C column groups, W columns (C divides W).
+Legend: R table rows, T tokens, J rows read per token, C column groups, W columns (C divides W), B blocks of entries.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.blocks import vectors_of_entries
 from kernels.chunks import token_chunks
 
 
-def grouped_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int) -> Tensor:
-    """out[t, j, c] = <table[ids[t, j], group c], x[t, group c]>, without a [T, J, W] temporary.
+def grouped_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None = None) -> Tensor:
+    """out[t, j, c] = <table[ids[t, j], group c], x[t, block[t, j], group c]>, without a [T, J, W] temporary.
 
     Args:
         table: [R, W].
         ids: [T, J], int64.
-        x: [T, W].
+        x: [T, B W].
         num_groups: C, which divides W.
+        block: [T, J], int64 in [0, B), or None if B is 1.
 
     Returns:
         [T, J, C].
     """
     num_tokens, num_rows_read = ids.shape
+    per_group = (num_groups, table.shape[1] // num_groups)
     out = x.new_empty(num_tokens, num_rows_read, num_groups)
     for chunk in token_chunks(num_tokens, num_rows_read * table.shape[1]):
-        rows = table[ids[chunk]].view(-1, num_rows_read, num_groups, table.shape[1] // num_groups)
-        vectors = x[chunk].reshape(rows.shape[0], 1, num_groups, -1)
-        out[chunk] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
+        rows = table[ids[chunk]].view(-1, num_rows_read, *per_group)
+        if block is None:
+            vectors = x[chunk].reshape(rows.shape[0], 1, *per_group)
+            out[chunk] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
+        else:
+            out[chunk] = (rows * vectors_of_entries(x[chunk], block[chunk], table.shape[1]).view(rows.shape)).sum(-1)
     return out

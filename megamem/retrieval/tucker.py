@@ -5,27 +5,10 @@ Legend: T tokens, H heads, N keys per side, R Tucker rank, C cores, M rows (and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Retrieved:
-    """What one layer retrieved for T tokens.
-
-    Attributes:
-        slots: [T, H, K], int64 positions row x N + column of the N x N grid, best first within a head.
-        scores: [T, H, K, C], the score of each core; they sum to what the selection ordered by.
-        row_ids: [T, H, M], int64 rows kept by the first stage, best first.
-        column_ids: [T, H, M], the columns.
-    """
-
-    slots: Tensor
-    scores: Tensor
-    row_ids: Tensor
-    column_ids: Tensor
+from megamem.retrieval.retrieved import Retrieved
 
 
 def retrieve(
@@ -47,9 +30,11 @@ def retrieve(
         top_k: K <= M^2.
     """
     num_keys = row_scores.shape[2]
+    row_ranks = torch.einsum("thnr,hr->thn", row_scores, u)
+    column_ranks = torch.einsum("thnr,hr->thn", column_scores, v)
     with torch.no_grad():
-        row_ids = torch.einsum("thnr,hr->thn", row_scores, u).topk(row_top_k, dim=-1).indices
-        column_ids = torch.einsum("thnr,hr->thn", column_scores, v).topk(row_top_k, dim=-1).indices
+        row_ids = row_ranks.topk(row_top_k, dim=-1).indices
+        column_ids = column_ranks.topk(row_top_k, dim=-1).indices
         candidate_rows = _gather_keys(row_scores, row_ids)
         candidate_columns = _gather_keys(column_scores, column_ids)
         grid = torch.einsum("thir,hrs,thjs->thij", candidate_rows, cores.sum(0), candidate_columns)
@@ -59,7 +44,7 @@ def retrieve(
     scores = torch.einsum(
         "thkr,chrs,thks->thkc", _gather_keys(row_scores, best_rows), cores, _gather_keys(column_scores, best_columns)
     )
-    return Retrieved(best_rows * num_keys + best_columns, scores, row_ids, column_ids)
+    return Retrieved(best_rows * num_keys + best_columns, scores, row_ids, column_ids, row_ranks, column_ranks)
 
 
 def _gather_keys(scores: Tensor, ids: Tensor) -> Tensor:

@@ -28,18 +28,27 @@ def _has_memory(run: RunConfig) -> bool:
     return run.model.memory is not None
 
 
+def _has_groups(run: RunConfig) -> bool:
+    return run.model.memory is not None or run.model.moe is not None
+
+
 def _has_pre_values(run: RunConfig) -> bool:
-    return run.model.memory is not None and run.model.memory.pre_value_dim > 0
+    return run.model.memory is not None and run.model.memory.pre_dim > 0
 
 
 RUN_RULES: tuple[CrossRule, ...] = (
-    CrossRule("parallel.memory", _has_memory, "model.memory is set"),
+    CrossRule("parallel.memory", _has_groups, "model.memory or model.moe is set"),
     CrossRule("train.kernels", _has_memory, "model.memory is set"),
+    CrossRule("logging.memory_every_steps", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_weight_decay", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_lr_multiplier", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_lr_end_multiplier", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_lr_decay_tokens", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.pre_value_lr_multiplier", _has_pre_values, "model.memory.pre_value_dim is above 0"),
+    CrossRule(
+        "optimizer.pre_value_lr_multiplier",
+        _has_pre_values,
+        "model.memory has pre-values (pre_value_dim above 0, or kind peer)",
+    ),
 )
 
 

@@ -6,8 +6,9 @@ A layout is refused with what is wrong and the nearest ones that work; nothing i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from parallel.layout import Unit, split_units, unsplittable_units
 from pretrain.config.schema import RunConfig
 
 _MAX_LAYOUTS_LISTED = 4
@@ -45,10 +46,11 @@ def _ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
 
 def _tensor(config: RunConfig) -> Iterator[str]:
     tensor = config.parallel.tensor
-    sizes = {
+    sizes: dict[str, int] = {
         "model.num_attention_heads": config.model.num_attention_heads,
         "model.num_query_groups": config.model.query_groups,
-        "model.ffn_hidden_size": config.model.ffn_hidden_size,
+        # Experts are whole on every rank: no tensor parallelism inside of them.
+        **({"model.ffn_hidden_size": config.model.ffn_hidden_size} if config.model.moe is None else {}),
         "model.vocab_size_multiple": config.model.vocab_size_multiple,
     }
     for key, size in sizes.items():
@@ -77,46 +79,51 @@ def _sequence(config: RunConfig) -> Iterator[str]:
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
-    """Equal chunks, and no sharing group that reaches over the edge of one."""
-    parallel, num_layers = config.parallel, config.model.num_layers
+    """Equal chunks, and no sharing group or skip span that reaches over the edge of one."""
+    parallel, num_layers, memory = config.parallel, config.model.num_layers, config.model.memory
     chunks = parallel.pipeline * parallel.virtual_pipeline
-    sharing = config.model.memory.sharing if config.model.memory is not None else None
-    if sharing is not None and sharing.pattern in ("ring", "no_ring"):
-        if chunks > 1:
-            yield (
-                f"model.memory.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must stand on one "
-                f"stage, but parallel.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} makes {chunks} chunks: "
-                "use parallel.pipeline: 1, or pattern: block"
-            )
+    layout = f"parallel.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline}"
+    units = unsplittable_units(config.model)
+    whole = num_layers % chunks == 0
+    split = split_units(units, num_layers=num_layers, chunks=chunks) if whole else ()
+    if memory is not None and memory.sharing.pattern in ("ring", "no_ring", "all") and units and (split or not whole):
+        yield (
+            f"model.memory.sharing.pattern is {memory.sharing.pattern}, where all layers read each other's tables: they must stand on one "
+            f"stage, but {layout} makes {chunks} chunks: use parallel.pipeline: 1, or pattern: block"
+        )
         return
-    group = sharing.group if sharing is not None and sharing.pattern == "block" else 1
-    if num_layers % chunks:
+    if not whole:
+        yield f"model.num_layers is {num_layers}, which {layout} = {chunks} chunks do not divide: {_nearest_text(config, units)}"
+    for unit in split:
+        if unit.kind == "span":
+            yield (
+                f"model.memory.placement.spans has {unit.first}:{unit.last}, but {layout} puts {num_layers // chunks} blocks into a chunk, and "
+                f"blocks {unit.first} and {unit.last} into different ones, where the output cannot follow: {_nearest_text(config, units)}"
+            )
+    if any(unit.kind == "group" for unit in split):
+        assert memory is not None
+        held = "layers" if config.model.num_memory_layers == num_layers else "blocks"
         yield (
-            f"model.num_layers is {num_layers}, which parallel.pipeline {parallel.pipeline} x virtual_pipeline "
-            f"{parallel.virtual_pipeline} = {chunks} chunks do not divide: {_nearest_text(config, group)}"
-        )
-    elif (num_layers // chunks) % group:
-        yield (
-            f"model.memory.sharing.group is {group}, but parallel.pipeline {parallel.pipeline} x virtual_pipeline "
-            f"{parallel.virtual_pipeline} puts {num_layers // chunks} layers into a chunk, which would split a group: "
-            f"{_nearest_text(config, group)}"
+            f"model.memory.sharing.group is {memory.sharing.group}, but {layout} puts {num_layers // chunks} {held} into a chunk, which would "
+            f"split a group: {_nearest_text(config, units)}"
         )
 
 
-def _nearest_text(config: RunConfig, group: int) -> str:
+def _nearest_text(config: RunConfig, units: Sequence[Unit]) -> str:
     layouts = nearest_pipelines(
-        config.model.num_layers, group, config.parallel.pipeline, config.parallel.virtual_pipeline
+        config.model.num_layers, units, config.parallel.pipeline, config.parallel.virtual_pipeline
     )
     texts = [f"pipeline {pipeline} x virtual_pipeline {virtual}" for pipeline, virtual in layouts]
     return "the nearest layouts that work are " + ", ".join(texts)
 
 
-def nearest_pipelines(num_layers: int, group: int, pipeline: int, virtual: int) -> list[tuple[int, int]]:
-    """(pipeline, virtual pipeline) sizes whose chunks hold whole groups of layers, the most similar first."""
+def nearest_pipelines(num_layers: int, units: Sequence[Unit], pipeline: int, virtual: int) -> list[tuple[int, int]]:
+    """(pipeline, virtual pipeline) sizes whose chunks are equal and split no unit, the most similar first."""
     layouts = []
     for stages in range(1, num_layers + 1):
         for chunks in range(1, num_layers // stages + 1 if stages > 1 else 2):
-            if num_layers % (stages * chunks) == 0 and (num_layers // (stages * chunks)) % group == 0:
+            even = num_layers % (stages * chunks) == 0
+            if even and not split_units(units, num_layers=num_layers, chunks=stages * chunks):
                 layouts.append((stages, chunks))
     # The number of stages decides how many ranks a run needs, so it is the last thing to move.
     layouts.sort(key=lambda layout: (abs(math.log(layout[0] / pipeline)), abs(math.log(layout[1] / virtual))))
@@ -124,21 +131,29 @@ def nearest_pipelines(num_layers: int, group: int, pipeline: int, virtual: int) 
 
 
 def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
-    """The group of ranks that splits the columns of the tables."""
-    group, memory = config.parallel.memory, config.model.memory
+    """The group of ranks that splits the columns of the tables, and the experts of a mixture."""
+    group, memory, moe = config.parallel.memory, config.model.memory, config.model.moe
     if group == 1:
         return
-    if memory is None:
+    if memory is None and moe is None:
         yield f"parallel.memory is {group}, but model.memory is null: there is no table to split, use parallel.memory: 1"
         return
-    yield (
-        f"parallel.memory is {group}, but tables cannot be split over ranks in this version: "
-        "use parallel.memory: 1 (every rank of a stage holds the whole table)"
-    )
-    for key, columns in (("value_dim", memory.value_dim), ("pre_value_dim", memory.pre_value_dim)):
-        if columns % group:
-            yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part"
-    pipeline = config.parallel.pipeline
+    if memory is not None:
+        beside = " (also for the experts of model.moe, which share the group)" if moe is not None else ""
+        yield (
+            f"parallel.memory is {group}, but tables cannot be split over ranks in this version: "
+            f"use parallel.memory: 1{beside} (every rank of a stage holds the whole table)"
+        )
+        for key, columns in (("value_dim", memory.value_dim), ("pre_value_dim", memory.pre_dim)):
+            if columns % group:
+                yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part"
+    if moe is not None and moe.num_experts % group:
+        yield f"model.moe.num_experts is {moe.num_experts}, which parallel.memory {group} does not divide: each rank holds equally many experts"
+    yield from _memory_ranks(config, world_size)
+
+
+def _memory_ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    group, pipeline = config.parallel.memory, config.parallel.pipeline
     if world_size is not None and world_size % _model_ranks(config) == 0 and (world_size // pipeline) % group:
         ranks = world_size // pipeline
         sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]

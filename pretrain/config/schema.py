@@ -21,7 +21,7 @@ class ParallelConfig:
     context: int = 1
     """Context-parallel size (needs model.implementation: transformer_engine)."""
     memory: int = 1
-    """G: ranks over which the columns of the memory tables are split."""
+    """G: ranks over which the columns of the memory tables, or the experts of a mixture, are split."""
     timeout_minutes: float = 10.0
     """How long a collective may wait before the run ends with an error."""
 
@@ -138,6 +138,8 @@ class LoggingConfig:
 
     every_steps: int = 1
     """Write a metrics row every so many steps."""
+    memory_every_steps: int = 10
+    """Observe how the memory is used (coverage, evenness, scores, output, singular values) on one step of every so many, and write its row; 0: never. Takes 4 bytes per layer and row of its window."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder."""
     wandb_mode: Literal["disabled", "offline", "online"] = "disabled"

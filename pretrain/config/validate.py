@@ -49,6 +49,7 @@ _NOT_NEGATIVE = (
     "data.seed",
     "data.num_workers",
     "evaluation.every_steps",
+    "logging.memory_every_steps",
     "checkpoint.every_steps",
     "checkpoint.keep_last",
     "checkpoint.keep_every_steps",

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.block import FfnWithMemory
+from megamem.config import MemoryConfig, ModelConfig, PlacementConfig, SharingConfig
 from megamem.model import MemoryGPTModel
 from megamem.released_names import from_released
 from parallel.cpu import cuda_on_cpu
@@ -20,7 +21,7 @@ from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
 
-CASE = "e2e_v2_perrank_full"
+CASES = ("e2e_v2_perrank_full", "e2e_memory_plus")
 # Largest error over the largest element of the reference: of what forward computes, and of gradients. Backward through four blocks makes
 # one rounding about 500 times larger, in either precision.
 TOLERANCE = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-5, 1e-4)}
@@ -28,7 +29,6 @@ TOLERANCE = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-5, 1e-4)}
 
 def run_config(released: dict[str, Any]) -> RunConfig:
     """Our config of the case's."""
-    assert released["mem_insert_way"] == "full"
     return RunConfig(
         model=ModelConfig(
             num_layers=released["n_layers"],
@@ -38,20 +38,30 @@ def run_config(released: dict[str, Any]) -> RunConfig:
             ffn_hidden_size=released["mlp_hidden_size"] // 2,
             vocab_size_multiple=released["embedding_size"],
             tied_embeddings=released["weight_tying"],
-            memory=MemoryConfig(
-                num_keys=released["mem_knum"],
-                key_dim=released["mem_kdim"],
-                value_dim=released["mem_vdim"],
-                pre_value_dim=released["mem_pre_vdim"],
-                top_k=released["mem_knn"],
-                num_heads=released["mem_head"],
-                shuffle="table",
-                sharing=SharingConfig(
-                    "ring", round(released["mem_share_ratio"] * released["n_layers"]), window="released"
-                ),
-            ),
+            memory=memory_config(released),
         ),
         train=TrainConfig(sequence_length=released["max_sequence_length"]),
+    )
+
+
+def memory_config(released: dict[str, Any]) -> MemoryConfig:
+    plan = released["mem_insert_way"]
+    common: dict[str, Any] = {
+        "num_keys": released["mem_knum"],
+        "key_dim": released["mem_kdim"],
+        "value_dim": released["mem_vdim"],
+        "top_k": released["mem_knn"],
+        "num_heads": released["mem_head"],
+        "placement": PlacementConfig(spans=None if plan == "full" else plan),
+    }
+    if released["mem_type"] == "memory_plus":
+        return MemoryConfig(kind="memory_plus", sharing=SharingConfig("all"), **common)
+    window = round(released["mem_share_ratio"] * released["n_layers"])
+    return MemoryConfig(
+        pre_value_dim=released["mem_pre_vdim"],
+        shuffle="table",
+        sharing=SharingConfig("ring", window, window="released"),
+        **common,
     )
 
 
@@ -71,22 +81,27 @@ def capture_streams(model: MemoryGPTModel) -> dict[str, Tensor]:
     def keep(name: str, value: Tensor) -> None:
         streams[name] = value.detach().transpose(0, 1)
 
+    memories = 0
     for index, layer in enumerate(model.decoder.layers):
+        number = memories if isinstance(layer.mlp, FfnWithMemory) else None
 
         def before(_: Any, args: Any, kwargs: Any, index: int = index) -> None:
             keep(f"block_in.{index}", kwargs["hidden_states"])
 
-        def memory(_: Any, args: Any, out: Tensor, index: int = index) -> None:
-            keep(f"mem_in.{index}", args[0])
-            keep(f"mem_out.{index}", out)
+        def memory(_: Any, args: Any, out: Tensor, number: int | None = number) -> None:
+            keep(f"mem_in.{number}", args[0])
+            keep(f"mem_out.{number}", out)
 
-        def after(_: Any, args: Any, out: Any, index: int = index) -> None:
-            # The release adds the memory's output after its block; here it is part of it.
+        def after(_: Any, args: Any, out: Any, index: int = index, number: int | None = number) -> None:
             keep(f"block_out.{index}", out[0])
-            streams[f"block_out.{index}"] = streams[f"block_out.{index}"] - streams[f"mem_out.{index}"]
+            if number is not None:
+                # The release adds the memory's output after its block; here it is part of it.
+                streams[f"block_out.{index}"] = streams[f"block_out.{index}"] - streams[f"mem_out.{number}"]
 
         layer.register_forward_pre_hook(before, with_kwargs=True)
-        layer.mlp.memory.register_forward_hook(memory)
+        if number is not None:
+            layer.mlp.memory.register_forward_hook(memory)
+            memories += 1
         layer.register_forward_hook(after)
     return streams
 
@@ -133,12 +148,16 @@ def relative_error(actual: Tensor, reference: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_a_model_computes_what_the_release_computes(golden_dir: Path, run_ranks: Any, dtype: torch.dtype) -> None:
-    released = json.loads((golden_dir / f"{CASE}.json").read_text())["config"]
-    tensors = load_file(golden_dir / f"{CASE}.safetensors")
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_computes_what_the_release_computes(
+    golden_dir: Path, run_ranks: Any, case: str, dtype: torch.dtype, record_property: Any
+) -> None:
+    released = json.loads((golden_dir / f"{case}.json").read_text())["config"]
+    tensors = load_file(golden_dir / f"{case}.safetensors")
     (errors,) = run_ranks(lambda: errors_of(tensors, released, dtype), 1)
     expected = {name for name in tensors if not name.startswith(("param.", "buffer.", "grad.", "input_ids"))}
     assert {name for name in errors if not name.startswith("grad ")} == expected
+    record_property("worst_error", max(errors.values()))
     forward, backward = TOLERANCE[dtype]
     too_large = {name: e for name, e in errors.items() if not e <= (backward if name.startswith("grad ") else forward)}
     assert not too_large

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megamem.calibration import calibrate_scores
 from megamem.config import MemoryConfig, ModelConfig, SharingConfig
-from megamem.initialisation import initialise, sigma_values
+from megamem.initial_variance import sigma_values, swiglu_ffn_variance
+from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
@@ -21,12 +22,8 @@ from pretrain.config.schema import RunConfig, TrainConfig
 
 SEEDS = (1, 2, 3)
 TOKENS = 512
-PLAIN = ModelConfig(
-    num_layers=4,
-    hidden_size=128,
-    ffn_hidden_size=320,
-    memory=MemoryConfig(num_keys=32, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8),
-)
+MEMORY = MemoryConfig(num_keys=32, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)
+PLAIN = ModelConfig(num_layers=4, hidden_size=128, ffn_hidden_size=320, memory=MEMORY)
 MODELS = {
     "plain": PLAIN,
     "shared": replace(
@@ -42,8 +39,14 @@ MODELS = {
         ),
     ),
     "no pre-values": replace(PLAIN, memory=MemoryConfig(num_keys=40, value_dim=48, pre_value_dim=0, top_k=16)),
+    "ultramem": replace(PLAIN, memory=MemoryConfig(kind="ultramem", num_keys=24, value_dim=32, top_k=12)),
     "shallow": replace(PLAIN, num_layers=2),
     "deep": replace(PLAIN, num_layers=16),
+}
+MATCHED = {
+    f"{name}, matched": replace(model, memory=replace(model.memory, initialisation="matched"))
+    for name, model in (MODELS | {"gelu": replace(PLAIN, memory=replace(MEMORY, pre_value_activation="gelu"))}).items()
+    if model.memory is not None
 }
 
 
@@ -53,6 +56,7 @@ class Measured:
 
     mean_score: float
     memory_variance: float
+    ffn_variance: float
     eq_22: float
     eq_25: float
     table_std_over_eq_26: float
@@ -65,7 +69,7 @@ def unit_rms_tokens(hidden_size: int, seed: int) -> Tensor:
 
 def eq_22(model: ModelConfig, memory: MemoryConfig, sigma_s: float, table_std: float) -> float:
     """Variance of the memory's output; without pre-values the factor 0.4 sigma_V^2 P of their product falls out."""
-    product = 0.4 * table_std**2 * memory.pre_value_dim if memory.pre_value_dim else 1.0
+    product = 0.4 * table_std**2 * memory.pre_dim if memory.pre_dim else 1.0
     read = memory.top_k * memory.num_heads * memory.value_dim
     return 0.4 * product * (1 + sigma_s**2) * table_std**2 * read / model.hidden_size
 
@@ -73,20 +77,27 @@ def eq_22(model: ModelConfig, memory: MemoryConfig, sigma_s: float, table_std: f
 def measure(model: MemoryGPTModel, config: ModelConfig, seed: int) -> Measured:
     memory = config.memory
     assert memory is not None
-    scores, variances, predicted, stds = [], [], [], []
+    scores, variances, ffn_variances, predicted, stds = [], [], [], [], []
     for index, layer in enumerate(model.memory_layers):
         hidden = unit_rms_tokens(config.hidden_size, 1000 * seed + index)
         with torch.no_grad():
             scores.append(float(layer.retrieve(hidden.flatten(0, 1)).scores.mean()))
             variances.append(float(layer(hidden).square().mean()))
-        calibration = calibrate_scores(memory, layer.view.num_keys, layer.cores, seed=seed, name=layer.name)
+            ffn_variances.append(float(model.decoder.layers[index].mlp.ffn(hidden)[0].square().mean()))
+        assert layer.cores is not None
+        calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)
         values = dict(model.banks.named_parameters())[f"{layer.view.bank}.values"]
         std = float(values.detach().double().std())
         predicted.append(eq_22(config, memory, calibration.sigma_s, std))
         stds.append(std / sigma_values(config, memory, calibration.sigma_s))
     k_inner = config.ffn_hidden_size / config.hidden_size
     return Measured(
-        fmean(scores), fmean(variances), fmean(predicted), 0.064 * k_inner / (2 * config.num_layers), fmean(stds)
+        mean_score=fmean(scores),
+        memory_variance=fmean(variances),
+        ffn_variance=fmean(ffn_variances),
+        eq_22=fmean(predicted),
+        eq_25=0.064 * k_inner / (2 * config.num_layers),
+        table_std_over_eq_26=fmean(stds),
     )
 
 
@@ -102,7 +113,7 @@ def measured(run_ranks: Any) -> dict[str, Measured]:
         result = {}
         with cuda_on_cpu():
             groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
-            for name, model in MODELS.items():
+            for name, model in (MODELS | MATCHED).items():
                 config = RunConfig(model=model, train=TrainConfig(sequence_length=8))
                 (chunk,) = build_chunks(config, groups, vocab_size=8)
                 parts = []
@@ -134,6 +145,27 @@ def test_memory_output_has_the_ffn_variance_of_eq_25(measured: dict[str, Measure
 @pytest.mark.parametrize("name", MODELS)
 def test_tables_have_the_deviation_of_eq_26(measured: dict[str, Measured], name: str) -> None:
     assert measured[name].table_std_over_eq_26 == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_matched_memory_output_has_the_deviation_of_the_feed_forward(measured: dict[str, Measured], name: str) -> None:
+    of_memory, of_ffn = measured[name].memory_variance ** 0.5, measured[name].ffn_variance ** 0.5
+    assert of_memory == pytest.approx(of_ffn, rel=0.1)
+    assert of_ffn == pytest.approx(swiglu_ffn_variance(MATCHED[name]) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_matched_scores_have_mean_1_too(measured: dict[str, Measured], name: str) -> None:
+    assert measured[name].mean_score == pytest.approx(1, rel=0.05)
+
+
+def test_matched_outputs_do_not_add_up_with_depth(measured: dict[str, Measured]) -> None:
+    total = {
+        name: measured[name].memory_variance * MATCHED[name].num_layers
+        for name in MATCHED
+        if "deep" in name or "shallow" in name
+    }
+    assert total["deep, matched"] == pytest.approx(total["shallow, matched"], rel=0.1)
 
 
 def test_memory_outputs_do_not_add_up_with_depth(measured: dict[str, Measured]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
 from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token, training_flops_per_token
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
@@ -15,6 +15,8 @@ from pretrain.config.schema import RunConfig
 VOCAB = 300
 DENSE = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48)
 MEMORY = MemoryConfig(num_keys=12, key_dim=8, value_dim=12, pre_value_dim=4, top_k=6)
+PRODUCT = MemoryConfig(kind="memory_plus", num_keys=12, key_dim=8, value_dim=12, top_k=6, num_heads=2)
+MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=16)
 MODELS = {
     "dense": DENSE,
     "untied, no qk norm, wide heads": replace(DENSE, tied_embeddings=False, qk_norm=False, head_dim=16),
@@ -24,6 +26,31 @@ MODELS = {
     "memory, single query, 2 heads, 1 core, no pre-values": replace(
         DENSE, memory=replace(MEMORY, query="single", num_heads=2, num_cores=1, pre_value_dim=0)
     ),
+    "memory, expanded keys": replace(DENSE, memory=replace(MEMORY, key_expansion=3)),
+    "memory, expanded keys, projected blocks": replace(
+        DENSE, memory=replace(MEMORY, key_expansion=2, value_blocks="projected")
+    ),
+    "memory, every second block": replace(DENSE, memory=replace(MEMORY, placement=PlacementConfig(every=2))),
+    "ultramem": replace(DENSE, memory=MemoryConfig(kind="ultramem", num_keys=12, key_dim=8, value_dim=12, top_k=6)),
+    "ultramem, spans": replace(
+        DENSE,
+        memory=MemoryConfig(kind="ultramem", num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2/1:3")),
+    ),
+    "memory_plus, one table": replace(DENSE, memory=replace(PRODUCT, sharing=SharingConfig("all"))),
+    "memory_plus, every option": replace(
+        DENSE, memory=replace(PRODUCT, query_norm=False, biases=True, output_gate=True)
+    ),
+    "memory_plus instead of the ffn": replace(
+        DENSE, memory=replace(PRODUCT, placement=PlacementConfig(blocks=(1, 2), position="instead"))
+    ),
+    "pkm": replace(DENSE, memory=replace(PRODUCT, kind="pkm", value_dim=32)),
+    "pkm, biases": replace(DENSE, memory=replace(PRODUCT, kind="pkm", value_dim=32, biases=True)),
+    "pkm, projected and gated": replace(
+        DENSE, memory=replace(PRODUCT, kind="pkm", value_projection=True, output_gate=True)
+    ),
+    "peer": replace(DENSE, memory=replace(PRODUCT, kind="peer", value_dim=32)),
+    "moe": replace(DENSE, moe=MOE),
+    "moe with memory": replace(DENSE, moe=MOE, memory=MEMORY),
 }
 
 
@@ -53,7 +80,7 @@ def _by_part(chunk: object) -> dict[str, int]:
 def _part_of(name: str) -> str:
     if "banks" in name:
         return "tables"
-    if "value_proj" in name:
+    if any(part in name for part in ("value_proj", "value_bias", "silu_gate", "output_gate")):
         return "memory_projections"
     if ".memory." in name:
         return "retrieval"
@@ -87,7 +114,7 @@ def built() -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_part_is_what_the_built_model_has(name: str, built: dict[str, dict[str, int]]) -> None:
     counts = count_parameters(MODELS[name], padded_size(VOCAB, MODELS[name].vocab_size_multiple))
-    assert {part: getattr(counts, part) for part in built[name]} == built[name]
+    assert counts.parts == built[name]
     assert counts.total == sum(built[name].values())
 
 
@@ -96,6 +123,35 @@ def test_active_parameters_count_the_values_that_a_token_reads() -> None:
     assert counts.read_values == DENSE.num_layers * MEMORY.top_k * (MEMORY.value_dim + MEMORY.pre_value_dim)
     assert counts.active == counts.total - counts.tables + counts.read_values
     assert count_parameters(DENSE, 384).active == count_parameters(DENSE, 384).total
+
+
+def test_active_parameters_leave_out_idle_experts() -> None:
+    dense_of_two = replace(DENSE, ffn_hidden_size=2 * 16)
+    router = DENSE.num_layers * DENSE.hidden_size * MOE.num_experts
+    assert count_parameters(MODELS["moe"], 384).active == count_parameters(dense_of_two, 384).active + router
+    assert (
+        forward_flops_per_token(MODELS["moe"], 384, 64) == forward_flops_per_token(dense_of_two, 384, 64) + 2 * router
+    )
+
+
+def test_flops_of_a_product_key_memory() -> None:
+    """Queries, keys, sums of candidates, values, and both projections, by hand."""
+    model = MODELS["memory_plus, one table"]
+    per_layer = 2 * (32 * 4 * 8 + 2 * 2 * 12 * 8 + 2 * 6 * 12 + 2 * 32 * 12) + 2 * 6**2
+    assert forward_flops_per_token(model, 384, 64) == forward_flops_per_token(DENSE, 384, 64) + 4 * per_layer
+
+
+def test_expansion_costs_keys_and_neither_rows_nor_reads() -> None:
+    plain, expanded = MODELS["memory"], MODELS["memory, expanded keys"]
+    few, many = count_parameters(plain, 384), count_parameters(expanded, 384)
+    assert (few.tables, few.read_values, few.memory_projections) == (
+        many.tables,
+        many.read_values,
+        many.memory_projections,
+    )
+    assert many.retrieval - few.retrieval == 2 * DENSE.num_layers * 2 * 12 * 8 * 2
+    projected = count_parameters(MODELS["memory, expanded keys, projected blocks"], 384)
+    assert projected.memory_projections - few.memory_projections == DENSE.num_layers * 3 * 12 * 32
 
 
 def test_flops_of_a_dense_model_are_two_per_weight_and_causal_attention() -> None:

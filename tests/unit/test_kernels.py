@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -143,6 +144,47 @@ def test_gathers_equal_their_twins_at_any_shape(shape: Shape, seed: int) -> None
             strict=True,
         ):
             assert_close(actual, reference, torch.float64)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(shape=shapes, num_blocks=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_sums_of_blocks_are_sums_with_the_other_entries_zeroed(shape: Shape, num_blocks: int, seed: int) -> None:
+    """And the gradients likewise: of op and twin, and of both gathers."""
+    c = draw(shape, seed=seed)
+    g = torch.Generator().manual_seed(seed)
+    block = torch.randint(0, num_blocks, c.ids.shape, generator=g)
+    masks = [(block == b).double() for b in range(num_blocks)]
+    x = torch.randn(shape.tokens, num_blocks * shape.width, generator=g, dtype=torch.float64)
+
+    def masked_sum(table: Tensor, ids: Tensor, coef: Tensor) -> Tensor:
+        return torch.cat([naive_sum.gather_sum(table, ids, coef * mask.unsqueeze(2)) for mask in masks], dim=1)
+
+    def masked_dot(table: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+        parts = zip(masks, x.chunk(num_blocks, dim=1), strict=True)
+        return torch.stack([mask * naive_dot.gather_dot(table, ids, part) for mask, part in parts]).sum(0)
+
+    for gathers, masked, other, grad in (
+        ((gather_sum, naive_sum.gather_sum), masked_sum, c.coef, x),
+        ((gather_dot, naive_dot.gather_dot), masked_dot, x, c.grad_dot),
+    ):
+        expected = with_grads(masked, c.table, c.ids, other, grad)
+        for gather in gathers:
+            of_blocks = partial(gather, block=block, num_blocks=num_blocks)
+            for actual, reference in zip(with_grads(of_blocks, c.table, c.ids, other, grad), expected, strict=True):
+                assert_close(actual, reference, torch.float64)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(shape=shapes, num_blocks=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_accumulation_of_blocks_equals_its_twin(shape: Shape, num_blocks: int, seed: int) -> None:
+    c = draw(shape, seed=seed)
+    g = torch.Generator().manual_seed(seed)
+    block = torch.randint(0, num_blocks, c.ids.shape, generator=g)
+    vec = torch.randn(shape.tokens, num_blocks * shape.width, generator=g, dtype=torch.float64)
+    actual, reference = c.table.clone(), c.table.clone()
+    segment_accumulate(actual, c.ids, c.coef, vec, block)
+    naive_accumulate.segment_accumulate(reference, c.ids, c.coef, vec, block)
+    assert_close(actual, reference, torch.float64)
 
 
 @pytest.mark.parametrize("gather", [gather_sum, naive_sum.gather_sum], ids=["op", "naive"])

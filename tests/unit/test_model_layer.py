@@ -117,7 +117,7 @@ def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
     memory = MemoryConfig(num_keys=8, key_dim=8, top_k=4, shuffle=shuffle)
     layer, _ = build(memory)
     layer.view, layer.num_bank_rows = LayerView(0, 90, 8), 100
-    rows = layer.table_rows(torch.arange(64))
+    rows = layer.locate(torch.arange(64))[0]
     assert sorted(rows.tolist()) == [*range(54), *range(90, 100)]
     assert (rows.tolist() == [(90 + slot) % 100 for slot in range(64)]) == (shuffle == "none")
 

@@ -109,6 +109,16 @@ def test_private_tables() -> None:
     assert plan.views == (LayerView(0, 0, 10), LayerView(1, 0, 10), LayerView(2, 0, 10))
 
 
+def test_one_table_for_all_layers_does_not_grow_with_them() -> None:
+    config = MemoryConfig(num_keys=NUM_KEYS, top_k=4, sharing=SharingConfig("all"))
+    for num_layers in (1, 3, 20):
+        plan = plan_sharing(config, num_layers)
+        assert [(bank.num_rows, bank.layers) for bank in plan.banks] == [(100, tuple(range(num_layers)))]
+        assert plan.views == (LayerView(0, 0, NUM_KEYS),) * num_layers
+    with pytest.raises(ValueError, match="share memory bank 0"):
+        plan.banks_of(range(10))
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> tuple[MemoryConfig, int]:
     pattern: Pattern = draw(st.sampled_from(["none", "block", "ring", "no_ring"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -43,6 +44,25 @@ def test_show_prints_yaml_that_loads_again(
         assert load_config(tmp_path / "shown.yaml") == load_config(config_file, ["seed=3", "optimizer.lr=1e-4"])
         assert ("# Optimizer steps in all." in shown) == bool(flags)
         assert "tokens in all: 57,344" in shown
+
+
+def test_show_says_how_large_initial_outputs_are(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "show", str(config_file)]) == 0
+    shown = capsys.readouterr().out
+    assert "# initialisation (paper):" in shown
+    assert "feed-forward: output std 0.1265 by the paper's Eq. 25, 0.07007 of the SwiGLU" in shown
+    assert re.search(
+        r"block 3: score gain 0\.\d+, sigma_s 0\.\d+, sigma_V 0\.\d+, output std measured 0\.1\d+, predicted", shown
+    )
+    assert cli.main(["config", "show", str(config_file), "model.memory=null"]) == 0
+    assert "initialisation" not in capsys.readouterr().out
+
+
+def test_show_refuses_scores_that_no_gain_can_lift(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = usage_error(
+        capsys, "config", "show", str(config_file), "model.memory={num_keys: 1, top_k: 1, num_heads: 1, key_dim: 1}"
+    )
+    assert "raise model.memory.num_keys or lower top_k" in message
 
 
 def test_explain_says_why_a_key_is_missing(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import pytest
 
-from megamem.config import EffectiveWhen
+from megamem.config import EffectiveWhen, MemoryConfig
 from pretrain.config.effective import RUN_RULES, ineffective_fields
 from pretrain.config.fields import all_keys
 from pretrain.config.loader import load_as, load_config, parse_config
@@ -99,6 +99,35 @@ def test_conditions_on_another_section(tmp_path: Path) -> None:
     no_pre_values = load_config(write(tmp_path, "c.yaml", "base: memory.yaml\nmodel: {memory: {pre_value_dim: 0}}"))
     assert no_pre_values.optimizer.value_lr_multiplier == 4.0
     assert no_pre_values.optimizer.pre_value_lr_multiplier is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "key", "reason"),
+    [
+        ("kind: pkm, value_dim: 128, tucker_rank: 2", "tucker_rank", "kind is ultramem_v2 or ultramem"),
+        ("kind: memory_plus, pre_value_dim: 0", "pre_value_dim", "kind is ultramem_v2"),
+        ("kind: memory_plus, value_projection: true", "value_projection", "kind is pkm"),
+        ("kind: peer, value_dim: 128, output_gate: true", "output_gate", "kind is pkm or memory_plus"),
+        ("kind: peer, value_dim: 128, initialisation: released", "initialisation", "kind is ultramem_v2 or ultramem"),
+        ("kind: ultramem, query: single", "query", "kind is ultramem_v2"),
+        ("kind: ultramem, value_blocks: projected", "value_blocks", "kind is ultramem_v2 and key_expansion is above 1"),
+        ("value_blocks: summed", "value_blocks", "kind is ultramem_v2 and key_expansion is above 1"),
+        ("biases: true", "biases", "kind is pkm, memory_plus or peer"),
+        ("sharing: {pattern: all, group: 2}", "sharing.group", "sharing.pattern is block, ring or no_ring"),
+    ],
+)
+def test_a_kind_of_memory_has_its_own_options(tmp_path: Path, memory: str, key: str, reason: str) -> None:
+    path = write(tmp_path, "a.yaml", f"model: {{memory: {{{memory}}}}}")
+    assert f"model.memory.{key} has no effect unless {reason}: {SUFFIX}" in refusal(path)
+
+
+def test_a_base_of_one_kind_serves_another(tmp_path: Path) -> None:
+    """Options of the first kind fall back to their defaults; pre-values of PEER have a learning rate too."""
+    write(tmp_path, "base.yaml", "model: {memory: {num_cores: 1, query: single, pre_value_dim: 8}}")
+    text = "base: base.yaml\nmodel: {memory: {kind: peer, value_dim: 128}}\noptimizer: {pre_value_lr_multiplier: 2}"
+    config = load_config(write(tmp_path, "a.yaml", text))
+    assert config.model.memory == MemoryConfig(kind="peer", value_dim=128)
+    assert config.optimizer.pre_value_lr_multiplier == 2
 
 
 def test_every_cross_section_rule_names_a_key() -> None:

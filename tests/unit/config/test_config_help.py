@@ -65,7 +65,7 @@ def test_conditions_on_other_sections_are_described_too() -> None:
 def test_the_nearest_key() -> None:
     keys = list(all_keys(RunConfig))
     assert nearest_keys("lr", keys) == ["optimizer.lr"]
-    assert nearest_keys("model.topk", keys) == ["model.memory.top_k"]
+    assert nearest_keys("memory.topk", keys) == ["model.memory.top_k"]
     assert nearest_keys("memory.num_keys", keys) == ["model.memory.num_keys"]
     assert nearest_keys("tensor_parallel", keys) != []
     assert set(nearest_keys("every_steps", keys)) == {

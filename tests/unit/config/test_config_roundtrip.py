@@ -55,7 +55,10 @@ def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
     elif typing.get_origin(kind) is Literal:
         values = st.sampled_from(typing.get_args(kind))
     elif spec.element is not None:
-        values = st.lists(sections(spec.element), max_size=3).map(tuple)
+        is_section = dataclasses.is_dataclass(spec.element)
+        # Lists of numbers are lists of blocks, which ascend.
+        numbers = st.lists(st.integers(0, 8), max_size=3, unique=True).map(sorted)
+        values = (st.lists(sections(spec.element), max_size=3) if is_section else numbers).map(tuple)
     else:
         # Sections refuse sizes below 1 themselves, and small ones divide each other more often.
         values = {

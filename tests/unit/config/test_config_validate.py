@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parallel.layout import Unit
 from pretrain.config.fields import all_keys
 from pretrain.config.layout_rules import nearest_pipelines
 from pretrain.config.loader import parse_config
@@ -284,7 +285,12 @@ def test_every_number_outside_the_model_has_a_range() -> None:
     ("num_layers", "group"), [(1, 1), (4, 1), (4, 2), (6, 3), (24, 1), (24, 2), (24, 3), (60, 1), (60, 2), (60, 3)]
 )
 def test_suggested_layouts_work(num_layers: int, group: int) -> None:
-    layouts = nearest_pipelines(num_layers, group, pipeline=5, virtual=2)
+    layouts = nearest_pipelines(
+        num_layers,
+        [Unit(first, first + group - 1, "group") for first in range(0, num_layers, group)],
+        pipeline=5,
+        virtual=2,
+    )
     assert layouts
     for pipeline, virtual in layouts:
         assert (num_layers // group) % (pipeline * virtual) == 0

@@ -1,0 +1,98 @@
+"""Memory layers with product keys: PKM, Memory+ and PEER (UltraMemV2, Eq. 3-5 and 13).
+
+Legend: T tokens of this rank, D hidden size, H heads, N keys per side, d key dim, K retrieved, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamem.layers.layer import MemoryLayer
+from megamem.norm import rms_normalise
+from megamem.retrieval.product import retrieve
+from megamem.retrieval.retrieved import Retrieved
+
+
+class ProductKeyLayer(MemoryLayer):
+    """Product-key retrieval with softmax weights, and an optional projection of the summed values.
+
+    As released there is no shuffle: slot i N + j is row i N + j of the table. Every head has its own queries. Two releases disagree on the
+    rest, so it is configured: UltraMemV2's public code normalises the queries and has no biases, Meta's has biases and no norm. Neither
+    normalises the keys (the former computes it and drops the result).
+    """
+
+    def _build(self, hidden_size: int, seed: int) -> None:
+        memory = self.memory
+        self.cores = None
+        self.query_proj = self._weight(memory.num_queries * memory.key_dim, hidden_size)
+        self.query_bias = self._bias(memory.num_queries * memory.key_dim)
+        self.query_norm = self._weight(memory.key_dim) if memory.query_norm else None
+        self.keys = self._weight(memory.num_heads, 2, self.num_keys, memory.key_dim)
+        self.value_proj = self._weight(hidden_size, memory.value_dim) if memory.has_value_projection else None
+        self.value_bias = self._bias(hidden_size) if memory.has_value_projection else None
+        self.output_gate = self._weight(1, hidden_size) if memory.has_output_gate else None
+        self.output_gate_bias = self._bias(1) if memory.has_output_gate else None
+
+    def _bias(self, size: int) -> nn.Parameter | None:
+        return self._weight(size) if self.memory.biases else None
+
+    @property
+    def num_keys(self) -> int:
+        """N: keys per side."""
+        return self.view.num_keys
+
+    def retrieve(self, x: Tensor) -> Retrieved:
+        """See `MemoryLayer.retrieve`; the scores are softmaxed within a head."""
+        row_scores, column_scores = self.key_scores(x)
+        return retrieve(row_scores, column_scores, row_top_k=self.memory.row_top_k, top_k=self.memory.top_k)
+
+    def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column scores of the tokens `x` [T, D], each [T, H, N]: the products of Eq. 3, with keys as they are."""
+        heads, key_dim = self.memory.num_heads, self.memory.key_dim
+        queries = F.linear(x, self.query_proj, self.query_bias).view(x.shape[0], 2 * heads, key_dim)
+        if self.query_norm is not None:
+            queries = rms_normalise(queries, self.query_norm, self.epsilon)
+        # One product per (head, side): [2H, T, d] x [2H, d, N].
+        products = torch.bmm(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2))
+        if products.dtype != torch.float64:
+            products = products.float()
+        rows, columns = products.view(heads, 2, x.shape[0], self.num_keys).permute(1, 2, 0, 3).unbind(0)
+        return rows, columns
+
+    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Moved to where the layer's window starts, and wrapped around the bank."""
+        return (slots + self.view.first_row) % self.num_bank_rows, None
+
+    def pre_input(self, x: Tensor) -> Tensor | None:
+        """None: only PEER has pre-values."""
+        return None
+
+    def project(self, values: Tensor, x: Tensor) -> Tensor:
+        """The value projection, if there is one, times the scalar gate of the token, if there is one."""
+        out = values if self.value_proj is None else F.linear(values, self.value_proj, self.value_bias)
+        if self.output_gate is not None:
+            out = out * torch.sigmoid(F.linear(x, self.output_gate, self.output_gate_bias))
+        return out
+
+
+class MemoryPlusLayer(ProductKeyLayer):
+    """Memory+: the summed values are multiplied by silu of a projection of the input, and always projected."""
+
+    def _build(self, hidden_size: int, seed: int) -> None:
+        super()._build(hidden_size, seed)
+        self.silu_gate = self._weight(self.memory.value_dim, hidden_size)
+        self.silu_gate_bias = self._bias(self.memory.value_dim)
+
+    def project(self, values: Tensor, x: Tensor) -> Tensor:
+        """W_v (o * silu(W_s x)), times the scalar gate."""
+        return super().project(values * F.silu(F.linear(x, self.silu_gate, self.silu_gate_bias)), x)
+
+
+class PeerLayer(ProductKeyLayer):
+    """PEER: every entry is a feed-forward of inner width 1, gelu(<u, x>) v (Eq. 13 with the input itself and softmaxed scores)."""
+
+    def pre_input(self, x: Tensor) -> Tensor | None:
+        """The input: pre-values are as wide as the hidden state."""
+        return x

@@ -1,0 +1,149 @@
+"""Auxiliary losses of a memory layer (UltraMemV2, section 3.6): Tucker-core penalty (Eq. 17) and key balance (Eq. 18-20).
+
+Both are off by default, as in the paper. The schedule and the reported loss know nothing of them: an identity on the layer's output adds
+their gradients in backward.
+
+Their weight: gradients are summed over microbatches and over all ranks that hold tokens, and divided once per step by the number of
+targets. Each microbatch's share is therefore injected with weight x T, the tokens that this rank holds of it. The step's gradient then
+contains weight x (mean over tokens), whatever the number of microbatches and the layout. (Training counts every token as a target; where
+only a share r of them counted, the weight would be larger by 1 / r.)
+
+Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by the first selection stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamem.config import MemoryConfig
+
+LOSS_NAMES = ("tucker_penalty", "key_balance")
+"""The losses by their names in metrics."""
+
+
+def tucker_penalty(core_sum: Tensor, margin: float) -> Tensor:
+    """Eq. 17 without its coefficient: 1 / (R - 1) sum_{i >= 2} max(0, lambda_i - tau)^2, mean over the heads.
+
+    Args:
+        core_sum: [H, R, R], the cores summed over C, whose rank-1 approximation the first selection stage uses; R > 1.
+        margin: tau, below which a singular value costs nothing.
+
+    Returns:
+        A scalar, differentiable in the cores through their singular values.
+    """
+    excess = (torch.linalg.svdvals(core_sum)[..., 1:] - margin).clamp_min(0)
+    return excess.square().mean()
+
+
+def key_balance(scores: Tensor, selected: Tensor, token_group: dist.ProcessGroup | None = None) -> Tensor:
+    """Eq. 18-20 without their coefficient, sum over sides of N sum_n f_n p_n: 2 if every key is selected equally often.
+
+    p is the mean of Softmax(scores) over tokens and heads. f, without gradient, is a key's share of all selections, so that it sums to 1
+    as in the release; the paper's Count / T sums to H M, which the weight absorbs. The heads share one histogram (as released).
+
+    Args:
+        scores: [2, T, H, N], what the first stage ranks rows and columns by, <u, S_row> and <v, S_col>.
+        selected: [2, T, H, M], int64 keys that the first stage kept.
+        token_group: ranks that hold the other tokens of this microbatch: f counts theirs too. Since the loss is linear in p, its mean
+            over the ranks then is that of the whole microbatch, and does not depend on how the sequence is split.
+
+    Returns:
+        A scalar.
+    """
+    num_keys = scores.shape[-1]
+    counts = scores.new_zeros(2, num_keys)
+    counts.scatter_add_(1, selected.flatten(1), counts.new_ones(()).expand(selected.flatten(1).shape))
+    if token_group is not None and token_group.size() > 1:
+        dist.all_reduce(counts, group=token_group)
+    frequency = counts / counts.sum(1, keepdim=True)
+    probability = scores.softmax(-1).mean((1, 2))
+    return num_keys * (frequency * probability).sum()
+
+
+class AuxiliaryLosses:
+    """The auxiliary losses of one layer, and their sums over a step.
+
+    Balance statistics are those of one microbatch of one data-parallel replica: neither tensor, context nor pipeline parallelism changes
+    them, nor does the number of replicas, because a microbatch is the same samples on any of them.
+
+    Attributes:
+        sums: [1 + losses] fp64: tokens of this rank since `begin_step`, and per loss of `LOSS_NAMES` the sum of value x tokens.
+    """
+
+    def __init__(self, memory: MemoryConfig, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+        """Switched off losses stay 0.
+
+        Args:
+            memory: the weights, and the penalty's margin.
+            token_group: tensor- and context-parallel ranks that hold the other tokens of a microbatch; None: there are none.
+            device: where the layer computes.
+        """
+        self.penalty_weight, self.margin = memory.tucker_penalty_weight, memory.tucker_penalty_margin
+        self.balance_weight = memory.key_balance_weight
+        self.token_group = token_group
+        self.sums = torch.zeros(1 + len(LOSS_NAMES), dtype=torch.float64, device=device)
+
+    def begin_step(self, cores: Tensor | None) -> None:
+        """Start the sums anew, and take the penalty's gradient from the cores [C, H, R, R] (None in layers without).
+
+        The cores do not change within a step, so neither does the gradient: one SVD per step, none per microbatch.
+        """
+        self.sums.zero_()
+        if self.penalty_weight:
+            assert cores is not None
+            # Host sync on GPUs: the SVD looks at its convergence. Once per step and layer, like that of the singular vectors.
+            wide = cores.detach() if cores.dtype == torch.float64 else cores.detach().float()
+            core_sum = wide.sum(0).requires_grad_()
+            with torch.enable_grad():
+                penalty = tucker_penalty(core_sum, self.margin)
+            (self._penalty_gradient,) = torch.autograd.grad(penalty, core_sum)
+            self._penalty = penalty.detach()
+
+    def inject(
+        self, out: Tensor, cores: Tensor | None, stage_scores: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The layer's output, through which backward also adds the gradients of the losses. To be called with gradients enabled only.
+
+        Args:
+            out: [T, D].
+            cores: [C, H, R, R], or None in layers without.
+            stage_scores: [T, H, N] each, what the first stage ranked rows and columns by, differentiable.
+            kept: [T, H, M] each, int64 rows and columns that it kept.
+        """
+        num_tokens = out.shape[0]
+        values = torch.zeros_like(self.sums)
+        values[0] = 1.0
+        if self.penalty_weight:
+            values[1] = self._penalty
+            # Linear in the cores, with the penalty's gradient.
+            assert cores is not None
+            linear = (cores.sum(0) * self._penalty_gradient).sum()
+            out = _inject(out, linear, self.penalty_weight * num_tokens)
+        if self.balance_weight:
+            balance = key_balance(torch.stack(stage_scores), torch.stack(kept), self.token_group)
+            values[2] = balance.detach()
+            out = _inject(out, balance, self.balance_weight * num_tokens)
+        self.sums += values * num_tokens
+        return out
+
+
+class _GradientInjection(torch.autograd.Function):
+    """The identity on `out`; backward hands `loss` the gradient `weight`, as if weight x loss had been added to the training loss."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.loss_gradient = torch.full_like(loss, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.loss_gradient, None
+
+
+def _inject(out: Tensor, loss: Tensor, weight: float) -> Tensor:
+    injected: Tensor = _GradientInjection.apply(out, loss, weight)
+    return injected

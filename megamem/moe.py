@@ -1,0 +1,159 @@
+"""Megatron's mixture of experts as a baseline: experts that checkpoints know by number, and router losses that no layout changes.
+
+Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor
+
+from megamem.placement import parameter_device
+
+ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
+"""The router's losses by their names in metrics."""
+
+
+def moe_spec(expert: MLPSubmodules) -> ModuleSpec:
+    """A mixture of experts for the `mlp` slot.
+
+    Args:
+        expert: the linears of one expert.
+    """
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(experts=ModuleSpec(module=Experts, submodules=expert), router=Router),
+    )
+
+
+class Experts(SequentialMLP):
+    """This rank's experts, one after the other.
+
+    The weights carry `allreduce = False` whatever the size of the expert-parallel group. Megatron sets it in groups of several ranks
+    only; in a group of one, with tensor parallelism, every rank of a stage has every expert and has seen other tokens, and reducing over
+    data-parallel ranks alone would leave the copies with different gradients.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+        for parameter in self.parameters():
+            parameter.allreduce = False
+
+    @property
+    def first_expert(self) -> int:
+        """Global number of this rank's first expert."""
+        return int(self.ep_group.rank()) * self.num_local_experts
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Entries `<prefix><expert>.linear_fc1.weight`, each expert a tensor of its own under its global number.
+
+        Megatron stacks the experts of a block into one tensor. Apart, each draws its own initial weights from the generator that is
+        keyed by names, and its optimizer state is cut like that of any matrix.
+        """
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        entries: ShardedStateDict = {}
+        for index, expert in enumerate(self.local_experts):
+            local, everywhere = f"{prefix}local_experts.{index}.", f"{prefix}{self.first_expert + index}."
+            of_expert = expert.sharded_state_dict(local, sharded_offsets, metadata)
+            replace_prefix_for_sharding(of_expert, local, everywhere)
+            for entry in of_expert.values():
+                entry.replica_id = (*entry.replica_id[:2], self.dp_group.rank())
+            entries.update(of_expert)
+        return entries
+
+
+class Router(TopKRouter):
+    """Megatron's top-k router, with losses whose weight does not depend on the layout or on the number of microbatches.
+
+    Gradients are summed over microbatches and over all ranks that hold tokens, and divided once per step by the number of targets. A
+    microbatch's loss has to enter with its weight times its tokens, then. Megatron takes the tokens of the rank for those of the
+    microbatch, which divides both losses by the size of the tensor- and context-parallel group.
+
+    Attributes:
+        sums: [3] fp64: tokens of this rank since `begin_step`, and per loss of `ROUTER_LOSS_NAMES` the sum of value x tokens.
+    """
+
+    sums: Tensor
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config, pg_collection=pg_collection)
+        # Megatron allocates it on the CPU and moves it in the first forward.
+        self.weight.data = self.weight.data.to(parameter_device(config))
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Start the sums anew."""
+        self.sums = torch.zeros(1 + len(ROUTER_LOSS_NAMES), dtype=torch.float64, device=self.weight.device)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [s, b, E] of the tokens [s, b, D], in the router's own precision (Megatron's call for it needs Transformer Engine)."""
+        wide = torch.float64 if self.config.moe_router_dtype == "fp64" else torch.float32
+        return F.linear(input.to(wide), self.weight.to(wide))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Megatron's, for logits [s, b, E]; counts the tokens once per microbatch, as the losses do."""
+        if self.training and torch.is_grad_enabled():
+            self._count(0, logits.shape[0] * logits.shape[1])
+        probs, routing_map = super().routing(logits, padding_mask)
+        return probs, routing_map
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the z-loss to the logits [T, E]: the sum over the ranks of a microbatch is weight x its tokens x their mean."""
+        weight = self.config.moe_z_loss_coeff
+        if weight is None or not self.training or not torch.is_grad_enabled():
+            return logits
+        mean = z_loss_func(logits, 1.0)
+        self._count(2, mean.detach() * logits.shape[0])
+        attached: Tensor = MoEAuxLossAutoScaler.apply(logits, mean * (weight * logits.shape[0]))
+        return attached
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: torch.distributed.ProcessGroup,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: int | Tensor | None = None,
+    ) -> Tensor:
+        """Attach the balance loss to the router's probabilities [T, E].
+
+        Args:
+            activation: the probabilities.
+            aux_loss_coeff: its weight.
+            aux_loss: weight times this rank's share of the microbatch's loss: the sum over `reduce_group` is the whole.
+            aux_loss_name: ignored.
+            reduce_group: the ranks that hold the microbatch's tokens, equally many each.
+            reduce_group_has_dp: ignored.
+            valid_token_count: ignored; there is no padding.
+        """
+        scaled = aux_loss * (activation.shape[0] * reduce_group.size())
+        self._count(1, scaled.detach() / aux_loss_coeff)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, scaled)
+        return attached
+
+    def _count(self, index: int, amount: Tensor | float) -> None:
+        self.sums[index] += amount

@@ -1,0 +1,106 @@
+"""Which block a memory reads at, and after which one its output joins the residual stream.
+
+Blocks count from 0. In UltraMemV2 and Memory+ a memory reads and adds in the same block; UltraMem reads the normalised input of block
+a's feed-forward and adds after block b >= a, so that the blocks between do not wait for it (skip insertion).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megamem.config import PlacementConfig
+
+_KEY = "model.memory.placement.spans"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One memory layer: it reads at block `read`, and its output is added after block `add`."""
+
+    read: int
+    add: int
+
+    @property
+    def is_skip(self) -> bool:
+        """Whether the output waits for a later block."""
+        return self.add > self.read
+
+
+def parse_spans(text: str) -> tuple[Span, ...]:
+    """The spans written `a:b/c:d/...`, in the release's notation.
+
+    Raises:
+        ValueError: if the text is not of that form, a span ends before it begins, or two of them read at the same block or out of order.
+    """
+    spans = []
+    for part in text.split("/"):
+        match = re.fullmatch(r"(\d+):(\d+)", part.strip())
+        if match is None:
+            raise ValueError(f"{_KEY} is {text!r}: write read:add pairs of 0-based blocks joined by /, as in 2:5/6:9")
+        spans.append(Span(int(match[1]), int(match[2])))
+    for span in spans:
+        if span.add < span.read:
+            raise ValueError(
+                f"{_KEY} is {text!r}, where {span.read}:{span.add} adds before it reads: the second block of a pair is the same or a later one"
+            )
+    for before, after in itertools.pairwise(spans):
+        if after.read <= before.read:
+            raise ValueError(
+                f"{_KEY} is {text!r}, where {after.read}:{after.add} follows {before.read}:{before.add}: "
+                "sort the pairs by their first block, and let each block read once"
+            )
+    return tuple(spans)
+
+
+def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
+    """How many memory layers a model of `num_layers` blocks has.
+
+    Raises:
+        ValueError: if a block lies outside of the model, or no block would have a memory.
+    """
+    listed = _listed(placement)
+    if listed is None:
+        if placement.every > num_layers:
+            raise ValueError(
+                f"model.memory.placement.every is {placement.every}, more than num_layers = {num_layers}: no block would have a memory"
+            )
+        return num_layers // placement.every
+    last = max(span.add for span in listed)
+    if last >= num_layers:
+        setting = (
+            f"blocks is {list(placement.blocks or ())}" if placement.spans is None else f"spans is {placement.spans}"
+        )
+        raise ValueError(
+            f"model.memory.placement.{setting}, but block {last} is not one of num_layers = {num_layers}: they count from 0 to {num_layers - 1}"
+        )
+    return len(listed)
+
+
+def resolve_placement(placement: PlacementConfig, num_layers: int) -> tuple[Span, ...]:
+    """The memory layers of a model of `num_layers` blocks, in the order of the blocks that they read at.
+
+    Raises:
+        ValueError: see `count_memory_layers`.
+    """
+    count_memory_layers(placement, num_layers)
+    every = range(placement.every - 1, num_layers, placement.every)
+    return _listed(placement) or tuple(Span(block, block) for block in every)
+
+
+def _listed(placement: PlacementConfig) -> tuple[Span, ...] | None:
+    """The memory layers that the placement lists one by one; None for every n-th block."""
+    if placement.spans is not None:
+        return parse_spans(placement.spans)
+    if placement.blocks is not None:
+        return tuple(Span(block, block) for block in placement.blocks)
+    return None
+
+
+def pending_before(spans: Sequence[Span], block: int) -> tuple[Span, ...]:
+    """The spans whose output was computed in an earlier block than `block` and has not joined yet, in the order of their reads."""
+    return tuple(span for span in spans if span.read < block <= span.add)

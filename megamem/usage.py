@@ -1,0 +1,192 @@
+"""How the memory of a run is used: coverage and evenness of the rows read, scores, size of the output, spectrum of the cores.
+
+Layers add to buffers on their device while they are observed. One reduction of the row counts over the ranks of a pipeline stage, one of
+all other figures over all ranks and one copy to the host then serve every layer and every figure.
+
+Legend: T tokens of this rank, J rows read per token (heads x K), H heads, K retrieved, C cores, R Tucker rank, D hidden size, M rows of the
+window of a bank that a layer sees.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamem.sharing import LayerView
+
+# What a layer sums over its tokens: their number, and the token-weighted means below.
+_TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NUM_SUMS = 0, 1, 2, 3, 4, 5
+# Behind the sums, what the ranks of a stage share; behind these, the singular values.
+_COVERAGE, _KL, _NUM_COLUMNS = _NUM_SUMS, _NUM_SUMS + 1, _NUM_SUMS + 2
+
+# Temporaries of the entropy are fp64 tensors of this many elements.
+_CHUNK_ELEMENTS = 1 << 22
+
+LayerMetrics: TypeAlias = dict[str, float | list[list[float]]]
+
+
+class LayerUsage:
+    """Sums over the tokens that one layer has seen since `reset`, on its device.
+
+    Attributes:
+        counts: [M] int32, how often each row of the layer's window was read.
+        sums: [5] fp64, the number of tokens and sums over them.
+    """
+
+    def __init__(self, view: LayerView, num_bank_rows: int, counts: Tensor) -> None:
+        self.view, self.num_bank_rows = view, num_bank_rows
+        self.counts = counts
+        self.sums = torch.zeros(_NUM_SUMS, dtype=torch.float64, device=counts.device)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.counts.zero_()
+        self.sums.zero_()
+
+    @torch.no_grad()
+    def record(self, rows: Tensor, scores: Tensor, out: Tensor) -> None:
+        """Add the tokens of one forward pass.
+
+        Args:
+            rows: [T, J], int64 rows of the bank.
+            scores: [T, H, K, C], best first within a head.
+            out: [T, D], the layer's output.
+        """
+        in_window = ((rows - self.view.first_row) % self.num_bank_rows).flatten()
+        # Integers: the order of the atomic additions does not show.
+        self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
+        wide = out.double() if out.dtype == torch.float64 else out.float()
+        means = (scores.new_ones(()), scores[:, :, 0].mean(), scores.mean(), wide.mean(), wide.square().mean())
+        self.sums += torch.stack([mean.double() for mean in means]) * out.shape[0]
+
+
+class ObservedLayer(Protocol):
+    """What is asked of a memory layer of any kind."""
+
+    name: str
+    view: LayerView
+    num_bank_rows: int
+    cores: Tensor | None
+    usage: LayerUsage | None
+
+
+class UsageCollector:
+    """Observes all memory layers of a model; every rank has one for its own layers, and all of them use it at the same time."""
+
+    def __init__(
+        self,
+        layers: Sequence[ObservedLayer],
+        *,
+        num_blocks: int,
+        spectrum: tuple[int, int] | None,
+        stage_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Allocate the counters: 4 bytes per layer and row of its window.
+
+        Args:
+            layers: this rank's.
+            num_blocks: of the whole model.
+            spectrum: (H, R) of layers with Tucker cores; None for other kinds.
+            stage_group: all ranks of this pipeline stage (tensor, context and data parallel); each sees other tokens.
+            device: where the layers compute.
+        """
+        self.layers, self.num_blocks, self.spectrum = tuple(layers), num_blocks, spectrum
+        self.stage_group, self.device = stage_group, device
+        sizes = [layer.view.num_rows for layer in layers]
+        self._counts = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._usages = [
+            LayerUsage(layer.view, layer.num_bank_rows, part)
+            for layer, part in zip(layers, self._counts.split(sizes), strict=True)
+        ]
+
+    def start(self) -> None:
+        """Observe from here on."""
+        for layer, usage in zip(self.layers, self._usages, strict=True):
+            usage.reset()
+            layer.usage = usage
+
+    def finish(self) -> dict[int, LayerMetrics]:
+        """Stop observing; the figures of every memory layer of the model by block number, on every rank. Collective.
+
+        Returns:
+            coverage: share of the rows of the layer's window that were read at least once.
+            kl_to_uniform: sum_i p_i log(p_i M) in nats, p_i the share of row i in all reads: 0 if even, log(M) if all reads hit one row.
+            top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores.
+            output_std: standard deviation of the layer's output over tokens and dimensions.
+            singular_values: of each head's summed core, descending; only with Tucker cores.
+        """
+        for layer in self.layers:
+            layer.usage = None
+        dist.all_reduce(self._counts, group=self.stage_group)
+        table = torch.zeros(self.num_blocks, self._num_columns, dtype=torch.float64, device=self.device)
+        for layer, usage in zip(self.layers, self._usages, strict=True):
+            table[block_number(layer.name), :_NUM_SUMS] = usage.sums
+        if self.stage_group.rank() == 0:
+            # Equal on all ranks of the stage: one of them brings them into the sum over all.
+            self._fill_stage_figures(table)
+        dist.all_reduce(table)
+        # Host sync: the one of all layers and figures, on observed steps only.
+        rows = table.tolist()
+        return {block: self._metrics(row) for block, row in enumerate(rows) if row[_TOKENS]}
+
+    @property
+    def _num_columns(self) -> int:
+        return _NUM_COLUMNS + (math.prod(self.spectrum) if self.spectrum is not None else 0)
+
+    def _fill_stage_figures(self, table: Tensor) -> None:
+        if not self.layers:
+            return
+        blocks = [block_number(layer.name) for layer in self.layers]
+        for block, usage in zip(blocks, self._usages, strict=True):
+            table[block, _COVERAGE] = (usage.counts > 0).double().mean()
+            table[block, _KL] = _kl_to_uniform(usage.counts)
+        if self.spectrum is not None:
+            sums = torch.stack([_core_sum(layer) for layer in self.layers])
+            # Host sync on GPUs: the SVD of all layers at once looks at its convergence.
+            table[blocks, _NUM_COLUMNS:] = torch.linalg.svdvals(sums).flatten(1).double()
+
+    def _metrics(self, row: list[float]) -> LayerMetrics:
+        means = [value / row[_TOKENS] for value in row[:_NUM_SUMS]]
+        metrics: LayerMetrics = {
+            "coverage": row[_COVERAGE],
+            "kl_to_uniform": row[_KL],
+            "top1_score": means[_TOP1],
+            "topk_score": means[_TOPK],
+            "output_std": math.sqrt(max(0.0, means[_OUT_SQUARE] - means[_OUT] ** 2)),
+        }
+        if self.spectrum is not None:
+            heads, rank = self.spectrum
+            values = row[_NUM_COLUMNS:]
+            metrics["singular_values"] = [values[head * rank : (head + 1) * rank] for head in range(heads)]
+        return metrics
+
+
+def block_number(layer_name: str) -> int:
+    """The global number of the block that a memory layer belongs to, from the layer's global name."""
+    match = re.search(r"\blayers\.(\d+)\.", layer_name)
+    assert match is not None, f"{layer_name} names no block"
+    return int(match[1])
+
+
+def _core_sum(layer: ObservedLayer) -> Tensor:
+    """[H, R, R], in at least fp32: what the first selection stage approximates by rank 1."""
+    assert layer.cores is not None
+    cores = layer.cores.detach()
+    return (cores if cores.dtype == torch.float64 else cores.float()).sum(0)
+
+
+def _kl_to_uniform(counts: Tensor) -> Tensor:
+    """KL divergence of the shares counts / sum(counts) from uniform: (sum c log c) / S - log S + log M; an fp64 scalar."""
+    total = counts.sum().double()
+    plogp = counts.new_zeros((), dtype=torch.float64)
+    for part in counts.split(_CHUNK_ELEMENTS):
+        wide = part.double()
+        plogp += torch.special.xlogy(wide, wide).sum()
+    return plogp / total - total.log() + math.log(counts.numel())

@@ -1,0 +1,91 @@
+"""Single layers measured without a model put out what they put out in one, and what is predicted of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.initial_outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
+from megamem.random_fill import fill_normal, normal_rows
+from parallel.cpu import cuda_on_cpu
+from parallel.groups import ParallelSizes, initialise_groups
+from pretrain.build import build_chunks
+from pretrain.config.schema import RunConfig, TrainConfig
+
+MEMORY = MemoryConfig(num_keys=24, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)
+MODEL = ModelConfig(num_layers=3, hidden_size=128, ffn_hidden_size=320, memory=MEMORY)
+MEMORIES = {
+    "paper": MEMORY,
+    "matched, shared": replace(MEMORY, initialisation="matched", sharing=SharingConfig("ring", 2)),
+    "released": replace(MEMORY, initialisation="released"),
+    "ultramem": MemoryConfig(kind="ultramem", num_keys=24, value_dim=32, top_k=8),
+    "memory_plus": MemoryConfig(kind="memory_plus", num_keys=24, value_dim=32, top_k=8),
+}
+
+
+def test_rows_are_those_of_the_filled_table() -> None:
+    table = torch.empty(50, 12)
+    fill_normal(table, seed=3, name="banks.0.values", std=0.3, global_shape=(50, 12), offset=(0, 0))
+    rows = torch.tensor([49, 0, 7, 7])
+    assert torch.equal(normal_rows(rows, seed=3, name="banks.0.values", std=0.3, width=12), table[rows])
+
+
+@pytest.mark.parametrize(("count", "most", "expected"), [(3, 4, [0, 1, 2]), (20, 4, [0, 6, 13, 19]), (9, 1, [4])])
+def test_measured_layers_are_spread_over_the_model(count: int, most: int, expected: list[int]) -> None:
+    assert list(spread(count, most)) == expected
+
+
+@pytest.fixture(scope="module")
+def figures(run_ranks: Any) -> dict[str, list[tuple[InitialOutput, float, float]]]:
+    """Per layer: measured on its own, the standard deviation of the model's table, and of the model's layer on the same tokens."""
+
+    def main() -> dict[str, list[tuple[InitialOutput, float, float]]]:
+        found = {}
+        with cuda_on_cpu():
+            groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
+            for name, memory in MEMORIES.items():
+                model = replace(MODEL, memory=memory)
+                (chunk,) = build_chunks(
+                    RunConfig(seed=5, model=model, train=TrainConfig(sequence_length=8)), groups, vocab_size=8
+                )
+                tables = dict(chunk.banks.named_parameters())
+                with torch.no_grad():
+                    found[name] = [
+                        (
+                            alone,
+                            float(tables[f"{layer.view.bank}.values"].std()),
+                            float(layer(sample_tokens(alone.num_tokens, 128, 5, layer.name)).square().mean().sqrt()),
+                        )
+                        for alone, layer in zip(
+                            measure_initial_outputs(model, seed=5, most_layers=3), chunk.memory_layers, strict=True
+                        )
+                    ]
+        return found
+
+    result: dict[str, list[tuple[InitialOutput, float, float]]] = run_ranks(main, 1)[0]
+    return result
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_layer_alone_is_the_models(figures: dict[str, list[tuple[InitialOutput, float, float]]], name: str) -> None:
+    for index, (alone, table_std, output_std) in enumerate(figures[name]):
+        assert alone.block == index
+        # Layers that share a table compromise on its deviation.
+        assert alone.table_std == pytest.approx(table_std, rel=0.05 if "shared" in name else 0.02)
+        assert alone.measured_std == pytest.approx(output_std, rel=0.1 if "shared" in name else 1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MEMORIES if name != "memory_plus"])
+def test_predictions_hold(figures: dict[str, list[tuple[InitialOutput, float, float]]], name: str) -> None:
+    """Of the mean over layers: a layer of so few rows departs from it by itself, because its tokens share them."""
+    layers = [alone for alone, _, _ in figures[name]]
+    predicted = [layer.predicted_std for layer in layers if layer.predicted_std is not None]
+    assert sum(layer.measured_std for layer in layers) == pytest.approx(sum(predicted), rel=0.1)
+
+
+def test_product_keys_have_no_prediction(figures: dict[str, list[tuple[InitialOutput, float, float]]]) -> None:
+    assert {alone.predicted_std for alone, _, _ in figures["memory_plus"]} == {None}

@@ -1,0 +1,216 @@
+"""Megatron's mixture of experts as the feed-forward: what it computes, and the same run on every layout.
+
+Legend: T tokens, E experts, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megamem.config import MoEConfig
+from parallel.cpu import cuda_on_cpu
+from parallel.groups import ParallelSizes, initialise_groups
+from pretrain.build import build_chunks
+from pretrain.checkpoint.folder import read_state
+from pretrain.checkpoint.run import restore_run, save_run
+from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.optimizer import assign_groups
+from pretrain.state import RunState
+from pretrain.step import train_step
+from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
+
+# Weights that the losses show at: with a wrong scale on some layout, the first gradient norm would tell.
+EXPERTS = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=24, balance_loss_weight=0.3, z_loss_weight=0.2)
+MOE = replace(SHARED, model=replace(SHARED.model, memory=None, moe=EXPERTS))
+
+TWO_RANKS = (
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"pipeline": 2, "virtual_pipeline": 2},
+    {},
+    {"memory": 2},
+    {"tensor": 2, "memory": 2},
+)
+FOUR_RANKS = ({"tensor": 2, "memory": 4}, {"pipeline": 2, "memory": 2}, {"tensor": 2, "pipeline": 2})
+
+
+def on(config: RunConfig, layout: dict[str, int], recompute: str = "none") -> RunConfig:
+    train = replace(config.train, recompute=recompute)  # type: ignore[arg-type]
+    return replace(config, parallel=ParallelConfig(**layout), train=train)
+
+
+def train(config: RunConfig, num_steps: int = 4) -> list[tuple[float, float]]:
+    with tiny_run(config) as run:
+        return run.train(num_steps)
+
+
+def assert_same(run: Sequence[Any], expected: Sequence[Any]) -> None:
+    for actual, reference in zip(run, expected, strict=True):
+        assert actual == pytest.approx(reference, rel=1e-5)
+
+
+def test_no_layout_and_no_recomputation_changes_a_run(run_ranks: Any) -> None:
+    (alone, recomputed) = run_ranks(lambda: [train(MOE), train(on(MOE, {}, "full"))], 1)[0]
+    assert_same(recomputed, alone)
+    two = run_ranks(lambda: [train(on(MOE, layout)) for layout in TWO_RANKS], 2)
+    four = run_ranks(lambda: [train(on(MOE, layout, "full")) for layout in FOUR_RANKS], 4)
+    for run in (*two[0], *four[0]):
+        assert_same(run, alone)
+
+
+def test_memories_stand_beside_experts_and_in_their_place(run_ranks: Any) -> None:
+    memory = replace(MEMORY, placement=replace(MEMORY.placement, blocks=(1, 2), position="instead"))
+    beside = replace(
+        MOE, model=replace(MOE.model, memory=replace(MEMORY, placement=replace(MEMORY.placement, every=2)))
+    )
+    instead = replace(MOE, model=replace(MOE.model, memory=memory))
+    for config in (beside, instead):
+        (alone,) = run_ranks(lambda config=config: train(config), 1)
+        for run in run_ranks(lambda config=config: [train(on(config, layout)) for layout in TWO_RANKS[:2]], 2)[0]:
+            assert_same(run, alone)
+
+
+def plain_mixture(x: Tensor, weights: dict[str, Tensor], moe: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """A mixture of experts in plain PyTorch.
+
+    Returns:
+        Output [T, D], balance loss E sum_e f_e P_e, and mean squared log-sum-exp of the logits.
+    """
+    logits = F.linear(x, weights["router.weight"])
+    probability = logits.softmax(-1)
+    best = probability.topk(moe.top_k)
+    chosen = best.values / best.values.sum(-1, keepdim=True) if moe.renormalise else best.values
+    out = torch.zeros_like(x)
+    for expert in range(moe.num_experts):
+        prefix = f"experts.local_experts.{expert}"
+        gate, up = F.linear(x, weights[f"{prefix}.linear_fc1.weight"]).chunk(2, -1)
+        of_expert = F.linear(F.silu(gate) * up, weights[f"{prefix}.linear_fc2.weight"])
+        out = out + of_expert * (chosen * (best.indices == expert)).sum(-1, keepdim=True)
+    share = F.one_hot(best.indices, moe.num_experts).to(x.dtype).mean((0, 1))
+    balance = moe.num_experts * (share * probability.mean(0)).sum()
+    return out, balance, logits.logsumexp(-1).square().mean()
+
+
+def errors_against_plain(moe: MoEConfig) -> dict[str, float]:
+    """Largest errors of a block's output and gradients, with both losses, over the largest element of the reference."""
+    config = replace(MOE, model=replace(MOE.model, moe=moe))
+    with cuda_on_cpu():
+        groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
+        (model,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE, dtype=torch.float64)
+        block = model.decoder.layers[2].mlp
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(12, 2, 32, generator=generator, dtype=torch.float64)
+        weights = dict(block.named_parameters())
+        out, _ = block(x)
+        out.square().sum().backward()
+        actual = {"out": out.detach(), **{name: p.grad.clone() for name, p in weights.items() if p.grad is not None}}
+        balance, z = (block.router.sums[1:] / block.router.sums[0]).tolist()
+        block.zero_grad()
+        plain, plain_balance, plain_z = plain_mixture(x.flatten(0, 1), weights, moe)
+        # What one microbatch adds to the step's sum: its loss times its tokens.
+        auxiliary = 24 * (moe.balance_loss_weight * plain_balance + moe.z_loss_weight * plain_z)
+        (plain.square().sum() + auxiliary).backward()
+    reference = {"out": plain.detach().view_as(out), **{name: p.grad for name, p in weights.items()}}
+    assert actual.keys() == reference.keys()
+    errors = {name: float((actual[name] - r).abs().max() / r.abs().max()) for name, r in reference.items()}
+    return {**errors, "balance": abs(balance / float(plain_balance) - 1), "z": abs(z / float(plain_z) - 1)}
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_a_block_computes_what_plain_pytorch_does(run_ranks: Any, renormalise: bool) -> None:
+    """To fp32: Megatron's routing softmax is in fp32 whatever the model's dtype."""
+    (errors,) = run_ranks(lambda: errors_against_plain(replace(EXPERTS, renormalise=renormalise)), 1)
+    assert max(errors.values()) < 1e-6, errors
+
+
+def test_the_weight_of_the_losses_does_not_depend_on_the_number_of_microbatches(run_ranks: Any) -> None:
+    """The z-loss is a mean over tokens, so that the same samples give the same gradient however they are cut."""
+    moe = replace(EXPERTS, balance_loss_weight=0.0, z_loss_weight=1.0)
+    config = replace(MOE, model=replace(MOE.model, moe=moe))
+
+    def runs() -> list[list[tuple[float, float]]]:
+        sizes = (1, 2, 4, 8)
+        return [train(replace(config, train=replace(config.train, micro_batch_size=size))) for size in sizes]
+
+    (histories,) = run_ranks(runs, 1)
+    for history in histories[1:]:
+        assert_same(history, histories[0])
+
+
+def reported(config: RunConfig) -> dict[str, dict[int, float]]:
+    """The losses that a step reports."""
+    with tiny_run(config) as run:
+        train = config.train
+        result = train_step(
+            run.chunks,
+            run.optimizer,
+            run.batches,
+            run.groups,
+            num_microbatches=train.global_batch_size // train.micro_batch_size // run.groups.data_size,
+            micro_batch_size=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        )
+        return result.auxiliary
+
+
+def test_the_losses_are_reported_once_per_token(run_ranks: Any) -> None:
+    (alone,) = run_ranks(lambda: reported(MOE), 1)
+    assert set(alone) == {"moe_balance", "moe_z"}
+    assert all(list(of_block) == [0, 1, 2, 3] for of_block in alone.values())
+    # Nearly even at initialisation, and at least 1 up to the noise of the sample; log(8)^2 = 4.3 with small logits.
+    assert all(0.9 < value < 1.3 for value in alone["moe_balance"].values())
+    assert all(3.5 < value < 6 for value in alone["moe_z"].values())
+    layouts = ({"tensor": 2}, {"pipeline": 2}, {"memory": 2})
+    for result in run_ranks(lambda: [reported(on(MOE, layout, "full")) for layout in layouts], 2)[1]:
+        for name, of_block in alone.items():
+            assert result[name] == pytest.approx(of_block, rel=1e-6)
+
+
+def test_experts_have_a_group_of_their_own(run_ranks: Any) -> None:
+    def sizes() -> dict[str, int]:
+        with tiny_run(on(MOE, {"memory": 2})) as run:
+            return {name: sum(p.numel() for p in part) for name, part in assign_groups(run.bare).items()}
+
+    for size in run_ranks(sizes, 2):
+        # Four of eight experts on each rank, in four blocks.
+        assert size["experts"] == 4 * 4 * 3 * 24 * 32
+        assert size["retrieval"] == size["values"] == size["pre_values"] == 0
+
+
+def save_half_way(folder: Path, layout: dict[str, int]) -> list[tuple[float, float]]:
+    """Two steps, a checkpoint, and what the next two steps give."""
+    config = on(MOE, layout)
+    with tiny_run(config) as run:
+        run.train(2)
+        save_run(config, RunState(step=2, num_updates=2), run.chunks, run.optimizer, folder)
+        return run.train(2)
+
+
+def resume(path: Path, layout: dict[str, int]) -> list[tuple[float, float]]:
+    config = on(MOE, layout)
+    with tiny_run(config) as run:
+        restore_run(read_state(path), run.chunks, run.optimizer)
+        run.step = 2
+        per_rank = config.train.global_batch_size // config.train.micro_batch_size // run.groups.data_size
+        for batches in run.batches:
+            for _ in range(2 * per_rank):
+                next(batches)
+        return run.train(2)
+
+
+@pytest.mark.parametrize("layout", [{"memory": 2}, {"tensor": 2}], ids=str)
+def test_a_checkpoint_goes_on_on_another_layout(run_ranks: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+    expected = run_ranks(lambda: save_half_way(tmp_path, layout), 2)[0]
+    path = tmp_path / "step_00000002"
+    assert_same(run_ranks(lambda: resume(path, {}), 1)[0], expected)
+    others = [other for other in ({"memory": 2}, {"tensor": 2, "memory": 2}, {"pipeline": 2}) if other != layout]
+    for run in run_ranks(lambda: [resume(path, other) for other in others], 2)[0]:
+        assert_same(run, expected)

@@ -1,0 +1,161 @@
+"""Memories that read in one block and add after a later one: what they compute, and that no schedule or layout changes it.
+
+Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megamem.block import SkipInsertionLayer
+from megamem.config import ModelConfig, PlacementConfig
+from megamem.model import MemoryGPTModel
+from megamem.spans import Span
+from parallel.cpu import cuda_on_cpu
+from parallel.groups import ParallelSizes, initialise_groups
+from pretrain.build import build_chunks
+from pretrain.config.schema import ParallelConfig, RunConfig
+from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
+
+# Overlapping, nested, one that adds where it reads, two that add after the same block; the first four blocks are closed in themselves.
+SPANS = "0:2/1:3/2:2/4:7/5:6/6:7"
+# Every pair of blocks is closed in itself, for two stages of two chunks.
+SHORT_SPANS = "0:1/2:3/5:5/6:7"
+
+
+def with_spans(spans: str) -> RunConfig:
+    """Eight blocks, a private table per memory."""
+    model = replace(SHARED.model, num_layers=8, memory=replace(MEMORY, placement=PlacementConfig(spans=spans)))
+    return replace(SHARED, model=model)
+
+
+def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Tensor:
+    """The model once more in plain PyTorch, from its weights: logits [b, s, vocabulary]. Memories alone are called as they are."""
+    weights = dict(model.named_parameters())
+    x = F.embedding(ids, weights["embedding.word_embeddings.weight"])
+    pending: list[tuple[Span, Tensor]] = []
+    memories = {int(layer.name.split(".")[2]): layer for layer in model.memory_layers}
+    for block in range(config.num_layers):
+        of_block = {
+            name.removeprefix(f"decoder.layers.{block}."): weight
+            for name, weight in weights.items()
+            if name.startswith(f"decoder.layers.{block}.")
+        }
+        x = x + plain_attention(plain_norm(x, of_block["input_layernorm.weight"]), of_block, config)
+        n = plain_norm(x, of_block["pre_mlp_layernorm.weight"])
+        prefix = "mlp.ffn" if block in memories else "mlp"
+        gate, up = F.linear(n, of_block[f"{prefix}.linear_fc1.weight"]).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, of_block[f"{prefix}.linear_fc2.weight"])
+        if block in memories:
+            span = next(span for span in config.memory_spans if span.read == block)
+            pending.append((span, memories[block](n.transpose(0, 1)).transpose(0, 1)))
+        x = x + sum(out for span, out in pending if span.add == block)
+    return F.linear(
+        plain_norm(x, weights["decoder.final_layernorm.weight"]), weights["embedding.word_embeddings.weight"]
+    )
+
+
+def plain_norm(x: Tensor, gain: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain
+
+
+def plain_attention(x: Tensor, weights: dict[str, Tensor], config: ModelConfig) -> Tensor:
+    """Causal attention with grouped queries, normalised queries and keys, and RoPE, of x [b, s, D]."""
+    b, s, _ = x.shape
+    d, groups = config.attention_head_dim, config.query_groups
+    qkv = F.linear(x, weights["self_attention.linear_qkv.weight"]).view(b, s, groups, -1, d)
+    q, k, v = qkv.split([qkv.shape[3] - 2, 1, 1], 3)
+    q = rotate(plain_norm(q, weights["self_attention.q_layernorm.weight"]), config)
+    k = rotate(plain_norm(k, weights["self_attention.k_layernorm.weight"]), config)
+    scores = torch.einsum("bsgnd,btgd->bgnst", q, k.squeeze(3)) / d**0.5
+    scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
+    mixed = torch.einsum("bgnst,btgd->bsgnd", scores.softmax(-1), v.squeeze(3))
+    return F.linear(mixed.reshape(b, s, -1), weights["self_attention.linear_proj.weight"])
+
+
+def rotate(x: Tensor, config: ModelConfig) -> Tensor:
+    """RoPE on [b, s, groups, heads, d]."""
+    angles = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), rope_frequencies(config)).repeat(1, 2)
+    angles = angles[None, :, None, None]
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    width = config.attention_head_dim
+    return config.rotary_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def errors_against_plain(spans: str) -> dict[str, float]:
+    """Largest errors of logits and of every gradient, over the largest element of the reference."""
+    config = with_spans(spans)
+    with cuda_on_cpu():
+        groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
+        (model,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE, dtype=torch.float64)
+        # Megatron computes them in fp32 whatever the model's dtype.
+        model.rotary_pos_emb.inv_freq = rope_frequencies(config.model)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for layer in model.memory_layers:
+                # Large enough to matter in the logits.
+                layer.value_proj.mul_(30)
+        ids = torch.randint(0, VOCAB_SIZE, (2, 16), generator=generator)
+        results = []
+        for compute in (
+            lambda: model(ids, torch.arange(16).expand(2, -1), None),
+            lambda: plain_logits(model, config.model, ids),
+        ):
+            model.zero_grad()
+            logits = compute()
+            logits.log_softmax(-1)[..., 0].sum().backward()
+            grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            results.append({"logits": logits.detach(), **grads})
+        assert any(isinstance(layer, SkipInsertionLayer) for layer in model.decoder.layers)
+    actual, reference = results
+    assert actual.keys() == reference.keys() == {"logits", *dict(model.named_parameters())}
+    return {name: float((actual[name] - r).abs().max() / r.abs().max()) for name, r in reference.items()}
+
+
+@pytest.mark.parametrize("spans", [SPANS, SHORT_SPANS, "0:7/3:5", "0:2/1:3"])
+def test_the_model_computes_what_plain_pytorch_does(run_ranks: Any, spans: str) -> None:
+    """In `0:2/1:3` the release keeps the second output only, and the first memory has no gradient there."""
+    (errors,) = run_ranks(lambda: errors_against_plain(spans), 1)
+    assert max(errors.values()) < 1e-9, errors
+
+
+def train(config: RunConfig) -> list[tuple[float, float]]:
+    with tiny_run(config) as run:
+        return run.train(4)
+
+
+@pytest.mark.parametrize(
+    ("spans", "layouts"),
+    [
+        (SPANS, [{"tensor": 2}, {"pipeline": 2}, {}]),
+        (SHORT_SPANS, [{"pipeline": 2, "virtual_pipeline": 2}]),
+    ],
+)
+def test_no_layout_and_no_recomputation_changes_a_run(
+    run_ranks: Any, spans: str, layouts: list[dict[str, int]]
+) -> None:
+    """Four microbatches per step, so that 1F1B has several on their way when blocks are recomputed."""
+    config = with_spans(spans)
+
+    def variants(layouts: list[dict[str, int]]) -> list[RunConfig]:
+        return [
+            replace(config, parallel=ParallelConfig(**layout), train=replace(config.train, recompute=recompute))
+            for layout in layouts
+            for recompute in ("none", "selective", "full")
+        ]
+
+    alone = run_ranks(lambda: [train(variant) for variant in variants([{}])], 1)[0]
+    together = run_ranks(lambda: [train(variant) for variant in variants(layouts)], 2)[0]
+    for run in (*alone[1:], *together):
+        for actual, expected in zip(run, alone[0], strict=True):
+            assert actual == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,258 @@
+"""Memory layers of every kind: what they compute by their definition, which weights they have and train, and how they start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels.select import select_kernels
+from megamem.bank import Bank
+from megamem.config import MemoryConfig, ModelConfig
+from megamem.initialisation import initialise
+from megamem.layers.layer import MemoryLayer
+from megamem.layers.product_key import ProductKeyLayer
+from megamem.layers.registry import layer_class
+from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.sharing import BankSpec, LayerView
+
+HIDDEN = 32
+V2 = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=12, top_k=6)
+PRODUCT = MemoryConfig(kind="memory_plus", num_keys=8, key_dim=8, value_dim=16, top_k=4, num_heads=2)
+KINDS = {
+    "v2": V2,
+    "v2, summed blocks": replace(V2, key_expansion=2, num_heads=2),
+    "v2, projected blocks, gelu": replace(V2, key_expansion=2, value_blocks="projected", pre_value_activation="gelu"),
+    "v2, projected blocks, one core, no shuffle": replace(
+        V2, key_expansion=3, value_blocks="projected", num_cores=1, shuffle="none"
+    ),
+    "ultramem": MemoryConfig(kind="ultramem", num_keys=8, key_dim=8, value_dim=16, top_k=6),
+    "memory_plus": PRODUCT,
+    "memory_plus, every option": replace(PRODUCT, biases=True, output_gate=True, query_norm=False),
+    "pkm": replace(PRODUCT, kind="pkm", value_dim=HIDDEN),
+    "pkm, projected and gated": replace(PRODUCT, kind="pkm", value_projection=True, output_gate=True, biases=True),
+    "peer": replace(PRODUCT, kind="peer", value_dim=HIDDEN),
+}
+NAME = "decoder.layers.0.mlp.memory"
+
+
+def build(
+    memory: MemoryConfig, dtype: torch.dtype = torch.float64, view: LayerView | None = None, num_rows: int | None = None
+) -> tuple[MemoryLayer, Bank]:
+    view = view or LayerView(0, 0, memory.num_keys)
+    spec = BankSpec(0, num_rows or view.num_rows, (0,))
+    bank = Bank(spec, memory, select_kernels("auto"), dtype=dtype, device="cpu", replica_rank=0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, params_dtype=dtype
+    )
+    layer = layer_class(memory.kind)(
+        config, memory, view, SimpleNamespace(read=bank.read), num_bank_rows=spec.num_rows, name=NAME, seed=1
+    )
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (*layer.parameters(), *bank.parameters()):
+            parameter.copy_(torch.rand(parameter.shape, generator=g, dtype=torch.float64) - 0.3)
+    layer.begin_step()
+    return layer, bank
+
+
+def tokens(count: int = 5) -> Tensor:
+    return torch.randn(count, 1, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def weighted_values(layer: MemoryLayer, bank: Bank, x: Tensor) -> Tensor:
+    """The sums [T, B, V] of the retrieved entries, one by one."""
+    memory = layer.memory
+    found, pre_input = layer.retrieve(x), layer.pre_input(x)
+    sums = torch.zeros(x.shape[0], memory.num_value_blocks, memory.value_dim, dtype=x.dtype)
+    for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.slots.shape)).tolist():
+        row, block = layer.locate(found.slots[t, h, k])
+        product = torch.ones((), dtype=x.dtype)
+        if bank.pre_values is not None:
+            assert pre_input is not None
+            product = bank.pre_values[row] @ pre_input[t]
+            product = F.gelu(product) if memory.pre_activation == "gelu" else product
+        of_columns = found.scores[t, h, k].repeat_interleave(memory.value_dim // found.scores.shape[3])
+        sums[t, 0 if block is None else block] += product * of_columns * bank.values[row]
+    return sums
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_outputs_are_what_the_definition_says(name: str) -> None:
+    layer, bank = build(KINDS[name])
+    x = tokens()
+    with torch.no_grad():
+        expected = layer.project(weighted_values(layer, bank, x[:, 0]).flatten(1), x[:, 0])
+        torch.testing.assert_close(layer(x)[:, 0], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_weight_is_trained_and_recomputation_changes_nothing(name: str) -> None:
+    layer, bank = build(KINDS[name])
+    gradients = []
+    for recompute in (False, True):
+        layer.zero_grad()
+        bank.zero_grad()
+        x = tokens().requires_grad_()
+        out = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
+        out.square().sum().backward()
+        named = {**dict(layer.named_parameters()), **dict(bank.named_parameters()), "input": x}
+        assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in named.values())
+        gradients.append({key: p.grad for key, p in named.items()})
+    assert all(torch.equal(gradients[0][key], gradients[1][key]) for key in gradients[0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_in_bf16_scores_and_selection_are_fp32(name: str) -> None:
+    layer, bank = build(KINDS[name], torch.float32)
+    layer.bfloat16()
+    bank.bfloat16()
+    x = tokens().bfloat16()
+    found = layer.retrieve(x.flatten(0, 1))
+    assert found.scores.dtype == found.row_scores.dtype == torch.float32
+    assert layer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shuffle", ["keyed", "table", "none"])
+@pytest.mark.parametrize("expansion", [1, 2, 3])
+def test_every_virtual_block_addresses_every_row_of_the_window_once(shuffle: Any, expansion: int) -> None:
+    memory = replace(
+        V2, key_expansion=expansion, value_blocks="projected" if expansion > 1 else "summed", shuffle=shuffle
+    )
+    layer, _ = build(memory, view=LayerView(0, 90, 8), num_rows=100)
+    rows, blocks = layer.locate(torch.arange((8 * expansion) ** 2))
+    assert (blocks is None) == (expansion == 1)
+    window = sorted([*range(54), *range(90, 100)])
+    for block in range(expansion**2):
+        of_block = rows if blocks is None else rows[blocks == block]
+        assert sorted(of_block.tolist()) == window
+
+
+def test_weights_of_product_keys_add_up_to_one_per_head() -> None:
+    layer, _ = build(PRODUCT)
+    scores = layer.retrieve(tokens().flatten(0, 1)).scores
+    assert scores.shape == (5, 2, 4, 1)
+    torch.testing.assert_close(scores.sum((2, 3)), torch.ones(5, 2, dtype=scores.dtype))
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8, 20])
+def test_product_keys_find_the_best_sums_of_the_whole_grid(top_k: int) -> None:
+    layer, _ = build(replace(PRODUCT, top_k=top_k, row_top_k_limit=8, num_keys=8))
+    assert isinstance(layer, ProductKeyLayer)
+    x = tokens().flatten(0, 1)
+    rows, columns = layer.key_scores(x)
+    best = (rows.unsqueeze(3) + columns.unsqueeze(2)).flatten(2).topk(top_k, dim=-1)
+    found = layer.retrieve(x)
+    assert torch.equal(found.slots, best.indices)
+    torch.testing.assert_close(found.scores.squeeze(3), best.values.softmax(-1))
+
+
+COMMON = {"query_proj", "keys"}
+PARTS = {
+    "v2": COMMON | {"query_norm", "keys_norm", "cores", "value_proj", "pre_value_proj"},
+    "ultramem": COMMON | {"query_norm", "keys_norm", "cores", "value_proj"},
+    "memory_plus": COMMON | {"query_norm", "value_proj", "silu_gate"},
+    "memory_plus, every option": COMMON
+    | {"query_bias", "value_proj", "value_bias", "silu_gate", "silu_gate_bias", "output_gate", "output_gate_bias"},
+    "pkm": COMMON | {"query_norm"},
+    "pkm, projected and gated": COMMON
+    | {"query_bias", "query_norm", "value_proj", "value_bias", "output_gate", "output_gate_bias"},
+    "peer": COMMON | {"query_norm"},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_weights_by_kind(name: str) -> None:
+    layer, bank = build(KINDS[name])
+    assert {part for part, _ in layer.named_parameters()} == PARTS[name]
+    assert {part for part, _ in bank.named_parameters()} == (
+        {"values", "pre_values"} if name in ("v2", "peer") else {"values"}
+    )
+
+
+class Chunk(nn.Module):
+    """As much of a model chunk as initialisation asks for: one layer and its bank."""
+
+    def __init__(self, layer: MemoryLayer, bank: Bank) -> None:
+        super().__init__()
+        self.layer, self.bank = layer, bank
+
+    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+        named = {f"{NAME}.{part}": p for part, p in self.layer.named_parameters()}
+        named |= {f"banks.0.{part}": p for part, p in self.bank.named_parameters()}
+        return {name: ShardedTensor.from_rank_offsets(name, p, replica_id=(0, 0, 0)) for name, p in named.items()}
+
+
+def initial(memory: MemoryConfig) -> dict[str, Tensor]:
+    layer, bank = build(memory)
+    chunk = Chunk(layer, bank)
+    initialise([chunk], ModelConfig(num_layers=1, hidden_size=HIDDEN, memory=memory), seed=3)
+    return {part: p.detach() for part, p in (*layer.named_parameters(), *bank.named_parameters())}
+
+
+def test_product_keys_start_from_the_released_constants() -> None:
+    memory = replace(KINDS["memory_plus, every option"], num_keys=32, query_norm=True)
+    weights = initial(memory)
+    # Bounds of uniform distributions, and deviations of normal ones.
+    bounds = {
+        "query_proj": math.sqrt(6 / (HIDDEN + 2 * 2 * 8)),
+        "keys": 16**-0.5,
+        "query_bias": HIDDEN**-0.5,
+        "silu_gate_bias": HIDDEN**-0.5,
+        "value_bias": 16**-0.5,
+    }
+    deviations = {"value_proj": HIDDEN**-0.5, "silu_gate": HIDDEN**-0.5, "values": 16**-0.5}
+    for part, bound in bounds.items():
+        assert 0.8 * bound < float(weights[part].abs().max()) <= bound, part
+        assert float(weights[part].min()) < 0, part
+    for part, deviation in deviations.items():
+        assert float(weights[part].std()) == pytest.approx(deviation, rel=0.1), part
+    assert torch.equal(weights["query_norm"], torch.ones_like(weights["query_norm"]))
+
+
+def test_ultramem_starts_from_its_own_constants() -> None:
+    weights = initial(replace(KINDS["ultramem"], initialisation="released", num_keys=32, key_dim=16))
+    assert float(weights["query_norm"].mean()) == pytest.approx(16**-0.33)
+    # Over the four virtual blocks side by side.
+    assert float(weights["value_proj"].std()) == pytest.approx((4 * 16) ** -0.5, rel=0.1)
+    assert float(weights["values"].std()) == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_calibration_sees_the_expanded_keys() -> None:
+    """More keys to choose from have larger best scores, so the gain that brings their mean to 1 is smaller."""
+    gains = [float(initial(replace(V2, num_keys=16, key_expansion=e))["query_norm"][0]) for e in (1, 4)]
+    assert gains[1] < 0.95 * gains[0]
+
+
+@pytest.mark.parametrize("kind", ["pkm", "peer"])
+def test_values_as_wide_as_the_model_without_a_projection(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"model\.memory\.value_dim is 16, but kind .* set it to hidden_size = 32"):
+        ModelConfig(hidden_size=HIDDEN, memory=replace(PRODUCT, kind=kind))
+
+
+def test_keys_are_counted_with_their_expansion() -> None:
+    assert MemoryConfig(num_keys=8, top_k=16, key_expansion=2).row_top_k == 16
+    with pytest.raises(ValueError, match=r"model\.memory\.num_keys is 8, but 16 rows"):
+        MemoryConfig(num_keys=8, top_k=16)
+    with pytest.raises(ValueError, match=r"model\.memory\.key_expansion is 0"):
+        MemoryConfig(key_expansion=0)
+
+
+def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
+    memory = KINDS["ultramem"]
+    assert (memory.expansion, memory.num_value_blocks, memory.pre_dim, memory.query_mode) == (2, 4, 0, "single")
+    same = replace(
+        memory, kind="ultramem_v2", key_expansion=2, value_blocks="projected", pre_value_dim=0, query="single"
+    )
+    outs = [build(config)[0](tokens()) for config in (memory, same)]
+    assert issubclass(layer_class("ultramem"), UltraMemV2Layer)
+    assert torch.equal(outs[0], outs[1])
