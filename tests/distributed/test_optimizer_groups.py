@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pretrain.build import global_parameter_name
 from pretrain.config.schema import OptimizerConfig, RunConfig
-from pretrain.optimizer import DENSE_GROUPS, TABLE_GROUPS, assign_groups, group_of
+from pretrain.optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups, group_of
 from pretrain.schedule import group_settings
 
-GROUPS = (*DENSE_GROUPS, *TABLE_GROUPS)
+GROUPS = (*DENSE_GROUPS, *SPLIT_GROUPS)
 DENSE = replace(SHARED, model=replace(SHARED.model, memory=None))
 
 
@@ -151,7 +151,7 @@ def test_groups_add_up_to_the_model(summaries: dict[str, list[dict[str, Any]]], 
 
 @pytest.mark.parametrize("name", CASES)
 def test_groups_exist_in_one_order_on_every_rank(summaries: dict[str, list[dict[str, Any]]], name: str) -> None:
-    parts = [list(DENSE_GROUPS)] if name == "dense" else [list(DENSE_GROUPS), list(TABLE_GROUPS)]
+    parts = [list(DENSE_GROUPS)] if name == "dense" else [list(DENSE_GROUPS), list(SPLIT_GROUPS)]
     for of_rank in summaries[name]:
         assert of_rank["order"] == parts
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.config.schema import OptimizerConfig, TrainConfig
-from pretrain.optimizer import DENSE_GROUPS, TABLE_GROUPS
+from pretrain.optimizer import DENSE_GROUPS, SPLIT_GROUPS
 from pretrain.schedule import apply_schedule, backbone_lr, group_settings, value_multiplier
 
 CONSTANT = OptimizerConfig(lr=1e-3, schedule="constant", warmup_steps=10)
@@ -190,7 +190,7 @@ def test_applying_sets_every_group_by_its_name() -> None:
     train = TrainConfig(num_steps=100)
     groups: list[dict[str, Any]] = [
         {"name": name, "lr": math.nan, "weight_decay": math.nan, "betas": (0.9, 0.95)}
-        for name in reversed((*DENSE_GROUPS, *TABLE_GROUPS))
+        for name in reversed((*DENSE_GROUPS, *SPLIT_GROUPS))
     ]
     apply_schedule(groups, 3, COSINE, train)
     expected = group_settings(3, COSINE, train)
