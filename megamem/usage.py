@@ -124,7 +124,8 @@ class UsageCollector:
         """
         for layer in self.layers:
             layer.usage = None
-        dist.all_reduce(self._counts, group=self.stage_group)
+        if self.layers:
+            dist.all_reduce(self._counts, group=self.stage_group)
         table = torch.zeros(self.num_blocks, self._num_columns, dtype=torch.float64, device=self.device)
         for layer, usage in zip(self.layers, self._usages, strict=True):
             table[block_number(layer.name), :_NUM_SUMS] = usage.sums

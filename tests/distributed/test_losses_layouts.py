@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
 
+from megamem.config import PlacementConfig
 from megamem.usage import LayerMetrics, UsageCollector
 from pretrain.config.schema import RunConfig
 from pretrain.schedule import apply_schedule
@@ -156,6 +157,20 @@ def without_losses() -> RunConfig:
     assert memory is not None
     silent = replace(memory, tucker_penalty_weight=0.0, key_balance_weight=0.0)
     return replace(WITH_LOSSES, model=replace(WITH_LOSSES.model, memory=silent))
+
+
+def test_a_stage_without_memory_reports_that_of_the_others(run_ranks: Any) -> None:
+    memory = replace(MEMORY, placement=PlacementConfig(blocks=(3,)), key_balance_weight=2.0)
+    config = replace(WITH_LOSSES, model=replace(WITH_LOSSES.model, memory=memory))
+
+    def main() -> Outcome:
+        with tiny_run(on(config, pipeline=2)) as run:
+            return run_steps(run)
+
+    first, last = run_ranks(main, 2)
+    assert first == last
+    assert set(first.usage) == {3}
+    assert [set(by_block) for step in first.auxiliary for by_block in step.values()] == [{3}] * STEPS
 
 
 def test_losses_that_are_off_are_not_reported(run_ranks: Any) -> None:

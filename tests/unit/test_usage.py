@@ -98,6 +98,12 @@ def test_layers_without_cores_have_no_singular_values(world: torch.distributed.P
     assert set(collector.finish()[0]) == {"coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std"}
 
 
+def test_a_stage_without_memory_takes_part(world: torch.distributed.ProcessGroup) -> None:
+    collector = UsageCollector([], num_blocks=2, spectrum=(1, 2), stage_group=world, device=torch.device("cpu"))
+    collector.start()
+    assert collector.finish() == {}
+
+
 def test_block_numbers_come_from_the_layers_name() -> None:
     assert block_number("decoder.layers.17.mlp.memory") == 17
 
