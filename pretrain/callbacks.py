@@ -114,15 +114,22 @@ def _rows_up_to(path: Path, step: int) -> list[str]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    # JSON has no NaN and no infinity.
-    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
     try:
         with open(path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(finite, allow_nan=False) + "\n")
+            stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(
             f"{path} cannot be written: {error}. Free some space; checkpoints are intact, and the run goes on from the newest one"
         ) from error
+
+
+def _finite(value: Any) -> Any:
+    """The same value with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MemoryUsage(Quiet):

@@ -30,6 +30,7 @@ def num_elements(model: RunConfig) -> dict[str, int]:
         "backbone": m.num_layers * (attention + 3 * hidden * inner) + padded * hidden * (1 if m.tied_embeddings else 2),
         "backbone_no_decay": m.num_layers * (2 * hidden + 2 * width) + hidden,
         "retrieval": 0,
+        "experts": 0,
         "values": 0,
         "pre_values": 0,
     }

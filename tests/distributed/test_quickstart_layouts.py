@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megamem.hashing import key_of, mix
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.layer import MemoryLayer
 from pretrain.config.loader import load_config
 from pretrain.config.schema import DatasetEntry, ParallelConfig, RunConfig
 from pretrain.config.validate import validate
@@ -74,14 +75,14 @@ class Step:
 class Selections:
     """Adds up hashes of what this rank's layers retrieve."""
 
-    def __init__(self, layers: list[UltraMemV2Layer]) -> None:
+    def __init__(self, layers: list[MemoryLayer]) -> None:
         self.total = torch.zeros(1, dtype=torch.int64)
         for layer in layers:
-            layer.table_rows = partial(self._record, layer.table_rows, key_of(0, layer.name))  # type: ignore[method-assign]
+            layer.locate = partial(self._record, layer.locate, key_of(0, layer.name))  # type: ignore[method-assign]
 
-    def _record(self, table_rows: Callable[[Tensor], Tensor], key: int, slots: Tensor) -> Tensor:
+    def _record(self, locate: Callable[[Tensor], Any], key: int, slots: Tensor) -> Any:
         self.total += mix(slots, key).sum()
-        return table_rows(slots)
+        return locate(slots)
 
     def take(self) -> int:
         """The sum over all ranks since the last call. Every token of every layer is on exactly one rank."""

@@ -164,6 +164,7 @@ def test_groups_get_their_rate_and_decay() -> None:
         "backbone": (1e-3, 0.2),
         "backbone_no_decay": (1e-3, 0.0),
         "retrieval": (1e-3, 0.2),
+        "experts": (1e-3, 0.2),
         "values": (pytest.approx(3e-3), 0.2),
         "pre_values": (pytest.approx(3e-3), 0.2),
     }
