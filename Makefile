@@ -30,8 +30,8 @@ quickstart:  ## train, evaluate and sample a small memory model on this machine;
 	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc 4 --run-dir "$(RUN)"
 	@echo "4/5 Evaluating on all held-out documents"
 	@"$(BIN)/megamem" eval "$(RUN)"
-	@echo "5/5 What the model writes after 'def '"
-	@"$(BIN)/megamem" generate "$(RUN)" --prompt 'def '
+	@echo "5/5 What the model writes after 'def __init__(self'"
+	@"$(BIN)/megamem" generate "$(RUN)" --prompt 'def __init__(self'
 	@echo
 	@echo "Everything is in $(RUN). To go on from here: source $(VENV)/bin/activate, then megamem --help"
 

@@ -13,7 +13,7 @@ from tools.ranks import run_on_ranks
 
 _EPILOG = """\
 examples:
-  megamem generate runs/quickstart --prompt 'def '
+  megamem generate runs/quickstart --prompt 'def __init__(self'
   megamem generate runs/quickstart --prompt 'import os' --max-tokens 50 --temperature 0
 """
 

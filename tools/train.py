@@ -122,7 +122,7 @@ def _closing(run: Run) -> str:
     return (
         f"{result}run folder: {path} (config.yaml, metrics.jsonl, checkpoints/, logs/)\n"
         f"next: megamem eval {path}\n"
-        f"      megamem generate {path} --prompt 'def '\n"
+        f"      megamem generate {path} --prompt 'def __init__(self'\n"
         f"      megamem train ... train.num_steps={2 * run.config.train.num_steps} goes on with this run"
     )
 
