@@ -65,6 +65,23 @@ def test_it_can_run_on_the_gpus_that_it_states(name: str) -> None:
     assert (CONFIGS[name].model.vocab_size, CONFIGS[name].train.sequence_length) == (VOCAB, 4096)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ABLATIONS])
+def test_a_gpu_holds_as_many_bytes_as_its_layout_states(name: str) -> None:
+    """bf16 weights and fp32 gradients of a stage (6 bytes), and its share of the optimizer (12 bytes, split over the ranks of the stage)."""
+    text = (REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    config, counts = CONFIGS[name], count_parameters(CONFIGS[name].model, VOCAB)
+    layout, moe = config.parallel, config.model.moe
+    gpus, stated = re.findall(r"^# For (\d+) GPUs: .*? (\d+) GB", text, flags=re.MULTILINE)[0]
+    experts = counts.idle_experts * moe.num_experts // (moe.num_experts - moe.top_k) if moe is not None else 0
+    assert layout.tensor == 1
+    held = (counts.total - experts + experts / layout.memory) / layout.pipeline
+    assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(stated) * 1e9, abs=0.5e9)
+    if "(parallel.memory: " in text:
+        group, split = re.findall(r"\(parallel\.memory: (\d+),[\s#]*which is not there yet\)\D* (\d+) GB", text)[0]
+        held = (counts.total - counts.tables + counts.tables / int(group)) / layout.pipeline
+        assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(split) * 1e9, abs=0.5e9)
+
+
 def test_the_common_recipe_loads() -> None:
     validate(load_config(REPOSITORY / "configs" / "recipe.yaml"), 1)
 
