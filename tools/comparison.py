@@ -32,9 +32,9 @@ TOLERANCE = 0.02
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
 """Around the part of a report that is written anew; a page may say more before and after."""
 
-_NUM_BINS = 64
+_NUM_BINS = 32
 # Share of the tokens at the start that does not decide how high the plot reaches: losses fall from ln(vocabulary) there.
-_STEEP_START = 0.1
+_STEEP_START = 0.25
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, wit
 
 ![Loss against tokens]({plot_name})
 
-Lines are training losses (means over seeds and over {_NUM_BINS}ths of the run), dots validation losses. Made by
+Lines are training losses (means over seeds and over {_NUM_BINS} parts of the run), dots validation losses. Made by
 
 ```
 {command}

@@ -57,7 +57,8 @@ def line_chart(
     points = [point for one in series for point in (*one.line, *one.dots)] or [(1.0, 0.0), (1.0, 1.0)]
     low, high = min(y for _, y in points), max(y for _, y in points) if y_top is None else y_top
     margin = (high - low) * 0.04 or 0.5
-    axes = _Axes(max(x for x, _ in points), low - margin, high + margin)
+    # The last dots stand whole inside the frame.
+    axes = _Axes(max(x for x, _ in points) * 1.01, low - margin, high + margin)
     body = [
         *_grid(axes, x_unit),
         f'<text x="{(_LEFT + _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{escape(x_label)}</text>',

@@ -187,7 +187,7 @@ def test_lines_are_placed_inside_the_axes() -> None:
     chart = line_chart([Series("s", ((1.0, 2.0), (2.0, 1.0)))], x_label="x", y_label="y")
     (line,) = [e for e in ElementTree.fromstring(chart).iter() if e.tag.endswith("polyline")]
     (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in line.attrib["points"].split())
-    assert 64 < x1 < x2 == 680
+    assert 64 < x1 < x2 < 680
     assert 16 < y1 < y2 < 412
 
 
