@@ -56,6 +56,11 @@ class ParameterCounts:
         """Parameters that one token uses: everything but tables and idle experts, and the values that it reads."""
         return self.total - self.tables - self.idle_experts + self.read_values
 
+    @property
+    def core(self) -> int:
+        """Active parameters without embeddings and without the values that are read: the matrices that every token passes."""
+        return self.active - self.embedding - self.read_values
+
 
 def count_parameters(model: ModelConfig, padded_vocab_size: int) -> ParameterCounts:
     """Parameters of a model with an embedding of `padded_vocab_size` rows."""
@@ -138,13 +143,18 @@ def forward_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence
     counts = count_parameters(model, padded_vocab_size)
     flops = 2.0 * (counts.attention + counts.ffn - counts.idle_experts + width * padded_vocab_size)
     flops += depth * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
-    if model.memory is not None:
-        memory, num_memory_layers = model.memory, model.num_memory_layers
-        queries = memory.num_queries * memory.key_dim * width
-        flops += 2.0 * num_memory_layers * (queries + _projection_weights(memory, width))
-        flops += sum(_selection_flops(memory, view) for view in plan_sharing(memory, num_memory_layers).views)
-        flops += 2.0 * counts.read_values
-    return flops
+    return flops + memory_flops_per_token(model)
+
+
+def memory_flops_per_token(model: ModelConfig) -> float:
+    """The memory's share of `forward_flops_per_token`: queries, projections, retrieval and gathers."""
+    if model.memory is None:
+        return 0.0
+    memory, num_memory_layers = model.memory, model.num_memory_layers
+    queries = memory.num_queries * memory.key_dim * model.hidden_size
+    flops = 2.0 * num_memory_layers * (queries + _projection_weights(memory, model.hidden_size))
+    flops += sum(_selection_flops(memory, view) for view in plan_sharing(memory, num_memory_layers).views)
+    return flops + 2.0 * count_parameters(model, 0).read_values
 
 
 def _selection_flops(memory: MemoryConfig, view: LayerView) -> float:

@@ -228,13 +228,7 @@ def check_resumable(config: RunConfig, saved: SavedState) -> list[str]:
     Raises:
         CheckpointError: the model or the seed differ: this would be another run.
     """
-    before = _flat(to_dict(from_dict(saved.config, f"the configuration in {saved.path}")))
-    now = _flat(to_dict(config))
-    changes = {
-        key: f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    }
+    changes = config_changes(from_dict(saved.config, f"the configuration in {saved.path}"), config)
     fatal = [
         text
         for key, text in changes.items()
@@ -245,6 +239,16 @@ def check_resumable(config: RunConfig, saved: SavedState) -> list[str]:
             f"{saved.path} is of another run: {'; '.join(fatal)}. Set it back, or start a new run in another --run-dir"
         )
     return list(changes.values())
+
+
+def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
+    """What differs between two configurations: "key: before -> now" by key."""
+    old, new = _flat(to_dict(before)), _flat(to_dict(now))
+    return {
+        key: f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -18,8 +18,16 @@ from typing import Any, NoReturn
 from pretrain.errors import UserError
 from pretrain.quiet import quiet_engine
 
-COMMAND_MODULES = ("tools.train", "tools.data", "tools.evaluate", "tools.generate", "tools.bench", "tools.config")
-"""In the order of `--help`: train, data, evaluate, generate, config. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch in functions only."""
+COMMAND_MODULES = (
+    "tools.train",
+    "tools.data",
+    "tools.evaluate",
+    "tools.generate",
+    "tools.bench",
+    "tools.compare",
+    "tools.config",
+)
+"""In the order of `--help`: train, data, evaluate, generate, bench, compare, config. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch in functions only."""
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from megamem.config import MemoryConfig, ModelConfig
+from megamem.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from megamem.sharing import plan_sharing
@@ -23,11 +24,17 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tools.parameter_table import parameter_tables
 
 _WIDTH = 100
 # `config show` measures initial outputs on so many layers, and on fewer where their keys, which have to be drawn, are many: some seconds.
 _MOST_MEASURED_LAYERS = 4
 _MEASURED_KEY_ELEMENTS = 1 << 23
+_MEASURES = {
+    "flops": "forward FLOPs per token",
+    "active": "active parameters",
+    "core": "active parameters without embeddings and values read",
+}
 _OVERRIDES_HELP = (
     "set a key, as in optimizer.lr=3e-4, model.memory=null or data.datasets.0.path=DIR (the value is YAML)"
 )
@@ -63,6 +70,40 @@ def add_parser(subparsers: Any) -> None:
         "--ranks", type=int, metavar="N", help="also check the layout and the batch for a run of N ranks"
     )
     check.set_defaults(func=run_check)
+    _add_width_parser(actions)
+    table = actions.add_parser(
+        "table",
+        help="print parameters and costs of configurations as Markdown",
+        description="Print Markdown tables of parameters by part, operations and table reads per token, beside the figures of UltraMemV2's "
+        "paper for the models that it has. docs/parameters.md holds the output for configs/.",
+    )
+    table.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files")
+    table.set_defaults(func=run_table)
+
+
+def _add_width_parser(actions: Any) -> None:
+    width = actions.add_parser(
+        "ffn-width",
+        help="solve for the feed-forward width at equal cost",
+        description="Print the model.ffn_hidden_size at which CONFIG costs what another configuration costs, or a given figure. "
+        "Keys, top-K and sharing can thus be compared at equal computation: set them, and let the feed-forward pay.",
+    )
+    width.add_argument("config", metavar="CONFIG", help="YAML file")
+    width.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
+    target = width.add_mutually_exclusive_group(required=True)
+    target.add_argument("--like", metavar="OTHER", help="YAML file of the model to equal")
+    target.add_argument("--target", type=float, metavar="N", help="the figure to meet instead, as in 2.5e9")
+    width.add_argument(
+        "--match",
+        choices=("flops", "active", "core"),
+        default="flops",
+        help="what is to be equal: forward FLOPs per token at the sequence length of CONFIG (default), active parameters, or of those "
+        "all but embeddings and values read, as the paper counts its larger models",
+    )
+    width.add_argument(
+        "--multiple", type=int, default=64, metavar="M", help="round to a multiple of M, and of parallel.tensor (64)"
+    )
+    width.set_defaults(func=run_ffn_width)
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -92,6 +133,51 @@ def run_check(args: argparse.Namespace) -> int:
     validate(load_config(args.config, args.overrides), args.ranks)
     where = "" if args.ranks is None else f" on {args.ranks} rank{'s' if args.ranks > 1 else ''}"
     print(f"{args.config} can run{where}.")
+    return 0
+
+
+def run_ffn_width(args: argparse.Namespace) -> int:
+    """Prints the width, and as a YAML comment how well it meets the target."""
+    if args.multiple < 1:
+        raise ConfigError(f"--multiple is {args.multiple}: it must be at least 1")
+    config = load_config(args.config, args.overrides)
+    if args.like is not None:
+        other = load_config(args.like)
+        if (other.model.vocab_size is None) != (config.model.vocab_size is None):
+            raise ConfigError(
+                f"only one of {args.config} and {args.like} has model.vocab_size, which they need to be compared: "
+                "give it in both, or in neither"
+            )
+        target, source = _measure(args.match, other, config.train.sequence_length)(other.model), args.like
+    elif args.target <= 0:
+        raise ConfigError(f"--target is {args.target}: it must be above 0")
+    else:
+        target, source = args.target, "--target"
+    multiple = math.lcm(args.multiple, config.parallel.tensor)
+    try:
+        solved = solve_ffn_width(
+            config.model, _measure(args.match, config, config.train.sequence_length), target, multiple=multiple
+        )
+    except ValueError as error:
+        raise ConfigError(f"{args.config}: {error}") from error
+    print(f"model.ffn_hidden_size: {solved.width}")
+    print(
+        f"# {_MEASURES[args.match]}: {solved.value:,.0f}, {100 * solved.residual:+.3f} % of {solved.target:,.0f} ({source})"
+    )
+    print(f"# the multiple of {multiple} nearest to {solved.exact:.1f}")
+    return 0
+
+
+def _measure(match: str, config: RunConfig, sequence_length: int) -> Measure:
+    rows = padded_size(config.model.vocab_size or 0, config.model.vocab_size_multiple)
+    if match == "flops":
+        return flops_measure(rows, sequence_length)
+    return active_measure(rows) if match == "active" else core_measure()
+
+
+def run_table(args: argparse.Namespace) -> int:
+    """Prints the tables."""
+    print(parameter_tables([load_config(path) for path in args.configs]))
     return 0
 
 

@@ -63,6 +63,12 @@ def started_world_size() -> int | None:
     return None if ranks is None else ranks.world_size
 
 
+def import_engine() -> None:
+    """Import what ranks need, once, before they are forked."""
+    for module in ENGINE_MODULES:
+        importlib.import_module(module)
+
+
 def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | None = None) -> int:
     """Run `main` on this rank if ranks were started already, else on `num_ranks` new ones.
 
@@ -74,8 +80,7 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
         return 0
     from parallel.launch import LaunchError, launch_ranks
 
-    for module in ENGINE_MODULES:
-        importlib.import_module(module)
+    import_engine()
     try:
         launch_ranks(main, num_ranks, log_dir=log_dir)
     except LaunchError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -54,20 +54,38 @@ MODELS = {
 }
 
 
-def _built_counts() -> dict[str, dict[str, int]]:
-    """Parameters of each model by part, counted on real modules by their names."""
+def parts_of_built_models(models: Mapping[str, ModelConfig], vocab_size: int) -> dict[str, dict[str, int]]:
+    """Parameters by part of models that are built without their memory: real modules with fake tensors, counted by their names."""
+    from datetime import timedelta
+
     import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import ParallelSizes, initialise_groups
-    from pretrain.build import build_chunks
+    from parallel.launch import launch_ranks
+    from parallel.ranks import current_ranks
+    from pretrain import build
 
-    with cuda_on_cpu():
-        groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
-        return {
-            name: _by_part(build_chunks(RunConfig(model=model), groups, vocab_size=VOCAB)[0])
-            for name, model in MODELS.items()
-        }
+    def main() -> dict[str, dict[str, int]]:
+        ranks = current_ranks()
+        assert ranks is not None
+        dist.init_process_group(
+            "gloo", init_method=ranks.init_method, rank=0, world_size=1, timeout=timedelta(minutes=2)
+        )
+        # Fake tensors have no values to draw. This process is a fork that ends here: nothing has to be put back.
+        build.initialise = lambda *_, **__: None  # type: ignore[assignment]
+        with cuda_on_cpu():
+            groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
+            counts = {}
+            for name, model in models.items():
+                with FakeTensorMode():
+                    chunks = build.build_chunks(RunConfig(model=model), groups, vocab_size=vocab_size)
+                    counts[name] = _by_part(chunks[0])
+            return counts
+
+    return launch_ranks(main, 1, timeout_s=120)[0]
 
 
 def _by_part(chunk: object) -> dict[str, int]:
@@ -93,22 +111,7 @@ def _part_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, int]]:
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    from parallel.launch import launch_ranks
-    from parallel.ranks import current_ranks
-
-    def main() -> dict[str, dict[str, int]]:
-        ranks = current_ranks()
-        assert ranks is not None
-        dist.init_process_group(
-            "gloo", init_method=ranks.init_method, rank=0, world_size=1, timeout=timedelta(minutes=2)
-        )
-        return _built_counts()
-
-    return launch_ranks(main, 1, timeout_s=120)[0]
+    return parts_of_built_models(MODELS, VOCAB)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,131 @@
+"""Two tiny models are compared end to end; what is finished is kept, what was interrupted goes on, and what is of something else is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import TINY, Megamem, Result, Start, checkpoint, evaluations, last_step, rows, steps, wait_until
+
+SHORT = ("train.num_steps=4", "checkpoint.every_steps=2", "checkpoint.keep_last=0", "evaluation.max_sequences=4")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[Path]:
+    """The base, the tiny model with its memory, and one without."""
+    folder = tmp_path_factory.mktemp("models")
+    base = {**TINY, "data": {"datasets": [{"path": str(corpus)}]}, "logging": {"memory_every_steps": 0}}
+    own = {
+        "base": base,
+        "memory": {"base": "base.yaml", "name": "memory"},
+        "dense": {"base": "base.yaml", "name": "dense", "model": {"memory": None}},
+    }
+    for name, values in own.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    return [folder / f"{name}.yaml" for name in own]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, models: list[Path]) -> tuple[Path, Result]:
+    """Both models with one seed. Copy the folder to change it."""
+    folder = tmp_path_factory.mktemp("compared") / "runs"
+    return folder, compare(megamem, models, folder, "--seeds", 1)
+
+
+def compare(megamem: Megamem, models: list[Path], folder: Path, *options: object) -> Result:
+    result = megamem("compare", *models, "--run-dir", folder, *options, *SHORT)
+    assert result.code == 0, result.output
+    return result
+
+
+def test_the_report_holds_what_the_runs_reached(compared: tuple[Path, Result]) -> None:
+    folder, result = compared
+    assert "run 1 of 2: memory, seed 1: 4 steps to go" in result.output
+    assert "run 2 of 2: dense, seed 1: 4 steps to go" in result.output
+    page = (folder / "comparison.md").read_text()
+    for name in ("memory", "dense"):
+        (evaluation,) = evaluations(folder / name / "seed_1")
+        assert f"| {evaluation['validation_loss']:.4f} | {evaluation['bits_per_byte']:.4f} |" in page
+    assert "2 models on 1,024 tokens" in page
+    # The memory costs what the dense model does not have, and nobody has evened it out.
+    assert "departures in brackets" in page
+    assert "warning: dense has -" in result.output
+    assert (folder / "comparison.svg").read_text().count("<polyline") == 2
+
+
+def test_finished_runs_are_kept_and_interrupted_ones_resumed(
+    compared: tuple[Path, Result], tmp_path: Path, megamem: Megamem, models: list[Path]
+) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(compared[0], folder)
+    kept, interrupted = folder / "memory" / "seed_1", folder / "dense" / "seed_1"
+    before, uninterrupted = rows(kept), steps(interrupted)
+    shutil.rmtree(checkpoint(interrupted, 4))
+    page = tmp_path / "page.md"
+    page.write_text("mine\n<!-- comparison -->\n<!-- end of comparison -->\n")
+    result = compare(megamem, models, folder, "--seeds", "1,2", "--report", page)
+    assert "run 1 of 4: memory, seed 1: finished" in result.output
+    assert "run 2 of 4: dense, seed 1: 2 steps to go" in result.output
+    assert "run 4 of 4: dense, seed 2: 4 steps to go" in result.output
+    assert rows(kept) == before
+    assert steps(interrupted) == uninterrupted
+    assert " to " in page.read_text()
+    assert page.read_text().startswith("mine\n")
+    assert page.with_suffix(".svg").is_file()
+
+
+def test_seeds_share_the_order_of_the_data(
+    compared: tuple[Path, Result], tmp_path: Path, megamem: Megamem, models: list[Path]
+) -> None:
+    folder = tmp_path / "runs"
+    compare(megamem, models[:2], folder, "--seeds", 2)
+    first, second = (
+        yaml.safe_load((run / "config.yaml").read_text())
+        for run in (compared[0] / "memory/seed_1", folder / "memory/seed_2")
+    )
+    assert (first["seed"], second["seed"]) == (1, 2)
+    assert first["data"] == second["data"]
+    assert first["data"]["seed"] == 1
+    assert steps(compared[0] / "memory" / "seed_1")[0]["loss"] != steps(folder / "memory" / "seed_2")[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("optimizer.lr=1e-2",), 4, "holds a run of another comparison: optimizer.lr: 0.004 -> 0.01"),
+        (("train.num_steps=8",), 4, "train.num_steps: 4 -> 8"),
+        (("seed=3",), 2, "--seeds"),
+        (("--seeds", "1,1"), 2, "names a seed twice"),
+        (("--report", "chart.svg"), 2, "markdown"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_refused(
+    compared: tuple[Path, Result],
+    megamem: Megamem,
+    models: list[Path],
+    options: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    result = megamem("compare", *models, *SHORT, "--run-dir", compared[0], "--seeds", 1, *options)
+    assert result.code == code, result.output
+    assert words in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_stopped_comparison_says_how_to_go_on(tmp_path: Path, start: Start, models: list[Path]) -> None:
+    folder = tmp_path / "runs"
+    command = start("compare", *models, "train.num_steps=2000", "--run-dir", folder)
+    wait_until(lambda: command.poll() is not None or last_step(folder / "memory" / "seed_1") > 0, "the first step", 60)
+    assert command.poll() is None, command.log.read_text()
+    os.kill(command.pid, signal.SIGTERM)
+    result = command.wait()
+    assert result.code == 75, result.output
+    assert "run the same command again" in result.output
+    assert list((folder / "memory" / "seed_1" / "checkpoints").glob("step_*"))
+    assert not (folder / "dense").exists()

@@ -1,0 +1,225 @@
+"""What a comparison refuses, and how its table, plot and report come out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainConfig
+from pretrain.errors import ConfigError
+from tools.compare import load_configs, seed_list, time_left
+from tools.comparison import (
+    BEGIN,
+    END,
+    ModelFigures,
+    RunResult,
+    binned,
+    check_comparable,
+    check_report,
+    inequalities,
+    plot,
+    read_result,
+    report,
+    table,
+    with_seed,
+    write_report,
+)
+from tools.line_chart import Series, line_chart, ticks
+
+CONFIG = RunConfig(
+    name="a", train=TrainConfig(num_steps=4, global_batch_size=8), data=DataConfig((DatasetEntry("data/x"),))
+)
+REFERENCE = ModelFigures("a", 2_000_000, 1_000_000, 2.5e6, 0)
+OTHER = ModelFigures("b", 3_000_000, 1_019_000, 2.6e6, 4096)
+
+
+def result(loss: float, tokens_per_s: float = 1000.0) -> RunResult:
+    training = tuple((256.0 * step, loss + 4 / step) for step in range(1, 41))
+    return RunResult(loss, loss / 2, tokens_per_s, training, ((5120.0, loss + 1), (10240.0, loss)))
+
+
+RESULTS = {"a": [result(3.0), result(3.5, 1200.0)]}
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "values"),
+    [
+        (lambda c: replace(c, train=replace(c.train, num_steps=5)), "train.num_steps", ("4", "5")),
+        (lambda c: replace(c, train=replace(c.train, global_batch_size=16)), "train.global_batch_size", ("8", "16")),
+        (lambda c: replace(c, train=replace(c.train, sequence_length=64)), "train.sequence_length", ("256", "64")),
+        (lambda c: replace(c, data=DataConfig((DatasetEntry("y"),))), "data.datasets", ("data/x", "y (weight 1)")),
+        (lambda c: replace(c, data=replace(c.data, seed=7)), "data.seed", ("1", "7")),
+        (lambda c: replace(c, seed=9), "data.seed", ("1", "9")),
+        (
+            lambda c: replace(c, evaluation=replace(c.evaluation, max_sequences=3)),
+            "evaluation.max_sequences",
+            ("null", "3"),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_on_other_tokens_are_refused(
+    change: Callable[[RunConfig], RunConfig], key: str, values: tuple[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_comparable({"a.yaml": CONFIG, "b.yaml": replace(change(CONFIG), name="b")})
+    message = str(caught.value)
+    assert message.startswith(f"{key} is ")
+    assert all(value in message for value in (*values, "a.yaml", "b.yaml"))
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a\.yaml and b\.yaml have the name a,"):
+        check_comparable({"a.yaml": CONFIG, "b.yaml": CONFIG})
+
+
+def test_models_may_differ_in_anything_else() -> None:
+    other = replace(CONFIG, name="b", train=replace(CONFIG.train, micro_batch_size=1, precision="bf16"))
+    check_comparable({"a.yaml": CONFIG, "b.yaml": other})
+
+
+def test_a_seed_moves_the_weights_and_not_the_data() -> None:
+    seeded = with_seed(CONFIG, 5)
+    assert (seeded.seed, seeded.data.seed) == (5, 1)
+    assert with_seed(replace(CONFIG, data=replace(CONFIG.data, seed=3)), 5).data.seed == 3
+
+
+def test_files_overrides_and_bases_among_the_words(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("train: {num_steps: 3}")
+    for name in "ab":
+        (tmp_path / f"{name}.yaml").write_text(f"base: base.yaml\nname: {name}")
+    words = [str(tmp_path / f"{name}.yaml") for name in ("base", "a", "b")]
+    configs = load_configs([*words, "train.sequence_length=32"], ["optimizer.lr=1e-2"])
+    assert [config.name for config in configs.values()] == ["a", "b"]
+    assert all(c.train.sequence_length == 32 and c.optimizer.lr == 1e-2 for c in configs.values())
+    with pytest.raises(ConfigError, match="name at least one CONFIG"):
+        load_configs(words[:1])
+    with pytest.raises(ConfigError, match="--seeds"):
+        load_configs([*words, "seed=3"])
+
+
+def test_seeds() -> None:
+    assert seed_list("1,20") == (1, 20)
+    with pytest.raises(argparse.ArgumentTypeError, match="twice"):
+        seed_list("1,2,1")
+    with pytest.raises(ValueError):
+        seed_list("1,")
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "to_go", "text"),
+    [(0, 0.0, 9, "not known"), (10, 60.0, 100, "about 10 min"), (10, 1.0, 10, "less than a minute")],
+)
+def test_time_left(steps: int, seconds: float, to_go: int, text: str) -> None:
+    assert text in time_left(steps, seconds, to_go)
+
+
+def test_departures_above_2_percent_are_named() -> None:
+    assert inequalities(OTHER, REFERENCE) == {"flops": pytest.approx(0.04)}
+    assert inequalities(replace(OTHER, active=970_000), REFERENCE)["active"] == pytest.approx(-0.03)
+    assert inequalities(REFERENCE, REFERENCE) == {}
+
+
+def test_the_table() -> None:
+    head, rule, first, second = table([REFERENCE, OTHER], RESULTS).splitlines()
+    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") == 9
+    assert first == "| a | 2.000M | 1.000M | 2.500 | 0 | 3.2500 (3.0000 to 3.5000) | 1.6250 | 1,100 |"
+    assert second == "| b | 3.000M | 1.019M | 2.600 (**+4.0%**) | 4,096 | not run | not run | not run |"
+    assert "| 3.0000 | 1.5000 |" in table([REFERENCE], {"a": [result(3.0)]})
+
+
+def test_the_report_says_what_is_missing_and_unequal() -> None:
+    configs = [CONFIG, replace(CONFIG, name="b")]
+    text = report(configs, [REFERENCE, OTHER], RESULTS, seeds=(1, 2), plot_name="c.svg", command="megamem compare x")
+    for part in ("2 models on 8,192 tokens of data/x", "2 of 4 runs are done", "but for b (", "](c.svg)", "compare x"):
+        assert part in text
+    whole = report(configs[:1], [REFERENCE], RESULTS, seeds=(1, 2), plot_name="c.svg", command="megamem compare x")
+    assert "runs are done" not in whole
+    assert "but for" not in whole
+
+
+def test_results_come_from_the_metrics(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert read_result(metrics, CONFIG) is None
+    rows: list[dict[str, float | None]] = [
+        {"step": step, "loss": 9.0 - step if step != 2 else None, "tokens_per_s": 10.0 * step} for step in (1, 2, 3, 4)
+    ]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_result(metrics, CONFIG) is None
+    rows.append({"step": 4, "validation_loss": 5.5, "bits_per_byte": 2.0})
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_result(metrics, CONFIG)
+    assert found == RunResult(5.5, 2.0, 30.0, ((2048, 8.0), (6144, 6.0), (8192, 5.0)), ((8192, 5.5),))
+    assert read_result(metrics, replace(CONFIG, train=replace(CONFIG.train, num_steps=5))) is None
+
+
+def test_bins_smooth_and_keep_the_mean() -> None:
+    points = [(float(x), float(x % 2)) for x in range(1, 101)]
+    assert binned(points, 4) == ((13.0, 0.52), (38.0, 0.48), (63.0, 0.52), (88.0, 0.48))
+    assert binned(points[:3], 100) == tuple(points[:3])
+    assert binned([]) == ()
+
+
+def test_the_plot_is_svg_with_every_finished_model() -> None:
+    root = ElementTree.fromstring(
+        plot([REFERENCE, replace(OTHER, name="b & <c>")], {**RESULTS, "b & <c>": [result(4)]})
+    )
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [element.text for element in root.iter(f"{name}text")]
+    assert {"a", "b & <c>", "million tokens", "loss in nats per token"} <= set(texts)
+    assert len(list(root.iter(f"{name}polyline"))) == 2
+    assert len(list(root.iter(f"{name}circle"))) == 4
+    assert "nan" not in ElementTree.tostring(root, encoding="unicode")
+
+
+def test_a_plot_without_runs_is_empty_axes() -> None:
+    root = ElementTree.fromstring(plot([REFERENCE], {}))
+    assert not list(root.iter("{http://www.w3.org/2000/svg}polyline"))
+
+
+def test_lines_are_placed_inside_the_axes() -> None:
+    chart = line_chart([Series("s", ((1.0, 2.0), (2.0, 1.0)))], x_label="x", y_label="y")
+    (line,) = [e for e in ElementTree.fromstring(chart).iter() if e.tag.endswith("polyline")]
+    (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in line.attrib["points"].split())
+    assert 64 < x1 < x2 < 680
+    assert 16 < y1 < y2 < 412
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.05, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (3.31, 3.72, [3.4, 3.5, 3.6, 3.7]),
+        (-0.5, 79.0, [0, 10, 20, 30, 40, 50, 60, 70]),
+        (0.00012, 0.00018, [0.00012, 0.00013, 0.00014, 0.00015, 0.00016, 0.00017, 0.00018]),
+    ],
+)
+def test_ticks_are_round_and_few(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == expected
+
+
+def test_a_report_is_filled_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "page.md"
+    check_report(page)
+    write_report(page, "first\n", "<svg/>")
+    assert page.read_text() == f"# Comparison\n\n{BEGIN}\nfirst\n{END}\n"
+    page.write_text(f"before\n{BEGIN}\nfirst\n{END}\nafter\n")
+    check_report(page)
+    write_report(page, "second\n", "<svg></svg>")
+    assert page.read_text() == f"before\n{BEGIN}\nsecond\n{END}\nafter\n"
+    assert page.with_suffix(".svg").read_text() == "<svg></svg>"
+
+
+def test_a_page_of_somebody_else_is_not_written_over(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("mine")
+    with pytest.raises(ConfigError, match="no lines"):
+        check_report(page)
+    with pytest.raises(ConfigError, match="markdown"):
+        check_report(tmp_path / "plot.svg")

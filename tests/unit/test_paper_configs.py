@@ -1,0 +1,224 @@
+"""The papers' models in configs/: they load, run on the GPUs that they state, follow the paper's rules, and cost what the closed formulas say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megamem.config import MemoryConfig
+from megamem.equal_compute import core_measure, flops_measure, solve_ffn_width
+from megamem.formulas import count_parameters
+from pretrain.config.loader import load_config
+from pretrain.config.validate import validate
+from tests.unit.test_formulas import parts_of_built_models
+from tools import cli
+from tools.parameter_table import PAPER, memory_share
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("ultramemv2", "ultramem", "memory_plus", "olmoe", "ablations")
+PATHS = sorted(path for folder in FOLDERS for path in (REPOSITORY / "configs" / folder).glob("*.yaml"))
+NAMES = [str(path.relative_to(REPOSITORY / "configs").with_suffix("")) for path in PATHS]
+CONFIGS = {name: load_config(path) for name, path in zip(NAMES, PATHS, strict=True)}
+MEMORIES = {name: config.model.memory for name, config in CONFIGS.items() if config.model.memory is not None}
+V2 = {name: memory for name, memory in MEMORIES.items() if memory.kind == "ultramem_v2"}
+ABLATIONS = [name for name in NAMES if name.startswith("ablations/")]
+BASELINE = "ultramemv2/500m_6.8b"
+
+VOCAB = 50304
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, dict[str, int]]:
+    return parts_of_built_models({name: config.model for name, config in CONFIGS.items()}, VOCAB)
+
+
+def test_every_model_of_the_paper_is_there() -> None:
+    sizes = {folder: {name.split("/")[1] for name in NAMES if name.startswith(f"{folder}/")} for folder in FOLDERS}
+    assert sizes["ultramemv2"] == {
+        "227m_1.2b",
+        "430m_5b",
+        "500m_6.8b",
+        "1b_7b",
+        "1.25b_12.5b",
+        "2.5b_25b",
+        "2.5b_60b_top768",
+        "2.5b_120b_top256",
+    }
+    assert all(sizes[folder] == {"227m_1.2b", "1b_7b"} for folder in ("ultramem", "memory_plus", "olmoe"))
+    assert len(ABLATIONS) == 7 + 2 + 7
+    # A misspelt name would leave the paper's columns of the table empty.
+    assert {config.name for config in CONFIGS.values()} >= set(PAPER)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_can_run_on_the_gpus_that_it_states(name: str) -> None:
+    text = (REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    stated = re.search(r"^# For (\d+) GPUs", text, flags=re.MULTILINE)
+    assert stated
+    validate(CONFIGS[name], int(stated[1]))
+    assert CONFIGS[name].name == name.replace("ablations/", "").replace("/", "-").replace("_", "-")
+    assert (CONFIGS[name].model.vocab_size, CONFIGS[name].train.sequence_length) == (VOCAB, 4096)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ABLATIONS])
+def test_a_gpu_holds_as_many_bytes_as_its_layout_states(name: str) -> None:
+    """bf16 weights and fp32 gradients of a stage (6 bytes), and its share of the optimizer (12 bytes, split over the ranks of the stage)."""
+    text = (REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    config, counts = CONFIGS[name], count_parameters(CONFIGS[name].model, VOCAB)
+    layout, moe = config.parallel, config.model.moe
+    gpus, stated = re.findall(r"^# For (\d+) GPUs: .*? (\d+) GB", text, flags=re.MULTILINE)[0]
+    experts = counts.idle_experts * moe.num_experts // (moe.num_experts - moe.top_k) if moe is not None else 0
+    assert layout.tensor == 1
+    held = (counts.total - experts + experts / layout.memory) / layout.pipeline
+    assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(stated) * 1e9, abs=0.5e9)
+    if "(parallel.memory: " in text:
+        group, split = re.findall(r"\(parallel\.memory: (\d+),[\s#]*which is not there yet\)\D* (\d+) GB", text)[0]
+        held = (counts.total - counts.tables + counts.tables / int(group)) / layout.pipeline
+        assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(split) * 1e9, abs=0.5e9)
+
+
+def test_the_common_recipe_loads() -> None:
+    validate(load_config(REPOSITORY / "configs" / "recipe.yaml"), 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_closed_formulas_are_the_built_model(name: str, built: dict[str, dict[str, int]]) -> None:
+    assert count_parameters(CONFIGS[name].model, VOCAB).parts == built[name]
+
+
+@pytest.mark.parametrize("name", V2)
+def test_the_papers_rules(name: str) -> None:
+    """D_k = h/2 counting both sides, D_p:D_v = 1:3, at most 128 rows and columns, where the paper's tables do not say otherwise."""
+    model, memory = CONFIGS[name].model, V2[name]
+    assert memory.row_top_k <= 128
+    if name.startswith("ablations/table4"):
+        assert (memory.key_dim, memory.value_dim) == (int(name.removeprefix("ablations/table4_dk")), 144)
+    else:
+        given_keys = name == BASELINE or name in ABLATIONS
+        assert memory.key_dim == (524 if given_keys else model.hidden_size // 4)
+    ratios = {"ultramemv2/227m_1.2b": 1, "ultramemv2/1b_7b": 2, "ablations/table5_1to8": 8}
+    ratio = 1 if name.startswith("ablations/table4") else ratios.get(name, 3)
+    assert memory.value_dim == ratio * memory.pre_value_dim
+    assert model.num_memory_layers == model.num_layers
+    assert memory.num_heads == 1
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_changes_what_its_table_says_and_keeps_computation_equal(name: str) -> None:
+    baseline, ablation = CONFIGS[BASELINE], CONFIGS[name]
+    measure = flops_measure(VOCAB, 4096)
+    solved = solve_ffn_width(ablation.model, measure, measure(baseline.model))
+    assert ablation.model.ffn_hidden_size == solved.width
+    assert abs(solved.residual) < 4e-3
+    memory, other = baseline.model.memory, ablation.model.memory
+    assert memory is not None
+    assert other is not None
+    allowed = {"sharing": other.sharing} if "table7" in name else {"key_dim": other.key_dim} if "table4" in name else {}
+    dims = {"value_dim": other.value_dim, "pre_value_dim": other.pre_value_dim}
+    assert sum(dims.values()) == memory.value_dim + memory.pre_value_dim
+    changed: MemoryConfig = replace(memory, **allowed, **({} if "table7" in name else dims))
+    model = replace(baseline.model, ffn_hidden_size=solved.width, memory=changed)
+    assert ablation == replace(baseline, name=ablation.name, model=model)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("430m_5b", 430e6),
+        ("500m_6.8b", 500e6),
+        ("1.25b_12.5b", 1.25e9),
+        ("2.5b_25b", 2.5e9),
+        ("2.5b_60b_top768", 2.5e9),
+        ("2.5b_120b_top256", 2.5e9),
+    ],
+)
+def test_a_width_that_is_derived_gives_the_active_parameters_of_the_name(name: str, target: float) -> None:
+    model = CONFIGS[f"ultramemv2/{name}"].model
+    assert model.ffn_hidden_size == solve_ffn_width(model, core_measure(), target).width
+    counts = count_parameters(model, VOCAB)
+    total = float(re.findall(r"_([\d.]+)b", name)[0]) * 1e9
+    assert counts.core == pytest.approx(target, rel=0.005)
+    assert counts.total - counts.embedding == pytest.approx(total, rel=0.04)
+
+
+@pytest.mark.parametrize("kind", ["ultramem", "memory_plus"])
+def test_the_derived_1b_models_equal_ultramemv2(kind: str) -> None:
+    """Equal computation, and equal totals to 1 %."""
+    like, model = CONFIGS["ultramemv2/1b_7b"].model, CONFIGS[f"{kind}/1b_7b"].model
+    measure = flops_measure(VOCAB, 4096)
+    assert model.ffn_hidden_size == solve_ffn_width(model, measure, measure(like)).width
+    assert count_parameters(model, VOCAB).total == pytest.approx(count_parameters(like, VOCAB).total, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["ultramem", "memory_plus"])
+@pytest.mark.parametrize("size", ["227m_1.2b", "1b_7b"])
+def test_models_of_one_size_read_equally_many_values(kind: str, size: str) -> None:
+    """As section 4.1 says. How wide these are differs: Memory+ reads more bytes."""
+    read = {
+        name: CONFIGS[name].model.num_memory_layers * MEMORIES[name].num_heads * MEMORIES[name].top_k
+        for name in (f"ultramemv2/{size}", f"{kind}/{size}")
+    }
+    assert len(set(read.values())) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if PAPER.get(CONFIGS[name].name, None)])
+def test_the_memorys_share_is_that_of_table_4(name: str) -> None:
+    stated = PAPER[CONFIGS[name].name].memory_share
+    if name.startswith("ablations/table4") or name == BASELINE:
+        assert 100 * memory_share(CONFIGS[name]) == pytest.approx(float(stated), abs=0.55)
+    else:
+        assert not stated
+
+
+@pytest.mark.parametrize(
+    ("name", "official", "changes", "absent"),
+    [
+        ("ultramemv2/227m_1.2b", "UltraMemV2-227M README mlp4992 share0.25 perrankq=False", {}, 0),
+        ("ultramemv2/1b_7b", "UltraMemV2-1B/7B Table10 mlp13312 share0.5 perrankq=True untied", {"num_keys": 528}, 0),
+        ("ultramem/227m_1.2b", "UltraMem-227M script mlp5504", {}, 0),
+        # The gains of the keys, which the release has and does not use.
+        ("memory_plus/227m_1.2b", "Memory+-227M script mlp6016", {}, 4 * 384),
+    ],
+)
+def test_the_released_classes_have_as_many_parameters(
+    name: str, official: str, changes: dict[str, int], absent: int, golden_dir: Path
+) -> None:
+    counts = json.loads((golden_dir / "param_counts.json").read_text())["official_counts"][official]
+    model = CONFIGS[name].model
+    assert model.memory is not None
+    ours = count_parameters(replace(model, memory=replace(model.memory, **changes)), VOCAB)
+    assert (ours.total + absent, ours.tables) == (counts["total"], counts["tables"])
+
+
+def test_the_tables_of_the_doc_are_what_their_commands_print(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    doc = (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8")
+    tables = re.findall(
+        r"```\n(megamem config table [^\n]*)\n```\n\n<!-- output -->\n(.*?)\n<!-- end -->", doc, re.DOTALL
+    )
+    assert len(tables) == 2
+    shown = set()
+    for command, output in tables:
+        arguments = [
+            str(path)
+            for word in shlex.split(command)[1:]
+            for path in (sorted(Path().glob(word)) if word.startswith("configs/") else [word])
+        ]
+        assert cli.main(arguments) == 0
+        assert capsys.readouterr().out.strip() == output.strip(), f"update docs/parameters.md: {command}"
+        shown |= {argument for argument in arguments if argument.startswith("configs/")}
+    assert shown == {f"configs/{name}.yaml" for name in NAMES}
+
+
+def test_a_vocabulary_left_to_the_tokenizer_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("name: a")
+    assert cli.main(["config", "table", str(path)]) == 2
+    assert "model.vocab_size of a is left to the tokenizer" in " ".join(capsys.readouterr().err.split())

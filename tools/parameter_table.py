@@ -1,0 +1,143 @@
+"""Markdown tables of what configurations cost by the closed formulas, beside the figures of UltraMemV2's paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megamem.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops_per_token
+from megamem.sharing import plan_sharing
+from parallel.layout import padded_size
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+
+_BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class PaperFigures:
+    """What the paper states of a model, as it is printed there.
+
+    Attributes:
+        active: active parameters.
+        total: all parameters.
+        memory_share: the memory's share of the computation (Table 4), in percent.
+    """
+
+    active: str
+    total: str
+    memory_share: str = ""
+
+
+PAPER: dict[str, PaperFigures] = {
+    # Table 10.
+    "ultramemv2-227m-1.2b": PaperFigures("225M", "1.18B"),
+    "ultramemv2-1b-7b": PaperFigures("1079M", "6.70B"),
+    "ultramem-227m-1.2b": PaperFigures("225M", "1.18B"),
+    "memory-plus-227m-1.2b": PaperFigures("228M", "1.19B"),
+    "olmoe-227m-1.2b": PaperFigures("227M", "1.18B"),
+    "olmoe-1b-7b": PaperFigures("1070M", "6.71B"),
+    # By their names.
+    "ultramemv2-430m-5b": PaperFigures("430M", "5B"),
+    "ultramemv2-500m-6.8b": PaperFigures("500M", "6.8B", "17.0"),
+    "ultramemv2-1.25b-12.5b": PaperFigures("1.25B", "12.5B"),
+    "ultramemv2-2.5b-25b": PaperFigures("2.5B", "25B"),
+    "ultramemv2-2.5b-60b-top768": PaperFigures("2.5B", "60B"),
+    "ultramemv2-2.5b-120b-top256": PaperFigures("2.5B", "120B"),
+    # Table 4; those of Tables 5 and 7 have the totals of their baseline.
+    "table4-dk344": PaperFigures("500M", "6.8B", "12.0"),
+    "table4-dk432": PaperFigures("500M", "6.8B", "14.5"),
+    "table4-dk524": PaperFigures("500M", "6.8B", "17.0"),
+    "table4-dk610": PaperFigures("500M", "6.8B", "19.5"),
+    "table4-dk730": PaperFigures("500M", "6.8B", "23.0"),
+    "table4-dk796": PaperFigures("500M", "6.8B", "25.0"),
+    "table4-dk880": PaperFigures("500M", "6.8B", "27.5"),
+}
+"""Figures by the name of the run."""
+
+
+def parameter_tables(configs: Sequence[RunConfig]) -> str:
+    """Two tables: totals and costs per token beside the paper's figures, and parameters by part.
+
+    Raises:
+        ConfigError: if a configuration leaves its vocabulary to the data.
+    """
+    for config in configs:
+        if config.model.vocab_size is None:
+            raise ConfigError(
+                f"model.vocab_size of {config.name} is left to the tokenizer, so that its parameters are not known: give model.vocab_size"
+            )
+    costs = [
+        "model",
+        "total",
+        "without embeddings",
+        "paper",
+        "active",
+        "active core",
+        "paper",
+        "forward GFLOPs",
+        "memory's share",
+        "paper",
+        "table bytes read",
+    ]
+    parts = ["model", *(part.replace("_", " ") for part in _counts(configs[0]).parts), "keys per side", "FFN width"]
+    return "\n\n".join(
+        (_markdown(costs, [_costs(config) for config in configs]), _markdown(parts, [_parts(c) for c in configs]))
+    )
+
+
+def memory_share(config: RunConfig) -> float:
+    """The memory's share of the forward pass, without output projection and attention scores."""
+    return memory_flops_per_token(config.model) / (2 * _counts(config).core)
+
+
+def _counts(config: RunConfig) -> ParameterCounts:
+    return count_parameters(config.model, _padded_vocab_size(config))
+
+
+def _padded_vocab_size(config: RunConfig) -> int:
+    return padded_size(config.model.vocab_size or 0, config.model.vocab_size_multiple)
+
+
+def _costs(config: RunConfig) -> list[str]:
+    counts, paper = _counts(config), PAPER.get(config.name, PaperFigures("", ""))
+    flops = forward_flops_per_token(config.model, _padded_vocab_size(config), config.train.sequence_length)
+    has_memory = config.model.memory is not None
+    return [
+        config.name,
+        _billions(counts.total),
+        _billions(counts.total - counts.embedding),
+        paper.total,
+        _millions(counts.active),
+        _millions(counts.core),
+        paper.active,
+        f"{flops / 1e9:.3f}",
+        f"{100 * memory_share(config):.1f} %" if has_memory else "",
+        f"{paper.memory_share} %" if paper.memory_share else "",
+        f"{counts.read_values * _BF16_BYTES:,}" if has_memory else "",
+    ]
+
+
+def _parts(config: RunConfig) -> list[str]:
+    model, counts = config.model, _counts(config)
+    keys = ""
+    if model.memory is not None:
+        widest = max(view.num_keys for view in plan_sharing(model.memory, model.num_memory_layers).views)
+        keys = f"{widest * model.memory.expansion:,}"
+    width = str(model.ffn_hidden_size)
+    if model.moe is not None:
+        width = f"{model.moe.top_k} of {model.moe.num_experts} x {model.moe.expert_ffn_hidden_size}"
+    return [config.name, *(_millions(count) for count in counts.parts.values()), keys, width]
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.3f}B"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.2f}M" if count else ""
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
