@@ -23,7 +23,10 @@ def test_metrics_have_a_row_per_step(run: Path) -> None:
     found = [row for row in rows(run) if "loss" in row]
     assert [row["step"] for row in found] == list(range(1, 21))
     names = "step loss grad_norm lr value_lr consumed_samples consumed_tokens step_s tokens_per_s tflops_per_gpu num_skipped"
-    assert all(row.keys() == set(names.split()) for row in found)
+    assert all(row.keys() - {"memory"} == set(names.split()) for row in found)
+    # Looking into the memory is for some steps only (logging.memory_every_steps).
+    assert [row["step"] for row in found if "memory" in row] == [10, 20]
+    assert set(found[-1]["memory"]["0"]) >= {"coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std"}
     assert [row["consumed_samples"] for row in found] == [8 * step for step in range(1, 21)]
     assert [row["consumed_tokens"] for row in found] == [256 * step for step in range(1, 21)]
     assert all(row["step_s"] > 0 and row["tokens_per_s"] * row["step_s"] == pytest.approx(256) for row in found)
