@@ -7,11 +7,11 @@ checkpoint's own sharded names and offsets say which part of which tensor a rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from megamem.bank import Bank
@@ -21,6 +21,7 @@ from megamem.initial_variance import sigma_values
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.random_fill import fill_normal, fill_uniform
+from megamem.shards import walk_shards
 
 # The released layers' constants (`initialisation: released`, and product keys).
 _RELEASED_GAIN_EXPONENT = {"ultramem_v2": -0.4, "ultramem": -0.33}
@@ -61,31 +62,13 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
         seed: the run's seed.
     """
     for chunk in chunks:
-        for shard in _shards(chunk):
+        for _, shard in walk_shards(chunk.sharded_state_dict()):  # type: ignore[operator]
             distribution = _distribution(shard.key, model)
             if distribution is not None:
                 _draw(shard, distribution, seed)
         layers = [m for m in chunk.modules() if isinstance(m, UltraMemV2Layer)]
         if model.memory is not None:
             _initialise_memory(chunk, layers, model, model.memory, seed)
-
-
-def _shards(chunk: nn.Module) -> Iterator[ShardedTensor]:
-    """The shards of a chunk whose data is (a view of) one of its parameters."""
-
-    def walk(entry: object) -> Iterator[ShardedTensor]:
-        if isinstance(entry, ShardedTensorFactory):
-            yield from walk(entry.build())
-        elif isinstance(entry, ShardedTensor):
-            yield entry
-        elif isinstance(entry, dict):
-            for value in entry.values():
-                yield from walk(value)
-        elif isinstance(entry, list | tuple):
-            for value in entry:
-                yield from walk(value)
-
-    yield from walk(chunk.sharded_state_dict())  # type: ignore[operator]
 
 
 def _distribution(name: str, model: ModelConfig) -> Distribution | None:

@@ -96,13 +96,3 @@ def wrap_chunks(chunks: Sequence[MemoryGPTModel], groups: ParallelGroups) -> lis
         )
     # No broadcast from the first replica: all replicas drew the same weights.
     return wrapped
-
-
-def global_parameter_name(name: str, layers: range) -> str:
-    """The layout-free name of a chunk's parameter: `decoder.layers.<i>` counts from the model's first layer."""
-    parts = name.split(".")
-    for index in range(len(parts) - 2):
-        if parts[index : index + 2] == ["decoder", "layers"]:
-            parts[index + 2] = str(int(parts[index + 2]) + layers.start)
-            break
-    return ".".join(parts)

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
+
+from megamem.shards import walk_shards
 
 
 @dataclass(frozen=True)
@@ -58,27 +60,10 @@ def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Blo
 
 
 def leaves_by_parameter(entries: Any) -> dict[Tensor, list[ShardedTensor]]:
-    """The shards of a model's `sharded_state_dict` by the parameter that they are (views of).
-
-    A parameter has several where a checkpoint knows its parts apart, as the gate and up halves of a SwiGLU's first linear.
-    """
+    """The shards of a model's `sharded_state_dict` by the parameter that they are (views of)."""
     found: dict[Tensor, list[ShardedTensor]] = {}
-
-    def walk(entry: Any) -> None:
-        if isinstance(entry, ShardedTensorFactory):
-            built = entry.build()
-            leaves = built if isinstance(built, list) else list(built.values()) if isinstance(built, dict) else [built]
-            found[entry.data] = leaves
-        elif isinstance(entry, ShardedTensor):
-            found[entry.data] = [entry]
-        elif isinstance(entry, dict):
-            for value in entry.values():
-                walk(value)
-        elif isinstance(entry, list | tuple):
-            for value in entry:
-                walk(value)
-
-    walk(entries)
+    for parameter, shard in walk_shards(entries):
+        found.setdefault(parameter, []).append(shard)
     return found
 
 

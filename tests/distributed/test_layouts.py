@@ -6,17 +6,15 @@ All layouts of one number of ranks go through one set of ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
+from tiny_runs import PRIVATE, SHARED, TinyRun, global_parameter_name, on, tiny_run
 from torch import Tensor
 
-from pretrain.build import global_parameter_name
+from megamem.shards import walk_shards
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import transformer_config
 
@@ -100,21 +98,9 @@ class Outcome:
 def shards(chunks: list[Any]) -> list[Shard]:
     """Every tensor of a checkpoint of these chunks, by its global name."""
 
-    def walk(entry: object) -> Iterator[ShardedTensor]:
-        if isinstance(entry, ShardedTensorFactory):
-            yield from walk(entry.build())
-        elif isinstance(entry, ShardedTensor):
-            yield entry
-        elif isinstance(entry, dict):
-            for value in entry.values():
-                yield from walk(value)
-        elif isinstance(entry, list | tuple):
-            for value in entry:
-                yield from walk(value)
-
     found = []
     for chunk in chunks:
-        for entry in walk(chunk.sharded_state_dict()):
+        for _, entry in walk_shards(chunk.sharded_state_dict()):
             skip = entry.prepend_axis_num
             found.append(
                 Shard(

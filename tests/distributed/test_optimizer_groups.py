@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
+from tiny_runs import PRIVATE, SHARED, TinyRun, global_parameter_name, on, tiny_run
 from torch import Tensor, nn
 
-from pretrain.build import global_parameter_name
 from pretrain.config.schema import OptimizerConfig, RunConfig
 from pretrain.optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups, group_of
 from pretrain.schedule import group_settings

@@ -145,3 +145,13 @@ def random_batches(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]
                 "loss_mask": mask,
                 "position_ids": position_ids,
             }
+
+
+def global_parameter_name(name: str, layers: range) -> str:
+    """The layout-free name of a chunk's parameter: `decoder.layers.<i>` counts from the model's first layer."""
+    parts = name.split(".")
+    for index in range(len(parts) - 2):
+        if parts[index : index + 2] == ["decoder", "layers"]:
+            parts[index + 2] = str(int(parts[index + 2]) + layers.start)
+            break
+    return ".".join(parts)
