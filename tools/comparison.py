@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
@@ -55,14 +55,12 @@ class RunResult:
     Attributes:
         validation_loss: of the last evaluation, in nats per token.
         bits_per_byte: of the same.
-        tokens_per_s: median over the steps.
         training: (tokens seen, loss of the step's batch).
         validation: (tokens seen, validation loss).
     """
 
     validation_loss: float
     bits_per_byte: float
-    tokens_per_s: float
     training: tuple[Point, ...]
     validation: tuple[Point, ...]
 
@@ -143,7 +141,6 @@ def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
     return RunResult(
         validation_loss=last["validation_loss"],
         bits_per_byte=last["bits_per_byte"],
-        tokens_per_s=median(row["tokens_per_s"] for row in steps),
         training=tuple((row["step"] * tokens_per_step, row["loss"]) for row in steps),
         validation=tuple((row["step"] * tokens_per_step, row["validation_loss"]) for row in evaluations),
     )
@@ -163,7 +160,6 @@ def table(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunRes
         "table bytes per token",
         "validation loss",
         "bits per byte",
-        "tokens/s",
     )
     lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
     for model in figures:
@@ -179,13 +175,12 @@ def _cells(model: ModelFigures, reference: ModelFigures, runs: Sequence[RunResul
     yield f"{model.forward_flops_per_token / 1e6:.3f}{unequal.get('flops', '')}"
     yield f"{model.table_bytes_per_token:,}"
     if not runs:
-        yield from ("not run",) * 3
+        yield from ("not run",) * 2
         return
     losses = [run.validation_loss for run in runs]
     spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
     yield f"{fmean(losses):.4f}{spread}"
     yield f"{fmean(run.bits_per_byte for run in runs):.4f}"
-    yield f"{fmean(run.tokens_per_s for run in runs):,.0f}"
 
 
 def report(
