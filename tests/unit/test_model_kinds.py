@@ -22,6 +22,7 @@ from megamem.initialisation import initialise
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.product_key import ProductKeyLayer
 from megamem.layers.registry import layer_class
+from megamem.layers.step import begin_step
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.sharing import BankSpec, LayerView
 
@@ -61,7 +62,7 @@ def build(
     with torch.no_grad():
         for parameter in (*layer.parameters(), *bank.parameters()):
             parameter.copy_(torch.rand(parameter.shape, generator=g, dtype=torch.float64) - 0.3)
-    layer.begin_step()
+    begin_step([layer])
     return layer, bank
 
 
