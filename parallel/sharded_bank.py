@@ -6,12 +6,13 @@ and rank, V value dim, P pre-value dim, B virtual blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.select import Kernels
 from megamem.bank import Bank, Columns
@@ -46,6 +47,18 @@ def make_bank(
     return ShardedBank(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, group=groups.ep)
 
 
+def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) -> None:
+    """Say how many tokens each rank of the memory group brings to the next lookups of these banks.
+
+    Args:
+        banks: whole ones ask nobody, and need no number.
+        counts: tokens by rank of the group; None: on every rank as many as on the one that reads, as in training.
+    """
+    for bank in banks:
+        if isinstance(bank, ShardedBank):
+            bank.token_counts = counts
+
+
 class ShardedBank(Bank):
     """Columns r V / G to (r + 1) V / G - 1 of the values, and the same share of the pre-values, on rank r of a memory group.
 
@@ -73,10 +86,6 @@ class ShardedBank(Bank):
         super().__init__(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, columns=columns)
         self.group = group
         self.token_counts: tuple[int, ...] | None = None
-
-    def announce(self, token_counts: tuple[int, ...] | None) -> None:
-        """Say how many tokens each rank of the group brings to the next lookups; None: all as many as this one, as in training."""
-        self.token_counts = token_counts
 
     def read(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny_runs
 import torch
-from tiny_runs import TinyRun, global_parameter_name, on, tiny_run
+from tiny_runs import TinyRun, build, global_parameter_name, joined, on, tiny_run
 from torch import Tensor
 
 from megamem.shards import walk_shards
@@ -24,9 +24,9 @@ FEW_STEPS = 5
 # Of a loss, a gradient norm, or the largest element of a parameter, against one rank.
 TOLERANCE = 1e-5
 
-# AdamW divides by sqrt(v) + epsilon. Where a gradient is a rounding of 0 the quotient is +-1 whatever its size, and says nothing of the
-# gradient. With this epsilon, ten times the median element of the clipped gradient, an update is nearly proportional to it, so that equal
-# parameters mean equal gradients.
+# AdamW divides by sqrt(v) + epsilon. Where a gradient is a rounding of 0, the usual 1e-8 makes an update of full size out of it. With an epsilon
+# above the median element of the clipped gradients (5e-4), an update still tells how large its gradient was, and equal parameters mean
+# equal gradients.
 EPSILON = 1e-3
 SHARED = replace(tiny_runs.SHARED, optimizer=replace(tiny_runs.SHARED.optimizer, epsilon=EPSILON))
 PRIVATE = replace(tiny_runs.PRIVATE, optimizer=replace(tiny_runs.PRIVATE.optimizer, epsilon=EPSILON))
@@ -193,7 +193,8 @@ def replicated_gradients(run: TinyRun) -> dict[str, Tensor]:
 
 
 def outcome(layout: Layout) -> Outcome:
-    with tiny_run(layout.config) as run:
+    with joined(layout.config) as groups:
+        run = build(layout.config, groups)
         initial = shards(run.bare)
         history = run.train(1)
         gradients = replicated_gradients(run)
@@ -201,10 +202,9 @@ def outcome(layout: Layout) -> Outcome:
         after_few = shards(run.bare)
         history += run.train(layout.num_steps - FEW_STEPS)
         final = shards(run.bare)
-    with tiny_run(layout.config) as run:
-        repeats = run.train(FEW_STEPS) == history[:FEW_STEPS]
-        repeats &= digests(shards(run.bare)) == digests(after_few)
-    return Outcome(history, initial, after_few, final, repeats, gradients)
+        again = build(layout.config, groups)
+        repeats = again.train(FEW_STEPS) == history[:FEW_STEPS] and digests(shards(again.bare)) == digests(after_few)
+        return Outcome(history, initial, after_few, final, repeats, gradients)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from megamem.config import MemoryConfig
 from megamem.random_fill import fill_normal
 from megamem.sharing import BankSpec
 from parallel.exchange import pieces_per_rank
-from parallel.sharded_bank import ShardedBank
+from parallel.sharded_bank import ShardedBank, announce_tokens
 
 WORLD = 6
 
@@ -201,7 +201,7 @@ def on_rank(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], bo
         group=group,
     )
     fill(bank)
-    bank.announce(case.counts if len(set(case.counts)) > 1 else None)
+    announce_tokens([bank], case.counts if len(set(case.counts)) > 1 else None)
     inputs = inputs_of(case, group.rank())
     first, again = (lookup(bank, inputs, case.num_blocks) for _ in range(2))
     return first, all(torch.equal(first[name], again[name]) for name in first)
