@@ -36,6 +36,7 @@ def tucker_penalty(core_sum: Tensor, margin: float) -> Tensor:
     Returns:
         [...], differentiable in the cores through their singular values.
     """
+    # Host sync on GPUs: the SVD looks at its convergence.
     excess = (torch.linalg.svdvals(core_sum)[..., 1:] - margin).clamp_min(0)
     return excess.square().mean((-2, -1))
 
@@ -135,7 +136,6 @@ def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> Non
         return
     sums = torch.stack([cores.detach().to(_wide(cores)).sum(0) for _, cores in penalised]).requires_grad_()
     with torch.enable_grad():
-        # Host sync on GPUs: the SVD looks at its convergence. Once per step, for all layers.
         penalties = tucker_penalty(sums, penalised[0][0].margin)
     (gradients,) = torch.autograd.grad(penalties.sum(), sums)
     for (losses, _), penalty, gradient in zip(penalised, penalties.detach(), gradients, strict=True):

@@ -100,25 +100,32 @@ class ShardedBank(Bank):
         assert counts[self.columns.part] == rows.shape[0], f"{rows.shape[0]} tokens, but announced were {counts}"
         exchange = Exchange(self.group, counts)
         gathered = GatheredRows(exchange, RowFormat(self.spec.num_rows, num_blocks), rows, block)
-        all_rows, all_blocks = gathered.unpack()
         coef = scores
         if self.pre_values is not None:
             assert pre_input is not None
             share = split_columns(pre_input, exchange)
-            with gathered.kept_packed(all_rows, None):
-                products = self.kernels.gather_dot(self.pre_values, all_rows, share)
+            products = self.kernels.gather_dot(self.pre_values, gathered.rows, share)
             # The activation needs the whole product: it is applied where the token is.
             coef = self.weighted(scores, sum_parts(products, exchange))
         coef = spread_coefficients(coef, exchange)
-        with gathered.kept_packed(all_rows, all_blocks):
-            share = self.kernels.gather_sum(self.values, all_rows, coef, all_blocks, num_blocks)
-        return join_columns(share, exchange, num_blocks)
+        share = self.kernels.gather_sum(self.values, gathered.rows, coef, gathered.block, num_blocks)
+        out = join_columns(share, exchange, num_blocks)
+        if out.requires_grad:
+            gathered.empty()
+            # Runs before the backward pass of all of the above.
+            out.register_hook(gathered.refill)
+        return out
 
 
 class GatheredRows:
     """The rows that all ranks of the group read: gathered once, and kept for backward as they were sent.
 
-    Unpacked they take 8 bytes per id, and as many for the blocks: more than all else that backward needs.
+    Unpacked they take 8 bytes per id, and as many for the blocks: more than all else that backward needs. So between the passes the tensors
+    that the kernels keep stand without storage.
+
+    Attributes:
+        rows: [S, J] int64.
+        block: [S, J] int64; None if there is one block.
     """
 
     def __init__(self, exchange: Exchange, form: RowFormat, rows: Tensor, block: Tensor | None) -> None:
@@ -134,9 +141,23 @@ class GatheredRows:
         self._ids_by_rank = [count * rows.shape[1] for count in exchange.counts]
         self._sizes = [form.num_bytes(num_ids) for num_ids in self._ids_by_rank]
         self._packed = exchange.gather_bytes(form.pack(rows, block), self._sizes)
+        self.rows, self.block = self._unpack()
 
-    def unpack(self) -> tuple[Tensor, Tensor | None]:
-        """Rows [S, J], and blocks [S, J] if there are several."""
+    def empty(self) -> None:
+        """Give up the storage of the unpacked ids."""
+        for ids in (self.rows, self.block):
+            if ids is not None:
+                ids.untyped_storage().resize_(0)
+
+    def refill(self, _: Any = None) -> None:
+        """Unpack the ids again, into the tensors that were emptied."""
+        for ids, again in zip((self.rows, self.block), self._unpack(), strict=True):
+            if ids is not None and again is not None:
+                ids.untyped_storage().resize_(again.numel() * again.element_size())
+                # Autograd sees no change in a tensor that it keeps: the ids are the same.
+                ids.data.copy_(again)
+
+    def _unpack(self) -> tuple[Tensor, Tensor | None]:
         if len(set(self._ids_by_rank)) == 1:
             rows, block = self._form.unpack(self._packed, self._ids_by_rank[0])
         else:
@@ -147,17 +168,3 @@ class GatheredRows:
             block = torch.cat(blocks) if blocks else None
         shape = (rows.numel() // self._num_rows_read, self._num_rows_read)
         return rows.view(shape), None if block is None else block.view(shape)
-
-    def kept_packed(self, rows: Tensor, block: Tensor | None) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which ops keep the packed form of these two tensors for backward, where they would keep the tensors."""
-        which = {part.untyped_storage()._cdata: i for i, part in enumerate((rows, block)) if part is not None}
-        shape = rows.shape
-
-        def pack(kept: Tensor) -> Tensor | int:
-            is_whole = kept.dtype == torch.int64 and kept.shape == shape and kept.is_contiguous()
-            return which.get(kept.untyped_storage()._cdata, kept) if is_whole else kept
-
-        def unpack(kept: Tensor | int) -> Any:
-            return self.unpack()[kept] if isinstance(kept, int) else kept
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

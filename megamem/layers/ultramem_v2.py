@@ -127,7 +127,6 @@ def update_singular_vectors(layers: Sequence[UltraMemV2Layer]) -> None:
         torch.stack(tensors)
         for tensors in zip(*((layer.cores.sum(0), layer.u, layer.v) for layer in layers), strict=True)
     )
-    # Host sync on GPUs: the SVD looks at its convergence. Once per optimizer step, before its first microbatch.
     for layer, new_u, new_v in zip(layers, *leading_singular_vectors(cores, u, v), strict=True):
         layer.u.copy_(new_u)
         layer.v.copy_(new_v)

@@ -23,8 +23,9 @@ from megamem.bank import Bank, Columns
 from megamem.config import MemoryConfig
 from megamem.random_fill import fill_normal
 from megamem.sharing import BankSpec
+from parallel import sharded_bank
 from parallel.exchange import pieces_per_rank
-from parallel.sharded_bank import ShardedBank, announce_tokens
+from parallel.sharded_bank import GatheredRows, ShardedBank, announce_tokens
 
 WORLD = 6
 
@@ -139,7 +140,7 @@ def fill(bank: Bank) -> None:
         )
 
 
-def lookup(bank: Bank, inputs: Inputs, num_blocks: int) -> dict[str, Tensor]:
+def lookup(bank: Bank, inputs: Inputs, case: Case) -> dict[str, Tensor]:
     """Output and every gradient; tables gather theirs in `main_grad` as under Megatron's DDP, on top of what is there."""
     given = {"scores": inputs.scores.clone().requires_grad_()}
     if inputs.pre_input is not None:
@@ -148,17 +149,18 @@ def lookup(bank: Bank, inputs: Inputs, num_blocks: int) -> dict[str, Tensor]:
         table.grad = None
         wide = torch.float64 if table.dtype == torch.float64 else torch.float32
         table.main_grad = torch.ones(table.shape, dtype=wide)  # type: ignore[attr-defined]
-    out = bank.read(inputs.rows, given["scores"], given.get("pre_input"), inputs.block, num_blocks)
+    out = bank.read(inputs.rows, given["scores"], given.get("pre_input"), inputs.block, case.num_blocks)
     out.backward(inputs.grad_out)
     found = {"out": out.detach(), **{name: x.grad for name, x in given.items() if x.grad is not None}}
     for name, table in bank.named_parameters():
-        if getattr(table, "grad_added_to_main_grad", False):
-            assert table.grad is not None
+        assert table.grad is not None
+        if isinstance(bank, ShardedBank) and case.kernels == "auto":
+            # Straight into `main_grad`; autograd sees an empty gradient.
+            assert table.grad_added_to_main_grad  # type: ignore[attr-defined]
             assert table.grad.is_sparse
             assert not table.grad._nnz()
             found[name] = table.main_grad.clone()  # type: ignore[attr-defined]
         else:
-            assert table.grad is not None
             found[name] = table.main_grad + table.grad  # type: ignore[attr-defined]
     return found
 
@@ -186,7 +188,7 @@ def expected(case: Case) -> dict[str, Tensor]:
         together(lambda i: i.block),
         together(lambda i: i.grad_out),
     )
-    return lookup(bank, inputs, case.num_blocks)
+    return lookup(bank, inputs, case)
 
 
 def on_rank(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], bool]:
@@ -203,18 +205,48 @@ def on_rank(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], bo
     fill(bank)
     announce_tokens([bank], case.counts if len(set(case.counts)) > 1 else None)
     inputs = inputs_of(case, group.rank())
-    first, again = (lookup(bank, inputs, case.num_blocks) for _ in range(2))
+    first, again = (lookup(bank, inputs, case) for _ in range(2))
     return first, all(torch.equal(first[name], again[name]) for name in first)
 
 
+def ids_between_the_passes(group: dist.ProcessGroup) -> list[int]:
+    """Bytes of the unpacked ids after the forward and after the backward pass."""
+    kept = []
+
+    class Watched(GatheredRows):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            kept.append(self)
+
+    sharded_bank.GatheredRows = Watched  # type: ignore[misc]
+    case = CASES["ranks without tokens"]
+    bank = ShardedBank(
+        case.spec, case.memory, select_kernels("auto"), dtype=case.dtype, device="cpu", replica_rank=0, group=group
+    )
+    fill(bank)
+    announce_tokens([bank], case.counts)
+    inputs = inputs_of(case, group.rank())
+    out = bank.read(inputs.rows, inputs.scores.requires_grad_(), inputs.pre_input, inputs.block, case.num_blocks)
+    sharded_bank.GatheredRows = GatheredRows  # type: ignore[misc]
+    (gathered,) = kept
+    ids = [part.untyped_storage() for part in (gathered.rows, gathered.block) if part is not None]
+    size_before = sum(part.nbytes() for part in ids)
+    out.sum().backward()
+    return [size_before, sum(part.nbytes() for part in ids)]
+
+
 @pytest.fixture(scope="module")
-def outcomes(run_ranks: Any) -> dict[str, list[tuple[dict[str, Tensor], bool]]]:
-    def main() -> dict[str, tuple[dict[str, Tensor], bool]]:
+def outcomes(run_ranks: Any) -> dict[str, list[Any]]:
+    def main() -> dict[str, Any]:
         groups = {size: dist.new_group(list(range(size))) for size in (2, 3, 6)}
-        return {name: on_rank(case, groups[case.size]) for name, case in CASES.items() if dist.get_rank() < case.size}
+        rank = dist.get_rank()
+        found: dict[str, Any] = {
+            name: on_rank(case, groups[case.size]) for name, case in CASES.items() if rank < case.size
+        }
+        return found | ({"ids": ids_between_the_passes(groups[3])} if rank < 3 else {})
 
     by_rank = run_ranks(main, WORLD)
-    return {name: [by_rank[rank][name] for rank in range(case.size)] for name, case in CASES.items()}
+    return {name: [of_rank[name] for of_rank in by_rank if name in of_rank] for name in by_rank[0]}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -233,6 +265,11 @@ def test_a_split_bank_is_a_whole_one(outcomes: dict[str, Any], name: str) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_a_lookup_repeats_to_the_bit(outcomes: dict[str, Any], name: str) -> None:
     assert all(repeats for _, repeats in outcomes[name])
+
+
+def test_ids_are_kept_packed_between_the_passes(outcomes: dict[str, Any]) -> None:
+    # 5 tokens with 5 ids each, with as many blocks, of 8 bytes.
+    assert outcomes["ids"] == [[0, 2 * 5 * 5 * 8]] * 3
 
 
 def test_a_rank_gets_the_coefficients_of_its_own_columns_only() -> None:
