@@ -66,27 +66,40 @@ def generate(
         sampling: how to choose.
         group: the memory group; all of its ranks call this alike.
     """
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
     # A document is preceded by the end of another, as in training.
     ids = [eod, *prompt]
-    for _ in range(max_tokens):
-        context = ids[-context_tokens:]
-        announce_tokens(model.banks.values(), (len(context), *(0,) * (group.size() - 1)))
-        chosen = torch.zeros(1, dtype=torch.int64, device=device)
-        if group.rank() == 0:
-            logits = model(torch.tensor([context], device=device), None, None)[0, -1, :vocab_size]
-            chosen += _choose(logits.float().cpu(), sampling, generator)
-        else:
-            model.serve_memory()
-        if group.size() > 1:
-            dist.broadcast(chosen, dist.get_global_rank(group, 0), group=group)
-        token = int(chosen)
-        if token == eod:
-            break
-        ids.append(token)
-        yield token
-    announce_tokens(model.banks.values(), None)
+    try:
+        for _ in range(max_tokens):
+            token = _next_token(model, ids[-context_tokens:], vocab_size, sampling, generator, group)
+            if token == eod:
+                return
+            ids.append(token)
+            yield token
+    finally:
+        announce_tokens(model.banks.values(), None)
+
+
+def _next_token(
+    model: MemoryGPTModel,
+    context: Sequence[int],
+    vocab_size: int,
+    sampling: Sampling,
+    generator: torch.Generator,
+    group: dist.ProcessGroup,
+) -> int:
+    """The token after `context`, chosen by the first rank of the group and told to the others. Collective."""
+    device = next(model.parameters()).device
+    announce_tokens(model.banks.values(), (len(context), *(0,) * (group.size() - 1)))
+    chosen = torch.zeros(1, dtype=torch.int64, device=device)
+    if group.rank() == 0:
+        logits = model(torch.tensor([context], device=device), None, None)[0, -1, :vocab_size]
+        chosen += _choose(logits.float().cpu(), sampling, generator)
+    else:
+        model.serve_memory()
+    if group.size() > 1:
+        dist.broadcast(chosen, dist.get_global_rank(group, 0), group=group)
+    return int(chosen)
 
 
 def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
