@@ -26,6 +26,7 @@ from megamem.block import FfnWithMemory, SkipInsertionLayer
 from megamem.layers.layer import MemoryLayer
 from megamem.moe import moe_spec
 from megamem.norm import RMSNorm
+from megamem.side_stream import SideStream
 from megamem.spans import Span, pending_before
 
 # Builds the memory layer of a global 0-based layer, or is None for a block without one.
@@ -42,6 +43,7 @@ def block_spec(
     memory_replaces_ffn: bool,
     spans: Sequence[Span],
     groups: ProcessGroupCollection,
+    side_stream: SideStream,
 ) -> TransformerBlockSubmodules:
     """The specs of one model chunk's layers.
 
@@ -54,6 +56,7 @@ def block_spec(
         memory_replaces_ffn: layers with a memory have no feed-forward.
         spans: where every memory of the model reads and adds.
         groups: the model's process groups.
+        side_stream: where the memory of a block runs beside its feed-forward.
 
     Raises:
         ValueError: if Transformer Engine is asked for and not installed.
@@ -78,7 +81,7 @@ def block_spec(
         ),
     )
     linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
-    slots = _MlpSlots(config, linears, groups)
+    slots = _MlpSlots(config, linears, groups, side_stream)
     specs = []
     for layer in layers:
         make_memory = memory_of(layer)
@@ -106,7 +109,14 @@ def _layer_spec(layer: int, submodules: TransformerLayerSubmodules, spans: Seque
 class _MlpSlots:
     """What may stand in the `mlp` slot."""
 
-    def __init__(self, config: TransformerConfig, linears: MLPSubmodules, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        linears: MLPSubmodules,
+        groups: ProcessGroupCollection,
+        side_stream: SideStream,
+    ) -> None:
+        self._side_stream = side_stream
         self._ffn_arguments: dict[str, Any]
         if config.num_moe_experts is not None:
             self._ffn, self._ffn_arguments = moe_spec(linears), {"pg_collection": groups}
@@ -123,5 +133,10 @@ class _MlpSlots:
         make_ffn: Callable[..., nn.Module] | None = partial(build_module, self._ffn, **self._ffn_arguments)
         return ModuleSpec(
             module=FfnWithMemory,
-            params={"make_ffn": None if replaces_ffn else make_ffn, "make_memory": make_memory, "skips": skips},
+            params={
+                "make_ffn": None if replaces_ffn else make_ffn,
+                "make_memory": make_memory,
+                "skips": skips,
+                "side_stream": self._side_stream,
+            },
         )

@@ -6,6 +6,7 @@ B virtual blocks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,6 +17,12 @@ from torch import Tensor, nn
 from kernels.select import Kernels
 from megamem.config import MemoryConfig
 from megamem.sharing import BankSpec
+
+
+class MakeBank(Protocol):
+    """Builds a bank of a model, with the tables or the part of them that belongs on this rank."""
+
+    def __call__(self, spec: BankSpec, memory: MemoryConfig, *, dtype: torch.dtype, device: torch.device) -> Bank: ...
 
 
 class TableLookup(Protocol):
@@ -47,8 +54,16 @@ class TableLookup(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The equal part of a bank's columns that a rank holds: columns `part` W / `num_parts` onwards of each table."""
+
+    part: int = 0
+    num_parts: int = 1
+
+
 class Bank(nn.Module):
-    """The tables of one bank, whole on every rank of its pipeline stage.
+    """The tables of one bank, with all their columns on every rank of its pipeline stage.
 
     Both parameters carry `allreduce = False`: Megatron then keeps their gradients in buffers of their own and reduces them over all
     ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has seen other tokens. The same
@@ -67,6 +82,7 @@ class Bank(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         replica_rank: int,
+        columns: Columns = Columns(),
     ) -> None:
         """Allocate the tables; `megamem.initialisation` fills them.
 
@@ -77,18 +93,20 @@ class Bank(nn.Module):
             dtype: of the tables.
             device: where they live.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
+            columns: which part of the tables this is; a subclass that holds less than all of them knows how to read.
         """
         super().__init__()
         self.spec = spec
         self.kernels = kernels
         self.activation: Literal["none", "gelu"] = memory.pre_activation
-        self.replica_rank = replica_rank
-        self.values = self._table(spec.num_rows, memory.value_dim, dtype, device)
-        self.pre_values = self._table(spec.num_rows, memory.pre_dim, dtype, device) if memory.pre_dim else None
+        self.replica_rank, self.columns = replica_rank, columns
+        self.values = self._table(memory.value_dim, dtype, device)
+        self.pre_values = self._table(memory.pre_dim, dtype, device) if memory.pre_dim else None
 
-    @staticmethod
-    def _table(num_rows: int, width: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-        table = nn.Parameter(torch.empty(num_rows, width, dtype=dtype, device=device))
+    def _table(self, width: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+        assert width % self.columns.num_parts == 0
+        shape = (self.spec.num_rows, width // self.columns.num_parts)
+        table = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         table.allreduce = False  # type: ignore[attr-defined]
         return table
 
@@ -101,26 +119,30 @@ class Bank(nn.Module):
         num_blocks: int = 1,
     ) -> Tensor:
         """See `TableLookup.read`."""
-        if self.pre_values is None:
-            coef = scores
-        else:
+        coef = scores
+        if self.pre_values is not None:
             assert pre_input is not None
-            products = self.kernels.gather_dot(self.pre_values, rows, pre_input)
-            if self.activation == "gelu":
-                products = F.gelu(products)
-            coef = scores * products.unsqueeze(2)
+            coef = self.weighted(scores, self.kernels.gather_dot(self.pre_values, rows, pre_input))
         return self.kernels.gather_sum(self.values, rows, coef, block, num_blocks)
+
+    def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
+        """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values [T, J]."""
+        if self.activation == "gelu":
+            products = F.gelu(products)
+        return scores * products.unsqueeze(2)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Checkpoint entries under layout-free names: `banks.<bank>.values`, `banks.<bank>.pre_values`."""
+        """Checkpoint entries under layout-free names, `banks.<bank>.values` and `banks.<bank>.pre_values`: plain blocks of columns."""
+        axis = len(sharded_offsets)
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 table,
                 *sharded_offsets,
-                prepend_axis_num=len(sharded_offsets),
+                (axis + 1, self.columns.part, self.columns.num_parts),
+                prepend_axis_num=axis,
                 replica_id=(0, 0, self.replica_rank),
             )
             for name, table in self.named_parameters(recurse=False)

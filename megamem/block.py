@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megamem.layers.layer import MemoryLayer
+from megamem.side_stream import SideStream
 
 
 class FfnWithMemory(MegatronModule):
@@ -30,7 +31,9 @@ class FfnWithMemory(MegatronModule):
         config: TransformerConfig,
         make_ffn: Callable[..., nn.Module] | None,
         make_memory: Callable[[], MemoryLayer],
-        skips: bool = False,
+        *,
+        skips: bool,
+        side_stream: SideStream,
     ) -> None:
         """Build both.
 
@@ -39,12 +42,13 @@ class FfnWithMemory(MegatronModule):
             make_ffn: builds the feed-forward, dense or a mixture of experts, given `config`; None: the memory stands in its place.
             make_memory: builds this block's memory layer.
             skips: the memory's output joins the residual stream after a later block.
+            side_stream: where the memory runs beside the feed-forward.
         """
         super().__init__(config=config)
         assert make_ffn is not None or not skips
         self.ffn = make_ffn(config=config) if make_ffn is not None else None
         self.memory = make_memory()
-        self.skips = skips
+        self.skips, self.side_stream = skips, side_stream
         self.memory_enabled = True
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -56,10 +60,12 @@ class FfnWithMemory(MegatronModule):
         """What the block adds to its residual stream for `hidden` = n [s, b, D], and the feed-forward's bias (None)."""
         if self.ffn is None:
             return self.read(hidden), None
+        if not self.memory_enabled or self.skips:
+            out, bias = self.ffn(hidden)
+            return out, bias
+        from_memory = self.side_stream.start(self.memory, hidden)
         out, bias = self.ffn(hidden)
-        if self.memory_enabled and not self.skips:
-            out = out + self.memory(hidden)
-        return out, bias
+        return out + from_memory(), bias
 
     def read(self, hidden: Tensor) -> Tensor:
         """Mem(n) for `hidden` = n [s, b, D]; zeros while the memory is switched off."""

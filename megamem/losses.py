@@ -13,6 +13,7 @@ Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,14 +30,15 @@ def tucker_penalty(core_sum: Tensor, margin: float) -> Tensor:
     """Eq. 17 without its coefficient: 1 / (R - 1) sum_{i >= 2} max(0, lambda_i - tau)^2, mean over the heads.
 
     Args:
-        core_sum: [H, R, R], the cores summed over C, whose rank-1 approximation the first selection stage uses; R > 1.
+        core_sum: [..., H, R, R], the cores summed over C, whose rank-1 approximation the first selection stage uses; R > 1.
         margin: tau, below which a singular value costs nothing.
 
     Returns:
-        A scalar, differentiable in the cores through their singular values.
+        [...], differentiable in the cores through their singular values.
     """
+    # Host sync on GPUs: the SVD looks at its convergence.
     excess = (torch.linalg.svdvals(core_sum)[..., 1:] - margin).clamp_min(0)
-    return excess.square().mean()
+    return excess.square().mean((-2, -1))
 
 
 def key_balance(scores: Tensor, selected: Tensor, token_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -71,7 +73,7 @@ class AuxiliaryLosses:
     them, nor does the number of replicas, because a microbatch is the same samples on any of them.
 
     Attributes:
-        sums: [1 + losses] fp64: tokens of this rank since `begin_step`, and per loss of `LOSS_NAMES` the sum of value x tokens.
+        sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value x tokens.
     """
 
     def __init__(self, memory: MemoryConfig, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
@@ -87,21 +89,9 @@ class AuxiliaryLosses:
         self.token_group = token_group
         self.sums = torch.zeros(1 + len(LOSS_NAMES), dtype=torch.float64, device=device)
 
-    def begin_step(self, cores: Tensor | None) -> None:
-        """Start the sums anew, and take the penalty's gradient from the cores [C, H, R, R] (None in layers without).
-
-        The cores do not change within a step, so neither does the gradient: one SVD per step, none per microbatch.
-        """
-        self.sums.zero_()
-        if self.penalty_weight:
-            assert cores is not None
-            # Host sync on GPUs: the SVD looks at its convergence. Once per step and layer, like that of the singular vectors.
-            wide = cores.detach() if cores.dtype == torch.float64 else cores.detach().float()
-            core_sum = wide.sum(0).requires_grad_()
-            with torch.enable_grad():
-                penalty = tucker_penalty(core_sum, self.margin)
-            (self._penalty_gradient,) = torch.autograd.grad(penalty, core_sum)
-            self._penalty = penalty.detach()
+    def set_penalty(self, penalty: Tensor, gradient: Tensor) -> None:
+        """The penalty of this step's cores, a scalar, and its gradient [H, R, R] in their sum."""
+        self._penalty, self._penalty_gradient = penalty, gradient
 
     def inject(
         self, out: Tensor, cores: Tensor | None, stage_scores: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]
@@ -129,6 +119,31 @@ class AuxiliaryLosses:
             out = _inject(out, balance, self.balance_weight * num_tokens)
         self.sums += values * num_tokens
         return out
+
+
+def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> None:
+    """Start the sums of layers of one model anew, and take the penalties' gradients from their cores.
+
+    The cores do not change within a step, so neither do the gradients: one SVD of all layers per step, none per microbatch.
+
+    Args:
+        layers: the losses of each, and its cores [C, H, R, R] (None in layers without).
+    """
+    for losses, _ in layers:
+        losses.sums.zero_()
+    penalised = [(losses, cores) for losses, cores in layers if losses.penalty_weight and cores is not None]
+    if not penalised:
+        return
+    sums = torch.stack([cores.detach().to(_wide(cores)).sum(0) for _, cores in penalised]).requires_grad_()
+    with torch.enable_grad():
+        penalties = tucker_penalty(sums, penalised[0][0].margin)
+    (gradients,) = torch.autograd.grad(penalties.sum(), sums)
+    for (losses, _), penalty, gradient in zip(penalised, penalties.detach(), gradients, strict=True):
+        losses.set_penalty(penalty, gradient)
+
+
+def _wide(cores: Tensor) -> torch.dtype:
+    return torch.float64 if cores.dtype == torch.float64 else torch.float32
 
 
 class _GradientInjection(torch.autograd.Function):

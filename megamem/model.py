@@ -13,16 +13,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from kernels.select import Kernels
 from megamem.backbone import block_spec
-from megamem.bank import Bank
+from megamem.bank import Bank, MakeBank
 from megamem.block import FfnWithMemory
 from megamem.config import MemoryConfig, ModelConfig
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.registry import layer_class
+from megamem.layers.step import begin_step
 from megamem.moe import Router
 from megamem.placement import parameter_device
 from megamem.sharing import SharingPlan, plan_sharing
+from megamem.side_stream import SideStream
 from megamem.spans import Span
 
 
@@ -43,7 +44,8 @@ class MemoryGPTModel(GPTModel):
         padded_vocab_size: int,
         sequence_length: int,
         groups: ProcessGroupCollection,
-        kernels: Kernels,
+        make_bank: MakeBank,
+        side_stream: SideStream,
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None,
@@ -58,7 +60,8 @@ class MemoryGPTModel(GPTModel):
             padded_vocab_size: rows of the embedding.
             sequence_length: tokens per sequence.
             groups: Megatron's process groups.
-            kernels: the memory kernels.
+            make_bank: builds the banks.
+            side_stream: where the memory of a block runs beside its feed-forward.
             pre_process: whether this chunk holds the embedding.
             post_process: whether it holds the final norm and output projection.
             vp_stage: index of the chunk on its rank; None without interleaving.
@@ -69,7 +72,7 @@ class MemoryGPTModel(GPTModel):
         """
         plan = plan_sharing(model.memory, model.num_memory_layers) if model.memory is not None else None
         index_of = _memory_indices(model.memory_spans, layers)
-        banks = _build_banks(plan, index_of, model.memory, config, groups, kernels)
+        banks = _build_banks(plan, index_of, model.memory, config, make_bank)
         memory_of = partial(
             _memory_maker,
             config=config,
@@ -91,6 +94,7 @@ class MemoryGPTModel(GPTModel):
                 memory_replaces_ffn=model.memory is not None and model.memory.placement.position == "instead",
                 spans=model.memory_spans,
                 groups=groups,
+                side_stream=side_stream,
             ),
             vocab_size=padded_vocab_size,
             max_sequence_length=sequence_length,
@@ -120,10 +124,17 @@ class MemoryGPTModel(GPTModel):
         for block in self._memory_blocks():
             block.memory_enabled = enabled
 
+    def serve_memory(self) -> None:
+        """Take part in the exchanges of a forward pass that other ranks of the memory group make, without a token of one's own."""
+        weight = next(self.parameters())
+        no_token = weight.new_empty(0, 1, self.config.hidden_size)
+        for block in self._memory_blocks():
+            if block.memory_enabled:
+                block.memory(no_token)
+
     def begin_step(self) -> None:
         """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
-        for layer in self.memory_layers:
-            layer.begin_step()
+        begin_step(self.memory_layers)
         for router in self.routers:
             router.begin_step()
 
@@ -163,17 +174,14 @@ def _build_banks(
     index_of: dict[int, int],
     memory: MemoryConfig | None,
     config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    kernels: Kernels,
+    make_bank: MakeBank,
 ) -> dict[int, Bank]:
     if plan is None or memory is None:
         return {}
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
-    replica_rank = torch.distributed.get_rank(groups.expt_dp)
     return {
-        spec.index: Bank(spec, memory, kernels, dtype=config.params_dtype, device=device, replica_rank=replica_rank)
-        for spec in plan.banks_of(indices)
+        spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in plan.banks_of(indices)
     }
 
 

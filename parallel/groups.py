@@ -144,3 +144,9 @@ def initialise_groups(
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         device=device,
     )
+
+
+def replace_groups(sizes: ParallelSizes, *, device: torch.device, timeout_minutes: float, seed: int) -> ParallelGroups:
+    """The groups of another layout over the same world. Those before, and what was built on them, must not be used again."""
+    parallel_state.destroy_model_parallel()
+    return initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -18,8 +19,10 @@ from megatron.core.transformer.module import Float16Module
 from kernels.select import select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
+from megamem.side_stream import SideStream
 from parallel.groups import ParallelGroups
 from parallel.layout import chunk_layers, padded_size
+from parallel.sharded_bank import make_bank
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import ddp_config, parameter_dtype, transformer_config
 
@@ -41,6 +44,7 @@ def build_chunks(
     layout, model = config.parallel, config.model
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
+    side_stream = _side_stream(config, groups)
     chunks = []
     for chunk in range(layout.virtual_pipeline):
         layers = chunk_layers(
@@ -57,7 +61,8 @@ def build_chunks(
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             sequence_length=config.train.sequence_length,
             groups=groups.megatron,
-            kernels=select_kernels(config.train.kernels),
+            make_bank=partial(make_bank, kernels=select_kernels(config.train.kernels), groups=groups.megatron),
+            side_stream=side_stream,
             pre_process=layers.start == 0,
             post_process=layers.stop == model.num_layers,
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
@@ -68,6 +73,12 @@ def build_chunks(
         chunks.append(built)
     initialise(chunks, model, seed=config.seed)
     return chunks
+
+
+def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
+    """One more CUDA stream, for the memory of tables that are split; none on the CPU, where work is done when a call returns."""
+    beside = groups.device.type == "cuda" and config.parallel.memory > 1 and config.parallel.overlap_memory
+    return SideStream(torch.cuda.Stream(groups.device) if beside else None)
 
 
 def _tag_tensor_parallel(chunk: MemoryGPTModel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from parallel.groups import ParallelGroups, parallel_context
+from parallel.groups import ParallelGroups, parallel_context, replace_groups
 from parallel.ranks import current_ranks
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import parallel_sizes
@@ -31,3 +31,13 @@ def session(config: RunConfig) -> Iterator[ParallelGroups]:
         seed=config.seed,
     ) as groups:
         yield groups
+
+
+def relaid(config: RunConfig, groups: ParallelGroups) -> ParallelGroups:
+    """The groups of another configuration's layout in the session that `groups` are of. Collective."""
+    return replace_groups(
+        parallel_sizes(config),
+        device=groups.device,
+        timeout_minutes=config.parallel.timeout_minutes,
+        seed=config.seed,
+    )

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from parallel.groups import ParallelGroups
+from parallel.traffic import microbatch_traffic
 from pretrain.build import build_chunks, wrap_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, on_device
+from pretrain.megatron import parameter_dtype
 from pretrain.optimizer import build_optimizer
 from pretrain.schedule import apply_schedule
 from pretrain.step import train_step
@@ -29,6 +31,24 @@ class Throughput:
         ordered = sorted(self.tokens_per_s)
         middle = len(ordered) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step to look its tokens up in tables that are split, and to bring the gradients back.
+
+    Stages with more memory layers than others send more: this is their mean.
+    """
+    layout, train = config.parallel, config.train
+    replicas = num_ranks // (layout.tensor * layout.pipeline * layout.context)
+    num_microbatches = train.global_batch_size // (train.micro_batch_size * replicas)
+    per_microbatch = microbatch_traffic(
+        config.model,
+        group_size=layout.memory,
+        num_tokens=train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context),
+        element_bytes=parameter_dtype(config).itemsize,
+        forward_passes=2 if train.recompute == "full" else 1,
+    )
+    return num_microbatches * per_microbatch // layout.pipeline
 
 
 class _Contestant:

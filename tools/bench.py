@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.config.loader import load_config
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tools.ranks import default_num_ranks, run_on_ranks, started_world_size
+
+if TYPE_CHECKING:
+    from pretrain.throughput import Throughput
 
 _EPILOG = """\
 examples:
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 2
+  megamem bench configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --vary parallel.memory=1,2,4 --nproc 4
 
-The configurations take turns on the same ranks and see random tokens. Overrides apply to each. Ratios are to the first configuration.
+Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides apply to each.
+Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory), per optimizer step.
 """
 
 
@@ -29,9 +34,8 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "configs", metavar="CONFIG", nargs="+", help="YAML files, of one layout; then key=value overrides"
-    )
+    parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files; then key=value overrides")
+    parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (default: as `megamem train`)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="figures per configuration (default: 5)")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps per figure (default: 2)")
@@ -51,37 +55,71 @@ def run_bench(args: argparse.Namespace) -> int:
     paths = [word for word in args.configs if "=" not in word]
     if not paths or args.rounds < 1 or args.steps < 1:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds and --steps of at least 1")
-    configs = [load_config(path, overrides) for path in paths]
-    for path, config in zip(paths, configs, strict=True):
-        if config.parallel != configs[0].parallel:
-            raise ConfigError(
-                f"{path} has another layout than {paths[0]}: give both the same `parallel` section, by overrides if need be"
-            )
-    num_ranks = started_world_size() or args.nproc or default_num_ranks(configs[0].parallel)
+    contestants = {
+        f"{path} {change}".strip(): load_config(path, [*overrides, change] if change else overrides)
+        for path in paths
+        for change in _changes(args.vary)
+    }
+    configs = list(contestants.values())
+    num_ranks = started_world_size() or args.nproc or max(default_num_ranks(config.parallel) for config in configs)
     for config in configs:
         validate(config, num_ranks)
-    return run_on_ranks(lambda: bench_rank(configs, paths, args.vocab_size, args.rounds, args.steps), num_ranks)
+    return run_on_ranks(lambda: bench_rank(contestants, args.vocab_size, args.rounds, args.steps), num_ranks)
 
 
-def bench_rank(configs: list[RunConfig], paths: list[str], vocab_size: int, rounds: int, steps: int) -> None:
-    """What one rank does."""
-    from megamem.formulas import count_parameters
-    from parallel.layout import padded_size
-    from pretrain.session import session
+def _changes(vary: str | None) -> list[str]:
+    """The overrides of `--vary`, one per value; one empty one without it."""
+    if vary is None:
+        return [""]
+    key, separator, values = vary.partition("=")
+    if not separator or not all(values.split(",")):
+        raise ConfigError(f"--vary is {vary}: write a key and its values, as in parallel.memory=1,2,4")
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def bench_rank(contestants: dict[str, RunConfig], vocab_size: int, rounds: int, steps: int) -> None:
+    """What one rank does: one layout after the other."""
+    from pretrain.session import relaid, session
     from pretrain.throughput import measure
 
-    with session(configs[0]) as groups:
-        results = measure(
-            configs, groups, vocab_size=configs[0].model.vocab_size or vocab_size, rounds=rounds, steps_per_round=steps
-        )
+    by_layout: dict[ParallelConfig, dict[str, RunConfig]] = {}
+    for name, config in contestants.items():
+        by_layout.setdefault(config.parallel, {})[name] = config
+    results: dict[str, Throughput] = {}
+    first = next(iter(contestants.values()))
+    size = first.model.vocab_size or vocab_size
+    with session(first) as groups:
+        for configs in by_layout.values():
+            of_layout = list(configs.values())
+            if of_layout[0].parallel != first.parallel:
+                groups = relaid(of_layout[0], groups)
+            measured = measure(of_layout, groups, vocab_size=size, rounds=rounds, steps_per_round=steps)
+            results |= dict(zip(configs, measured, strict=True))
         if groups.is_main:
-            print(
-                f"{groups.world_size} ranks, {rounds} rounds of {steps} steps each, in turns; tokens/s as median (lowest .. highest)"
-            )
-            for path, config, result in zip(paths, configs, results, strict=True):
-                rows = padded_size(config.model.vocab_size or vocab_size, config.model.vocab_size_multiple)
-                counts = count_parameters(config.model, rows)
-                print(
-                    f"  {path:36} {result.median:12,.0f} ({min(result.tokens_per_s):,.0f} .. {max(result.tokens_per_s):,.0f})"
-                    f"  {result.median / results[0].median:5.2f}x  {counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active"
-                )
+            _print(contestants, results, groups.world_size, vocab_size, f"{rounds} rounds of {steps} steps each")
+
+
+def _print(
+    contestants: dict[str, RunConfig],
+    results: dict[str, Throughput],
+    num_ranks: int,
+    vocab_size: int,
+    amount: str,
+) -> None:
+    from megamem.formulas import count_parameters
+    from parallel.layout import padded_size
+    from pretrain.throughput import exchanged_bytes
+
+    print(f"{num_ranks} ranks, {amount}; tokens/s as median (lowest .. highest)")
+    reference = results[next(iter(contestants))].median
+    for name, config in contestants.items():
+        result = results[name]
+        rows = padded_size(config.model.vocab_size or vocab_size, config.model.vocab_size_multiple)
+        counts = count_parameters(config.model, rows)
+        tokens = config.train.global_batch_size * config.train.sequence_length
+        print(
+            f"  {name:36} {result.median:12,.0f} ({min(result.tokens_per_s):,.0f} .. {max(result.tokens_per_s):,.0f})"
+            f"  {result.median / reference:5.2f}x  {tokens / result.median:.3f} s/step  "
+            f"{exchanged_bytes(config, num_ranks) / 1e6:.2f} MB sent  "
+            f"{counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active"
+        )

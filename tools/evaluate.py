@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
-from tools.ranks import at_least_one_rank, num_visible_gpus, run_on_ranks, started_world_size
+from tools.ranks import at_least_one_rank, fewest_ranks, num_visible_gpus, run_on_ranks, started_world_size
 
 _EPILOG = """\
 examples:
@@ -58,11 +58,8 @@ def run_eval(args: argparse.Namespace) -> int:
     config = saved_config(saved, None if args.own_layout else ParallelConfig())
     if args.without_memory and config.model.memory is None:
         raise ConfigError(f"{args.run} is a dense model: leave --without-memory out")
-    layout = config.parallel
-    as_few_as_possible = layout.tensor * layout.pipeline * layout.context
-    num_ranks = (
-        started_world_size() or args.nproc or (as_few_as_possible if args.own_layout else num_visible_gpus() or 2)
-    )
+    by_default = fewest_ranks(config.parallel) if args.own_layout else num_visible_gpus() or 2
+    num_ranks = started_world_size() or args.nproc or by_default
     if args.own_layout:
         validate(config, num_ranks)
     return run_on_ranks(lambda: evaluate_rank(config, saved.path, args.without_memory, args.json), num_ranks)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import codecs
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.config.schema import ParallelConfig, RunConfig
-from tools.ranks import run_on_ranks
+from tools.ranks import at_least_one_rank, run_on_ranks, started_world_size
+
+if TYPE_CHECKING:
+    from pretrain.data.tokenizer import Tokenizer
 
 _EPILOG = """\
 examples:
   megamem generate runs/quickstart --prompt 'def __init__(self'
   megamem generate runs/quickstart --prompt 'import os' --max-tokens 50 --temperature 0
+  megamem generate runs/large --prompt 'import os' --nproc 8
 """
 
 
@@ -23,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="text from a trained model",
-        description="Continue a prompt with a run's newest checkpoint, on one rank, and print the text as it comes.",
+        description="Continue a prompt with a run's newest checkpoint, and print the text as it comes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,11 +53,20 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
+    parser.add_argument(
+        "--nproc",
+        type=at_least_one_rank,
+        default=1,
+        metavar="N",
+        help="ranks to start here, over which the memory tables are split (default: 1)",
+    )
     parser.set_defaults(func=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
     """Prints the prompt and what follows it."""
+    from pretrain.config.layout_rules import layout_problems
+    from pretrain.config.parse import join_problems
     from pretrain.errors import ConfigError
     from pretrain.generate import Sampling
     from pretrain.restore import find_checkpoint, saved_config
@@ -66,16 +80,22 @@ def run_generate(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     folder = RunFolder(args.run)
     saved = find_checkpoint(folder, args.step)
-    config = saved_config(saved, ParallelConfig())
+    num_ranks = started_world_size() or args.nproc
+    config = saved_config(saved, ParallelConfig(memory=num_ranks))
+    problems = list(layout_problems(config, num_ranks))
+    if config.model.moe is not None and num_ranks > 1:
+        problems.append("model.moe is set, whose experts would be split too: generate on one rank")
+    if problems:
+        raise ConfigError(join_problems(problems))
     return run_on_ranks(
-        lambda: generate_rank(config, folder.tokenizer, saved.path, args.prompt, args.max_tokens, sampling), 1
+        lambda: generate_rank(config, folder.tokenizer, saved.path, args.prompt, args.max_tokens, sampling), num_ranks
     )
 
 
 def generate_rank(
     config: RunConfig, tokenizer_folder: Path, checkpoint: Path, prompt: str, max_tokens: int, sampling: Any
 ) -> None:
-    """What the rank does."""
+    """What one rank does."""
     from pretrain.data.manifest import open_saved_tokenizer
     from pretrain.generate import generate
     from pretrain.restore import restore_model
@@ -92,12 +112,21 @@ def generate_rank(
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,
             sampling=sampling,
+            group=groups.megatron.ep,
         )
-        sys.stdout.write(prompt)
-        # A character may be spread over several tokens: hold its first bytes back until the rest is there.
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token in ids:
-            sys.stdout.write(decoder.decode(tokenizer.decode_bytes([token])))
-            sys.stdout.flush()
-        sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+        if groups.is_main:
+            _print(prompt, tokenizer, ids)
+        else:
+            for _ in ids:
+                pass
+
+
+def _print(prompt: str, tokenizer: Tokenizer, ids: Iterator[int]) -> None:
+    sys.stdout.write(prompt)
+    # A character may be spread over several tokens: hold its first bytes back until the rest is there.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in ids:
+        sys.stdout.write(decoder.decode(tokenizer.decode_bytes([token])))
         sys.stdout.flush()
+    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+    sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -28,7 +29,12 @@ ENGINE_MODULES = (
 
 def default_num_ranks(parallel: ParallelConfig) -> int:
     """One rank per visible GPU, or as few as the layout needs."""
-    return num_visible_gpus() or parallel.tensor * parallel.pipeline * parallel.context
+    return num_visible_gpus() or fewest_ranks(parallel)
+
+
+def fewest_ranks(parallel: ParallelConfig) -> int:
+    """Ranks of the layout without more data parallelism than the memory group needs."""
+    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.memory)
 
 
 def num_visible_gpus() -> int:

@@ -93,11 +93,6 @@ class MemoryLayer(MegatronModule):
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """The output [T, D] from the weighted values [T, B V] of the tokens `x` [T, D]."""
 
-    def begin_step(self) -> None:
-        """To be called once per optimizer step, before its first microbatch, and never at evaluation."""
-        if self.losses is not None:
-            self.losses.begin_step(self.cores)
-
     def forward(self, hidden: Tensor) -> Tensor:
         """The memory's contribution to the residual stream.
 

@@ -6,7 +6,7 @@ P pre-value dim, M rows of the layer's window, e key expansion, B virtual blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -113,14 +113,20 @@ class UltraMemV2Layer(MemoryLayer):
         """Eq. 12, or Eq. 9 with the projections of all blocks side by side."""
         return F.linear(values, self.value_proj)
 
-    def begin_step(self) -> None:
-        """Refresh the singular vectors too; see `MemoryLayer.begin_step`."""
-        self.update_singular_vectors()
-        super().begin_step()
-
-    @torch.no_grad()
     def update_singular_vectors(self) -> None:
         """Refresh u and v from the cores."""
-        u, v = leading_singular_vectors(self.cores.sum(0), self.u, self.v)
-        self.u.copy_(u)
-        self.v.copy_(v)
+        update_singular_vectors([self])
+
+
+@torch.no_grad()
+def update_singular_vectors(layers: Sequence[UltraMemV2Layer]) -> None:
+    """Refresh u and v of layers of one model from their cores, by one SVD of all of them."""
+    if not layers:
+        return
+    cores, u, v = (
+        torch.stack(tensors)
+        for tensors in zip(*((layer.cores.sum(0), layer.u, layer.v) for layer in layers), strict=True)
+    )
+    for layer, new_u, new_v in zip(layers, *leading_singular_vectors(cores, u, v), strict=True):
+        layer.u.copy_(new_u)
+        layer.v.copy_(new_v)

@@ -67,6 +67,7 @@ def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tenso
         u and v, each [..., R], in the dtype of the vectors before.
     """
     wide = core_sum if core_sum.dtype == torch.float64 else core_sum.float()
+    # Host sync on GPUs: the SVD looks at its convergence.
     left, _, right = torch.linalg.svd(wide)
     u, v = left[..., :, 0], right[..., 0, :]
     same = (u - u_before).abs().sum(-1) + (v - v_before).abs().sum(-1)

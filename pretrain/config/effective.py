@@ -38,6 +38,7 @@ def _has_pre_values(run: RunConfig) -> bool:
 
 RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("parallel.memory", _has_groups, "model.memory or model.moe is set"),
+    CrossRule("parallel.overlap_memory", _has_memory, "model.memory is set"),
     CrossRule("train.kernels", _has_memory, "model.memory is set"),
     CrossRule("logging.memory_every_steps", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_weight_decay", _has_memory, "model.memory is set"),

@@ -139,16 +139,17 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
         yield f"parallel.memory is {group}, but model.memory is null: there is no table to split, use parallel.memory: 1"
         return
     if memory is not None:
-        beside = " (also for the experts of model.moe, which share the group)" if moe is not None else ""
-        yield (
-            f"parallel.memory is {group}, but tables cannot be split over ranks in this version: "
-            f"use parallel.memory: 1{beside} (every rank of a stage holds the whole table)"
-        )
-        for key, columns in (("value_dim", memory.value_dim), ("pre_value_dim", memory.pre_dim)):
+        widths = {"value_dim": memory.value_dim}
+        if memory.kind == "ultramem_v2":
+            widths["pre_value_dim"] = memory.pre_value_dim
+        for key, columns in widths.items():
             if columns % group:
-                yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part"
+                yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part of the columns"
     if moe is not None and moe.num_experts % group:
-        yield f"model.moe.num_experts is {moe.num_experts}, which parallel.memory {group} does not divide: each rank holds equally many experts"
+        beside = " (the experts and the tables are split over the same group)" if memory is not None else ""
+        yield (
+            f"model.moe.num_experts is {moe.num_experts}, which parallel.memory {group} does not divide: each rank holds equally many experts{beside}"
+        )
     yield from _memory_ranks(config, world_size)
 
 

@@ -21,7 +21,9 @@ class ParallelConfig:
     context: int = 1
     """Context-parallel size (needs model.implementation: transformer_engine)."""
     memory: int = 1
-    """G: ranks over which the columns of the memory tables, or the experts of a mixture, are split."""
+    """G: ranks over which the columns of the memory tables, and the experts of a mixture, are split. Any divisor of tensor x context x data, across them."""
+    overlap_memory: Annotated[bool, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = True
+    """On GPUs, run the memory of split tables on a CUDA stream of its own beside the feed-forward; false: one after the other."""
     timeout_minutes: float = 10.0
     """How long a collective may wait before the run ends with an error."""
 

@@ -6,6 +6,7 @@ tensors. That compares every element of every global tensor, whichever ranks own
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,14 @@ CASES: dict[str, RunConfig] = {
 }
 
 STRIDES = {"shared tables": 1, "untied, two heads": 2, "tied": 1, "dense": 3, "bf16": 4}
+
+MEMORY_LAYOUTS: dict[str, dict[str, int]] = {
+    "data 4": {},
+    "memory 4": {"memory": 4},
+    "data 4 x memory 2": {"memory": 2},
+    "tensor 2 x pipeline 2 x memory 2": {"tensor": 2, "pipeline": 2, "memory": 2},
+}
+"""Layouts that split the tables, and one that does not."""
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "data 4": {},
@@ -75,11 +84,27 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_loads_what_any_layout_saved(run_ranks: Any, tmp_path: Path, case: str) -> None:
-    config = CASES[case]
-    layouts = layouts_of(config)
+    layouts = layouts_of(CASES[case])
     names = list(layouts)
     # Every layout writes once and reads once; the strides of the cases with five layouts make up all ordered pairs of them.
     pairs = [(name, names[(i + STRIDES[case]) % len(names)]) for i, name in enumerate(names)]
+    check_pairs(run_ranks, tmp_path, CASES[case], layouts, pairs)
+
+
+@pytest.mark.parametrize("case", ["shared tables", "bf16"])
+def test_tables_can_be_split_over_another_number_of_ranks(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    pairs = list(itertools.permutations(MEMORY_LAYOUTS, 2))
+    check_pairs(run_ranks, tmp_path, CASES[case], MEMORY_LAYOUTS, pairs[:: 1 if case == "shared tables" else 3])
+
+
+def check_pairs(
+    run_ranks: Any,
+    tmp_path: Path,
+    config: RunConfig,
+    layouts: dict[str, dict[str, int]],
+    pairs: list[tuple[str, str]],
+) -> None:
+    """Save on every layout; load on the second of every pair what the first one saved, and save it again."""
 
     def main() -> list[list[float]]:
         losses = []

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_runs import SHARED, on, tiny_run
+from tiny_runs import MEMORY, SHARED, build, joined, on
 
 from megamem.config import MemoryConfig, SharingConfig
 from pretrain.config.schema import RunConfig
@@ -16,9 +16,18 @@ HIDDEN = SHARED.model.hidden_size
 PRODUCT = MemoryConfig(kind="memory_plus", num_keys=12, key_dim=8, value_dim=16, top_k=4, num_heads=2)
 KINDS = {
     "ultramem": MemoryConfig(kind="ultramem", num_keys=12, key_dim=8, value_dim=16, top_k=4),
+    "ultramem_v2, activated": replace(MEMORY, pre_value_activation="gelu", sharing=SharingConfig("ring", 2)),
     "memory_plus": replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all")),
     "pkm": replace(PRODUCT, kind="pkm", value_dim=HIDDEN),
     "peer": replace(PRODUCT, kind="peer", value_dim=HIDDEN, biases=True, query_norm=False),
+}
+
+
+LAYOUTS = {
+    "data 2": {},
+    "tensor 2": {"tensor": 2},
+    "memory 2": {"memory": 2},
+    "tensor 2 x memory 2": {"tensor": 2, "memory": 2},
 }
 
 
@@ -30,18 +39,17 @@ def config_of(kind: str) -> RunConfig:
 def trained(run_ranks: Any) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Loss and gradient norm per step, by layout and kind."""
 
-    def main(tensor: int) -> dict[str, list[tuple[float, float]]]:
-        found = {}
-        for kind in KINDS:
-            with tiny_run(on(config_of(kind), tensor=tensor)) as run:
-                found[kind] = run.train(STEPS)
+    def main(layouts: dict[str, dict[str, int]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for name, sizes in layouts.items():
+            with joined(on(config_of("peer"), **sizes)) as groups:
+                found[name] = {kind: build(on(config_of(kind), **sizes), groups).train(STEPS) for kind in KINDS}
         return found
 
-    layouts = {"one rank": (1, 1), "data 2": (1, 2), "tensor 2": (2, 2)}
-    return {name: run_ranks(lambda tensor=tensor: main(tensor), ranks)[0] for name, (tensor, ranks) in layouts.items()}
+    return run_ranks(lambda: main({"one rank": {}}), 1)[0] | run_ranks(lambda: main(LAYOUTS), 2)[0]
 
 
-@pytest.mark.parametrize("layout", ["data 2", "tensor 2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_the_same_on_every_layout(trained: dict[str, Any], kind: str, layout: str) -> None:
     for (loss, norm), (expected_loss, expected_norm) in zip(

@@ -33,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, Callable[[], RunConfig]]] = {
     "one rank, recomputed": (1, lambda: on(WITH_LOSSES, recompute="full")),
     "data 2": (2, lambda: WITH_LOSSES),
     "tensor 2": (2, lambda: on(WITH_LOSSES, tensor=2)),
+    "memory 2": (2, lambda: on(WITH_LOSSES, memory=2)),
+    "tensor 2 x memory 2, recomputed": (2, lambda: on(WITH_LOSSES, tensor=2, memory=2, recompute="full")),
     "tensor 2, pipeline 2, recomputed": (4, lambda: on(WITH_LOSSES, tensor=2, pipeline=2, recompute="full")),
 }
 
@@ -163,14 +165,21 @@ def test_a_stage_without_memory_reports_that_of_the_others(run_ranks: Any) -> No
     memory = replace(MEMORY, placement=PlacementConfig(blocks=(3,)), key_balance_weight=2.0)
     config = replace(WITH_LOSSES, model=replace(WITH_LOSSES.model, memory=memory))
 
-    def main() -> Outcome:
-        with tiny_run(on(config, pipeline=2)) as run:
-            return run_steps(run)
+    def main() -> list[Outcome]:
+        outcomes = []
+        for memory in (1, 2):
+            with tiny_run(on(config, pipeline=2, memory=memory)) as run:
+                outcomes.append(run_steps(run))
+        return outcomes
 
-    first, last = run_ranks(main, 2)
-    assert first == last
-    assert set(first.usage) == {3}
-    assert [set(by_block) for step in first.auxiliary for by_block in step.values()] == [{3}] * STEPS
+    ranks = run_ranks(main, 4)
+    assert all(of_rank == ranks[0] for of_rank in ranks)
+    whole, split = ranks[0]
+    for outcome in (whole, split):
+        assert set(outcome.usage) == {3}
+        assert [set(by_block) for step in outcome.auxiliary for by_block in step.values()] == [{3}] * STEPS
+    assert split.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert split.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
 
 
 def test_losses_that_are_off_are_not_reported(run_ranks: Any) -> None:

@@ -72,10 +72,15 @@ def test_memories_stand_beside_experts_and_in_their_place(run_ranks: Any) -> Non
         MOE, model=replace(MOE.model, memory=replace(MEMORY, placement=replace(MEMORY.placement, every=2)))
     )
     instead = replace(MOE, model=replace(MOE.model, memory=memory))
-    for config in (beside, instead):
-        (alone,) = run_ranks(lambda config=config: train(config), 1)
-        for run in run_ranks(lambda config=config: [train(on(config, layout)) for layout in TWO_RANKS[:2]], 2)[0]:
-            assert_same(run, alone)
+    configs = (beside, instead)
+    layouts = (*TWO_RANKS[:2], *TWO_RANKS[-2:])
+    (alone,) = run_ranks(lambda: [train(config) for config in configs], 1)
+    two = run_ranks(lambda: [[train(on(config, layout)) for layout in layouts] for config in configs], 2)
+    four = run_ranks(lambda: [[train(on(config, FOUR_RANKS[0], "full"))] for config in configs], 4)
+    for by_layout in (two[0], four[0]):
+        for runs, expected in zip(by_layout, alone, strict=True):
+            for run in runs:
+                assert_same(run, expected)
 
 
 def plain_mixture(x: Tensor, weights: dict[str, Tensor], moe: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:

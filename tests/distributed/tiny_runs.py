@@ -93,13 +93,14 @@ def on(
     tensor: int = 1,
     pipeline: int = 1,
     virtual_pipeline: int = 1,
+    memory: int = 1,
     micro_batch_size: int = 4,
     recompute: Literal["none", "full", "selective"] = "none",
 ) -> RunConfig:
     """The same run on another layout."""
     return replace(
         config,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline, memory=memory),
         train=replace(config.train, micro_batch_size=micro_batch_size, recompute=recompute),
     )
 
@@ -107,19 +108,30 @@ def on(
 @contextlib.contextmanager
 def tiny_run(config: RunConfig) -> Iterator[TinyRun]:
     """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout may follow."""
+    with joined(config) as groups:
+        yield build(config, groups)
+
+
+@contextlib.contextmanager
+def joined(config: RunConfig) -> Iterator[ParallelGroups]:
+    """Megatron's groups for a layout, of which several runs may be built."""
     with warnings.catch_warnings(), cuda_on_cpu():
         warnings.simplefilter("ignore")
         groups = initialise_groups(
             parallel_sizes(config), device=torch.device("cpu"), timeout_minutes=5, seed=config.seed
         )
         try:
-            bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
-            chunks = wrap_chunks(bare, groups)
-            optimizer = build_optimizer(config, chunks, groups)
-            batches = [random_batches(config, groups) for _ in chunks]
-            yield TinyRun(config, groups, bare, chunks, optimizer, batches)
+            yield groups
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def build(config: RunConfig, groups: ParallelGroups) -> TinyRun:
+    """Build a run on a layout whose groups are there."""
+    bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
+    chunks = wrap_chunks(bare, groups)
+    optimizer = build_optimizer(config, chunks, groups)
+    return TinyRun(config, groups, bare, chunks, optimizer, [random_batches(config, groups) for _ in chunks])
 
 
 def random_batches(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]:

@@ -27,6 +27,7 @@ def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, tmp_p
         run,
         "parallel.tensor=2",
         "parallel.pipeline=2",
+        "parallel.memory=2",
         "train.num_steps=6",
         "train.sequence_length=128",
         f"train.precision={precision}",
@@ -94,6 +95,18 @@ def test_generation_follows_from_the_seed(megamem: Megamem, trained: Path) -> No
 def test_temperature_0_takes_the_likeliest(megamem: Megamem, trained: Path) -> None:
     text = generate(megamem, trained, "--temperature", 0)
     assert generate(megamem, trained, "--temperature", 0, "--seed", 9) == text
+
+
+def test_tables_that_are_split_over_ranks_generate_the_same_text(megamem: Megamem, trained: Path) -> None:
+    """The first rank has all the tokens, the others none; all of them take part in every lookup."""
+    for options in (("--temperature", 0), ("--seed", 5)):
+        assert generate(megamem, trained, "--nproc", 4, *options) == generate(megamem, trained, *options)
+
+
+def test_tables_are_split_into_equal_parts_only(megamem: Megamem, trained: Path) -> None:
+    result = megamem("generate", trained, "--nproc", 3)
+    assert result.code == 2
+    assert "model.memory.value_dim is 32, which parallel.memory 3 does not divide" in result.output
 
 
 def test_prompts_longer_than_the_context_and_beyond_ascii(megamem: Megamem, trained: Path) -> None:

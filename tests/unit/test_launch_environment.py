@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallel.ranks import RankEnvironment, current_ranks, expand_nodelist
+from pretrain.config.schema import ParallelConfig
+from tools.ranks import fewest_ranks
 
 TORCHRUN = {
     "RANK": "3",
@@ -156,3 +158,18 @@ def test_nodelists(nodelist: str, hosts: list[str]) -> None:
 def test_malformed_nodelists(nodelist: str) -> None:
     with pytest.raises(ValueError, match="node list"):
         expand_nodelist(nodelist)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ({}, 1),
+        ({"tensor": 2, "pipeline": 2}, 4),
+        ({"memory": 8}, 8),
+        ({"tensor": 2, "memory": 8}, 8),
+        ({"tensor": 4, "memory": 2}, 4),
+        ({"tensor": 4, "pipeline": 2, "memory": 6}, 24),
+    ],
+)
+def test_a_layout_needs_whole_memory_groups_and_whole_replicas(layout: dict[str, int], ranks: int) -> None:
+    assert fewest_ranks(ParallelConfig(**layout)) == ranks  # type: ignore[arg-type]

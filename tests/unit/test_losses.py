@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.config import MemoryConfig, ModelConfig
+from megamem.layers.step import begin_step
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
-from megamem.losses import LOSS_NAMES, key_balance, tucker_penalty
+from megamem.losses import LOSS_NAMES, begin_losses, key_balance, tucker_penalty
 from megamem.released_names import from_released
 from megamem.sharing import BankSpec, LayerView
 
@@ -46,7 +47,7 @@ def build(memory: MemoryConfig, dtype: torch.dtype = torch.float64) -> tuple[Ult
     with torch.no_grad():
         for parameter in (*layer.parameters(), *bank.parameters()):
             parameter.copy_(torch.rand(parameter.shape, generator=g, dtype=torch.float64) - 0.3)
-    layer.begin_step()
+    begin_step([layer])
     return layer, bank
 
 
@@ -57,7 +58,7 @@ def tokens(count: int, seed: int = 1) -> Tensor:
 def gradients(layer: UltraMemV2Layer, microbatches: tuple[Tensor, ...], recompute: bool = False) -> dict[str, Tensor]:
     """Of a training loss of 0, so that only the injected part is left; and of the input."""
     layer.zero_grad()
-    layer.begin_step()
+    begin_step([layer])
     inputs = [x.clone().requires_grad_() for x in microbatches]
     for x in inputs:
         out = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
@@ -225,7 +226,7 @@ def test_balance_is_what_the_release_computes(golden_dir: Path) -> None:
         for name, target in {**parameters, **buffers}.items():
             target.copy_(weights[name])
     assert layer.losses is not None
-    layer.losses.begin_step(layer.cores)
+    begin_losses([(layer.losses, layer.cores)])
     x = tensors["x0"].transpose(0, 1).contiguous().requires_grad_()
     out = layer(x)
     loss = (out * tensors["r0"].transpose(0, 1)).sum()

@@ -22,6 +22,7 @@ from megamem.initialisation import initialise
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.product_key import ProductKeyLayer
 from megamem.layers.registry import layer_class
+from megamem.layers.step import begin_step
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.sharing import BankSpec, LayerView
 
@@ -61,7 +62,7 @@ def build(
     with torch.no_grad():
         for parameter in (*layer.parameters(), *bank.parameters()):
             parameter.copy_(torch.rand(parameter.shape, generator=g, dtype=torch.float64) - 0.3)
-    layer.begin_step()
+    begin_step([layer])
     return layer, bank
 
 
@@ -256,3 +257,37 @@ def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     outs = [build(config)[0](tokens()) for config in (memory, same)]
     assert issubclass(layer_class("ultramem"), UltraMemV2Layer)
     assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_without_tokens_reads_nothing_and_has_no_gradient_to_give(kind: str) -> None:
+    layer, bank = build(KINDS[kind])
+    hidden = tokens(0).requires_grad_()
+    out = layer(hidden)
+    assert out.shape == (0, 1, HIDDEN)
+    out.sum().backward()
+    assert hidden.grad is not None
+    for parameter in (*layer.parameters(), *bank.parameters()):
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_layers_begin_a_step_together_as_they_would_alone() -> None:
+    """One decomposition of all layers' cores gives the bits of one for each: singular vectors, penalties and their gradients."""
+    memory = replace(V2, num_heads=2, tucker_rank=3, tucker_penalty_weight=0.5, tucker_penalty_margin=0.01)
+    layers = [build(memory, torch.float32)[0] for _ in range(6)]
+    for index in range(3):
+        for layer in (layers[index], layers[index + 3]):
+            with torch.no_grad():
+                layer.cores.copy_(torch.randn(layer.cores.shape, generator=torch.Generator().manual_seed(index)))
+    begin_step(layers[:3])
+    for together, alone in zip(layers[:3], layers[3:], strict=True):
+        begin_step([alone])
+        assert isinstance(together, UltraMemV2Layer)
+        assert isinstance(alone, UltraMemV2Layer)
+        assert torch.equal(together.u, alone.u)
+        assert torch.equal(together.v, alone.v)
+        assert together.losses is not None
+        assert alone.losses is not None
+        assert together.losses._penalty > 0
+        assert torch.equal(together.losses._penalty, alone.losses._penalty)
+        assert torch.equal(together.losses._penalty_gradient, alone.losses._penalty_gradient)

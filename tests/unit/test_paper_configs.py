@@ -74,12 +74,12 @@ def test_a_gpu_holds_as_many_bytes_as_its_layout_states(name: str) -> None:
     gpus, stated = re.findall(r"^# For (\d+) GPUs: .*? (\d+) GB", text, flags=re.MULTILINE)[0]
     experts = counts.idle_experts * moe.num_experts // (moe.num_experts - moe.top_k) if moe is not None else 0
     assert layout.tensor == 1
-    held = (counts.total - experts + experts / layout.memory) / layout.pipeline
-    assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(stated) * 1e9, abs=0.5e9)
-    if "(parallel.memory: " in text:
-        group, split = re.findall(r"\(parallel\.memory: (\d+),[\s#]*which is not there yet\)\D* (\d+) GB", text)[0]
-        held = (counts.total - counts.tables + counts.tables / int(group)) / layout.pipeline
-        assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(split) * 1e9, abs=0.5e9)
+    split = experts + counts.tables
+    others = re.findall(r"With parallel\.memory: (\d+) it would be (\d+) GB", text)
+    for group, gigabytes in [(layout.memory, stated), *others]:
+        held = (counts.total - split + split / int(group)) / layout.pipeline
+        assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(gigabytes) * 1e9, abs=0.5e9)
+    assert len(others) == text.count("parallel.memory: ")
 
 
 def test_the_common_recipe_loads() -> None:

@@ -201,7 +201,6 @@ def test_context_parallelism_needs_transformer_engine_and_whole_slices() -> None
 
 def test_a_memory_group_must_split_the_tables_and_the_ranks_evenly() -> None:
     message = refusal({"parallel.memory": 3, "model.memory": {}}, 4)
-    assert "tables cannot be split over ranks in this version: use parallel.memory: 1" in message
     assert (
         "model.memory.value_dim is 64, which parallel.memory 3 does not divide: each rank holds an equal part"
         in message

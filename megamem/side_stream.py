@@ -1,0 +1,53 @@
+"""Running the memory of a block beside its feed-forward, on a CUDA stream of its own.
+
+The two branches need nothing of each other, and the memory of split tables mostly waits for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class SideStream:
+    """Starts a branch of a block and hands out what joins it.
+
+    Backward runs on the streams of forward: autograd makes the streams wait for each other wherever a gradient passes from one to the other,
+    and the caller's stream for all of them at the end.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        """
+        Args:
+            stream: where branches run; None: on the caller's stream, when they are joined.
+        """
+        self._stream = stream
+
+    def start(self, branch: Callable[[Tensor], Tensor], hidden: Tensor) -> Callable[[], Tensor]:
+        """Start `branch(hidden)`.
+
+        Args:
+            branch: reads tensors that the caller's stream has written before.
+            hidden: its input, allocated on the caller's stream.
+
+        Returns:
+            To be called once, on the caller's stream: waits there (not on the host) and returns the branch's output.
+        """
+        side = self._stream
+        if side is None:
+            return lambda: branch(hidden)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out = branch(hidden)
+        # Its memory may not be used again before the branch has read it, also in backward.
+        hidden.record_stream(side)
+
+        def join() -> Tensor:
+            caller = torch.cuda.current_stream()
+            caller.wait_stream(side)
+            out.record_stream(caller)
+            return out
+
+        return join

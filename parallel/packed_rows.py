@@ -1,0 +1,82 @@
+"""Row ids as the memory group exchanges them: as many half bytes per id as the bank's size needs.
+
+An id of a bank of R rows, with the virtual block of its entry (B of them), is a number below R B. The papers' banks need 2.5 to 3.5 bytes. (The
+positions of a product grid, two bytes per value and the lists of the M best rows and columns, would take 2 + 4 M / K: more wherever K does not
+exceed the 128 rows that the first selection stage keeps, and as the ids' owner alone knows the layer's shuffle, every rank would redo it.)
+
+Legend: N ids of one rank, b whole bytes per id, g ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BYTES_OF_INT64 = 8
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the ids of one bank are packed: b low bytes of each, then the odd half bytes, two ids to a byte.
+
+    Attributes:
+        num_rows: R.
+        num_blocks: B.
+    """
+
+    num_rows: int
+    num_blocks: int
+
+    @property
+    def half_bytes(self) -> int:
+        """Half bytes per id."""
+        return max(1, -(-(self.num_rows * self.num_blocks - 1).bit_length() // 4))
+
+    def num_bytes(self, num_ids: int) -> int:
+        """Bytes of `num_ids` packed ids."""
+        whole, odd = divmod(self.half_bytes, 2)
+        return num_ids * whole + odd * -(-num_ids // 2)
+
+    def pack(self, rows: Tensor, block: Tensor | None) -> Tensor:
+        """One rank's ids.
+
+        Args:
+            rows: int64 in [0, R), any shape with N elements.
+            block: of the same shape, int64 in [0, B); None: B is 1.
+
+        Returns:
+            [num_bytes(N)] uint8.
+        """
+        ids = rows if block is None else block * self.num_rows + rows
+        whole, odd = divmod(self.half_bytes, 2)
+        in_bytes = ids.reshape(-1, 1).contiguous().view(torch.uint8)
+        parts = [in_bytes[:, :whole].flatten()]
+        if odd:
+            halves = in_bytes[:, whole]
+            if ids.numel() % 2:
+                halves = torch.cat([halves, halves.new_zeros(1)])
+            parts.append(halves[0::2] | (halves[1::2] << 4))
+        return torch.cat(parts)
+
+    def unpack(self, packed: Tensor, num_ids: int) -> tuple[Tensor, Tensor | None]:
+        """The ids of ranks that have equally many.
+
+        Args:
+            packed: [g num_bytes(N)] uint8, what `pack` made on each rank, one after the other.
+            num_ids: N.
+
+        Returns:
+            rows [g N] int64, and block [g N] int64 (None if B is 1).
+        """
+        whole, odd = divmod(self.half_bytes, 2)
+        of_ranks = packed.view(packed.numel() // max(1, self.num_bytes(num_ids)), self.num_bytes(num_ids))
+        # The low bytes of an int64 come first, on every machine that PyTorch runs on.
+        in_bytes = packed.new_zeros(of_ranks.shape[0], num_ids, _BYTES_OF_INT64)
+        in_bytes[:, :, :whole] = of_ranks[:, : num_ids * whole].unflatten(1, (num_ids, whole))
+        if odd:
+            halves = of_ranks[:, num_ids * whole :]
+            in_bytes[:, :, whole] = torch.stack([halves & 15, halves >> 4], dim=2).flatten(1)[:, :num_ids]
+        ids = in_bytes.view(torch.int64).flatten()
+        return (ids, None) if self.num_blocks == 1 else (ids % self.num_rows, ids // self.num_rows)

@@ -1,0 +1,170 @@
+"""Banks whose columns are split over the ranks of a memory group.
+
+Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row, n coefficients per row
+and rank, V value dim, P pre-value dim, B virtual blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from kernels.select import Kernels
+from megamem.bank import Bank, Columns
+from megamem.config import MemoryConfig
+from megamem.sharing import BankSpec
+from parallel.exchange import Exchange, join_columns, split_columns, spread_coefficients, sum_parts
+from parallel.packed_rows import RowFormat
+
+
+def make_bank(
+    spec: BankSpec,
+    memory: MemoryConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    groups: ProcessGroupCollection,
+) -> Bank:
+    """A bank as this layout holds it: whole in a memory group of one rank, else this rank's columns of it.
+
+    Args:
+        spec: size and readers.
+        memory: widths and activation.
+        dtype: of the tables.
+        device: where they live.
+        kernels: the two gathers.
+        groups: of which `ep` is the memory group, and `expt_dp` the ranks that hold the same columns.
+    """
+    replica_rank = groups.expt_dp.rank()
+    if groups.ep.size() == 1:
+        return Bank(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank)
+    return ShardedBank(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, group=groups.ep)
+
+
+def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) -> None:
+    """Say how many tokens each rank of the memory group brings to the next lookups of these banks.
+
+    Args:
+        banks: whole ones ask nobody, and need no number.
+        counts: tokens by rank of the group; None: on every rank as many as on the one that reads, as in training.
+    """
+    for bank in banks:
+        if isinstance(bank, ShardedBank):
+            bank.token_counts = counts
+
+
+class ShardedBank(Bank):
+    """Columns r V / G to (r + 1) V / G - 1 of the values, and the same share of the pre-values, on rank r of a memory group.
+
+    Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there is nothing to balance.
+    The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence parallelism all of them have other tokens.
+    """
+
+    def __init__(
+        self,
+        spec: BankSpec,
+        memory: MemoryConfig,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        replica_rank: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Allocate this rank's columns; see `Bank` for the other arguments.
+
+        Args:
+            group: the memory group, whose size divides the widths of the tables.
+        """
+        columns = Columns(group.rank(), group.size())
+        super().__init__(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, columns=columns)
+        self.group = group
+        self.token_counts: tuple[int, ...] | None = None
+
+    def read(
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        pre_input: Tensor | None,
+        block: Tensor | None = None,
+        num_blocks: int = 1,
+    ) -> Tensor:
+        """See `TableLookup.read`. Collective over the memory group."""
+        counts = self.token_counts or (rows.shape[0],) * self.columns.num_parts
+        assert counts[self.columns.part] == rows.shape[0], f"{rows.shape[0]} tokens, but announced were {counts}"
+        exchange = Exchange(self.group, counts)
+        gathered = GatheredRows(exchange, RowFormat(self.spec.num_rows, num_blocks), rows, block)
+        coef = scores
+        if self.pre_values is not None:
+            assert pre_input is not None
+            share = split_columns(pre_input, exchange)
+            products = self.kernels.gather_dot(self.pre_values, gathered.rows, share)
+            # The activation needs the whole product: it is applied where the token is.
+            coef = self.weighted(scores, sum_parts(products, exchange))
+        coef = spread_coefficients(coef, exchange)
+        share = self.kernels.gather_sum(self.values, gathered.rows, coef, gathered.block, num_blocks)
+        out = join_columns(share, exchange, num_blocks)
+        if out.requires_grad:
+            gathered.empty()
+            # Runs before the backward pass of all of the above.
+            out.register_hook(gathered.refill)
+        return out
+
+
+class GatheredRows:
+    """The rows that all ranks of the group read: gathered once, and kept for backward as they were sent.
+
+    Unpacked they take 8 bytes per id, and as many for the blocks: more than all else that backward needs. So between the passes the tensors
+    that the kernels keep stand without storage.
+
+    Attributes:
+        rows: [S, J] int64.
+        block: [S, J] int64; None if there is one block.
+    """
+
+    def __init__(self, exchange: Exchange, form: RowFormat, rows: Tensor, block: Tensor | None) -> None:
+        """Gather them. Collective.
+
+        Args:
+            exchange: the group.
+            form: of the bank.
+            rows: [T, J] int64.
+            block: [T, J] int64, or None.
+        """
+        self._form, self._num_rows_read = form, rows.shape[1]
+        self._ids_by_rank = [count * rows.shape[1] for count in exchange.counts]
+        self._sizes = [form.num_bytes(num_ids) for num_ids in self._ids_by_rank]
+        self._packed = exchange.gather_bytes(form.pack(rows, block), self._sizes)
+        self.rows, self.block = self._unpack()
+
+    def empty(self) -> None:
+        """Give up the storage of the unpacked ids."""
+        for ids in (self.rows, self.block):
+            if ids is not None:
+                ids.untyped_storage().resize_(0)
+
+    def refill(self, _: Any = None) -> None:
+        """Unpack the ids again, into the tensors that were emptied."""
+        for ids, again in zip((self.rows, self.block), self._unpack(), strict=True):
+            if ids is not None and again is not None:
+                ids.untyped_storage().resize_(again.numel() * again.element_size())
+                # Autograd sees no change in a tensor that it keeps: the ids are the same.
+                ids.data.copy_(again)
+
+    def _unpack(self) -> tuple[Tensor, Tensor | None]:
+        if len(set(self._ids_by_rank)) == 1:
+            rows, block = self._form.unpack(self._packed, self._ids_by_rank[0])
+        else:
+            parts = zip(self._packed.split(self._sizes), self._ids_by_rank, strict=True)
+            of_ranks = [self._form.unpack(part, num_ids) for part, num_ids in parts]
+            rows = torch.cat([rows for rows, _ in of_ranks])
+            blocks = [block for _, block in of_ranks if block is not None]
+            block = torch.cat(blocks) if blocks else None
+        shape = (rows.numel() // self._num_rows_read, self._num_rows_read)
+        return rows.view(shape), None if block is None else block.view(shape)

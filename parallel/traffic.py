@@ -1,0 +1,98 @@
+"""The bytes of the exchange, by formula. A test compares them with what the collectives are given.
+
+Legend: G ranks of the group, T tokens of a rank, J rows read per token (heads x K), C scores per row, n = C / gcd(C, G), V value dim, P pre-value
+dim, B virtual blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from megamem.config import MemoryConfig, ModelConfig
+from megamem.sharing import plan_sharing
+from parallel.exchange import pieces_per_rank
+from parallel.packed_rows import RowFormat
+
+
+@dataclass(frozen=True)
+class LookupTraffic:
+    """What one rank sends to the others of its group in one forward pass of one lookup, in bytes; it receives as much.
+
+    Attributes:
+        rows: (G - 1) T J x bytes per id.
+        pre_input: (G - 1) / G T P x bytes per element.
+        products: (G - 1) T J x bytes per element.
+        coefficients: (G - 1) T J n x bytes per element.
+        values: (G - 1) / G T B V x bytes per element.
+    """
+
+    rows: int
+    pre_input: int
+    products: int
+    coefficients: int
+    values: int
+
+    @property
+    def forward(self) -> int:
+        """All five."""
+        return sum(astuple(self))
+
+    @property
+    def backward(self) -> int:
+        """The mirror image; the rows are there already."""
+        return self.forward - self.rows
+
+
+def lookup_traffic(
+    memory: MemoryConfig, num_bank_rows: int, *, group_size: int, num_tokens: int, element_bytes: int
+) -> LookupTraffic:
+    """The traffic of one lookup.
+
+    Args:
+        memory: the layer.
+        num_bank_rows: rows of the bank that it reads.
+        group_size: G.
+        num_tokens: T.
+        element_bytes: of activations, 2 in bf16.
+    """
+    others = group_size - 1
+    reads = num_tokens * memory.num_heads * memory.top_k
+    num_scores = memory.num_cores if memory.has_tucker_cores else 1
+    form = RowFormat(num_bank_rows, memory.num_value_blocks)
+    return LookupTraffic(
+        rows=others * form.num_bytes(reads),
+        pre_input=others * num_tokens * (memory.pre_dim // group_size) * element_bytes,
+        products=others * reads * element_bytes if memory.pre_dim else 0,
+        coefficients=others * reads * pieces_per_rank(num_scores, group_size) * element_bytes,
+        values=others * num_tokens * memory.num_value_blocks * (memory.value_dim // group_size) * element_bytes,
+    )
+
+
+def microbatch_traffic(
+    model: ModelConfig, *, group_size: int, num_tokens: int, element_bytes: int, forward_passes: int
+) -> int:
+    """Bytes that the lookups of all memory layers of a model send for one microbatch, forward and backward, per rank of a stage.
+
+    With pipeline parallelism every stage sends the part of its own layers.
+
+    Args:
+        model: the model.
+        group_size: G.
+        num_tokens: of the microbatch, per rank.
+        element_bytes: of activations.
+        forward_passes: 1, or 2 where blocks are recomputed.
+    """
+    if model.memory is None:
+        return 0
+    plan = plan_sharing(model.memory, model.num_memory_layers)
+    total = 0
+    for view in plan.views:
+        lookup = lookup_traffic(
+            model.memory,
+            plan.banks[view.bank].num_rows,
+            group_size=group_size,
+            num_tokens=num_tokens,
+            element_bytes=element_bytes,
+        )
+        total += forward_passes * lookup.forward + lookup.backward
+    return total

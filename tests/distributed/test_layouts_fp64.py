@@ -1,0 +1,80 @@
+"""In fp64, split tables train to the same parameters to ten digits: what is left of a difference in fp32 is rounding and nothing else.
+
+Megatron's distributed optimizer knows no fp64, so these runs take plain gradient steps on what its schedules, its DDP and our exchange put
+into the gradient buffers. Its cross entropy is in fp32, whose sum over a vocabulary that tensor-parallel ranks share differs in the seventh
+digit: layouts with tensor parallelism are compared in `test_layouts.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from test_layouts import LAYOUTS, Layout, Shard, assembled, shards
+from tiny_runs import VOCAB_SIZE, joined, random_batches
+
+from pretrain.build import build_chunks
+from pretrain.megatron import ddp_config
+from pretrain.step import _schedule
+
+STEPS = 5
+LEARNING_RATE = 0.05
+NAMES = [
+    name
+    for name, layout in LAYOUTS.items()
+    if "tensor" not in layout.axes and ("memory" in layout.axes or name in (layout.reference, "data 2", "pipeline 2"))
+]
+
+
+def train(layout: Layout) -> list[Shard]:
+    """This rank's parameters after a few steps."""
+    config = layout.config
+    sizes = config.train
+    with joined(config) as groups:
+        bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE, dtype=torch.float64)
+        in_fp64 = replace(ddp_config(), grad_reduce_in_fp32=False, use_distributed_optimizer=False)
+        wrap = partial(DistributedDataParallel, pg_collection=groups.megatron)
+        chunks = [wrap(c.config, in_fp64, c, disable_bucketing=i > 0) for i, c in enumerate(bare)]
+        batches = [random_batches(config, groups) for _ in chunks]
+        for _ in range(STEPS):
+            for chunk, model in zip(chunks, bare, strict=True):
+                chunk.zero_grad_buffer()
+                model.begin_step()
+            _schedule(
+                chunks,
+                batches,
+                sizes.global_batch_size // sizes.micro_batch_size // groups.data_size,
+                sizes.micro_batch_size,
+                sizes.sequence_length,
+                forward_only=False,
+            )
+            with torch.no_grad():
+                for parameter in (p for model in bare for p in model.parameters()):
+                    assert parameter.main_grad.dtype == torch.float64
+                    parameter -= LEARNING_RATE * parameter.main_grad
+        return shards(bare)
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: Any) -> dict[str, list[Shard]]:
+    found: dict[str, list[Shard]] = {}
+    for num_ranks in sorted({LAYOUTS[name].num_ranks for name in NAMES}):
+        names = [name for name in NAMES if LAYOUTS[name].num_ranks == num_ranks]
+        by_rank = run_ranks(lambda names=names: [train(LAYOUTS[name]) for name in names], num_ranks, timeout_s=300)
+        for index, name in enumerate(names):
+            found[name] = [shard for of_rank in by_rank for shard in of_rank[index]]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if LAYOUTS[name].num_ranks > 1])
+def test_parameters_are_those_of_one_rank_to_ten_digits(trained: dict[str, list[Shard]], name: str) -> None:
+    actual, expected = assembled(trained[name]), assembled(trained[LAYOUTS[name].reference])
+    assert actual.keys() == expected.keys()
+    assert {shard.data.dtype for shard in trained[name]} == {torch.float64}
+    errors = {key: float((actual[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected}
+    too_large = {key: error for key, error in errors.items() if not error <= 1e-10}
+    assert not too_large

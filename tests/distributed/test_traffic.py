@@ -1,0 +1,170 @@
+"""The formulas for the exchange's bytes, against what its collectives are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_runs import MEMORY, PRIVATE, SHARED, on, tiny_run
+from torch import Tensor
+
+from kernels.select import select_kernels
+from megamem.config import MemoryConfig
+from megamem.sharing import BankSpec
+from parallel.packed_rows import RowFormat
+from parallel.sharded_bank import ShardedBank
+from parallel.traffic import lookup_traffic, microbatch_traffic
+
+GROUP = 3
+TOKENS = 7
+MEMORIES = {
+    "v2": replace(MEMORY, value_dim=24, pre_value_dim=12, num_heads=2),
+    "one core": replace(MEMORY, value_dim=12, pre_value_dim=6, num_cores=1),
+    "blocks, no pre-values": MemoryConfig(kind="ultramem", num_keys=12, key_dim=8, value_dim=18, top_k=3),
+    "peer": MemoryConfig(kind="peer", num_keys=12, value_dim=30, top_k=3, num_heads=5),
+}
+ROWS = {"v2": 144, "one core": 70_000, "blocks, no pre-values": 2_000, "peer": 17_000_000}
+
+
+@contextmanager
+def sent_bytes(group: dist.ProcessGroup) -> Iterator[list[int]]:
+    """Bytes that each collective of a group sends to other ranks, in the order of the calls."""
+    sent: list[int] = []
+    gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
+
+    def counted_gather(out: Tensor, x: Tensor, **rest: Any) -> Any:
+        if rest.get("group") is group:
+            sent.append((group.size() - 1) * x.nbytes)
+        return gather(out, x, **rest)
+
+    def counted_exchange(out: Tensor, x: Tensor, receive: list[int], send: list[int], **rest: Any) -> Any:
+        if rest.get("group") is group:
+            to_others = sum(count for rank, count in enumerate(send) if rank != group.rank())
+            sent.append(to_others * x[:1].nbytes)
+        return exchange(out, x, receive, send, **rest)
+
+    dist.all_gather_into_tensor, dist.all_to_all_single = counted_gather, counted_exchange
+    try:
+        yield sent
+    finally:
+        dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
+
+
+def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+    """Bytes sent by the collectives of a forward and of a backward pass."""
+    group = dist.group.WORLD
+    assert group is not None
+    kernels = select_kernels("auto")
+    bank = ShardedBank(BankSpec(0, 8, (0,)), memory, kernels, dtype=dtype, device="cpu", replica_rank=0, group=group)
+    # Ids are packed for a bank of this size; only its first rows are read, so only they are allocated.
+    bank.spec = BankSpec(0, num_rows, (0,))
+    reads = memory.num_heads * memory.top_k
+    blocks = memory.num_value_blocks
+    scores = torch.rand(TOKENS, reads, memory.num_cores if memory.has_tucker_cores else 1, dtype=dtype)
+    pre_input = torch.rand(TOKENS, memory.pre_dim, dtype=dtype, requires_grad=True) if memory.pre_dim else None
+    rows = torch.randint(8, (TOKENS, reads))
+    block = torch.randint(blocks, (TOKENS, reads)) if blocks > 1 else None
+    with torch.no_grad():
+        for table in bank.parameters():
+            table.zero_()
+    with sent_bytes(group) as forward:
+        out = bank.read(rows, scores.requires_grad_(), pre_input, block, blocks)
+    with sent_bytes(group) as backward:
+        out.sum().backward()
+    return forward, backward
+
+
+@pytest.fixture(scope="module")
+def measured(run_ranks: Any) -> list[dict[tuple[str, torch.dtype], tuple[list[int], list[int]]]]:
+    return run_ranks(
+        lambda: {
+            (name, dtype): lookup(memory, ROWS[name], dtype)
+            for name, memory in MEMORIES.items()
+            for dtype in (torch.float32, torch.bfloat16)
+        },
+        GROUP,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_lookup_sends_what_the_formula_says(measured: Any, name: str, dtype: torch.dtype) -> None:
+    traffic = lookup_traffic(
+        MEMORIES[name], ROWS[name], group_size=GROUP, num_tokens=TOKENS, element_bytes=dtype.itemsize
+    )
+    for of_rank in measured:
+        forward, backward = of_rank[name, dtype]
+        assert forward == [size for size in astuple(traffic) if size]
+        assert backward == [size for size in reversed(astuple(traffic)[1:]) if size]
+        assert sum(forward) == traffic.forward
+        assert sum(backward) == traffic.backward
+
+
+def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
+    configs = [
+        on(SHARED, memory=2, micro_batch_size=2),
+        on(PRIVATE, tensor=2, memory=2),
+        on(SHARED, tensor=2, memory=2, recompute="full"),
+    ]
+
+    def main() -> list[int]:
+        totals = []
+        for config in configs:
+            with tiny_run(config) as run:
+                with sent_bytes(run.groups.megatron.ep) as sent:
+                    run.train(1)
+                totals.append(sum(sent))
+        return totals
+
+    for totals in run_ranks(main, 2):
+        for config, total in zip(configs, totals, strict=True):
+            train = config.train
+            data_size = 2 // config.parallel.tensor
+            microbatch = train.micro_batch_size * train.sequence_length // config.parallel.tensor
+            expected = microbatch_traffic(
+                config.model,
+                group_size=2,
+                num_tokens=microbatch,
+                element_bytes=4,
+                forward_passes=2 if train.recompute == "full" else 1,
+            )
+            assert total == expected * train.global_batch_size // train.micro_batch_size // data_size
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_blocks", "bytes_per_id"),
+    [
+        (16, 1, 0.5),
+        (17, 1, 1),
+        (256, 1, 1),
+        (65_536, 1, 2),
+        (65_537, 1, 2.5),
+        (2**20, 1, 2.5),
+        (4781**2, 1, 3.5),
+        (2**22, 4, 3),
+    ],
+)
+def test_ids_take_as_many_half_bytes_as_the_bank_needs(num_rows: int, num_blocks: int, bytes_per_id: float) -> None:
+    form = RowFormat(num_rows, num_blocks)
+    assert form.num_bytes(1000) == 1000 * bytes_per_id
+    g = torch.Generator().manual_seed(1)
+    for count in (0, 1, 2, 9, 1000):
+        ranks = []
+        for _ in range(3):
+            rows = torch.randint(num_rows, (count,), generator=g)
+            block = torch.randint(num_blocks, (count,), generator=g) if num_blocks > 1 else None
+            if count:
+                rows[-1] = num_rows - 1
+            ranks.append((rows, block))
+        packed = [form.pack(rows, block) for rows, block in ranks]
+        assert {part.numel() for part in packed} == {form.num_bytes(count)}
+        rows, block = form.unpack(torch.cat(packed), count)
+        assert torch.equal(rows, torch.cat([rows for rows, _ in ranks]))
+        assert (block is None) == (num_blocks == 1)
+        if block is not None:
+            assert torch.equal(block, torch.cat([block for _, block in ranks if block is not None]))

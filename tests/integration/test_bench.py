@@ -1,0 +1,26 @@
+"""The command that times configurations and layouts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from commands import Megamem
+
+
+def test_layouts_of_one_configuration_are_timed_one_after_the_other(megamem: Megamem, config_file: Path) -> None:
+    options = ("--nproc", 4, "--rounds", 2, "--steps", 1, "train.micro_batch_size=1")
+    result = megamem("bench", config_file, *options, "--vary", "parallel.memory=1,2,4")
+    assert result.code == 0, result.output
+    rows = re.findall(r"parallel\.memory=(\d) .* ([\d.]+)x  [\d.]+ s/step  ([\d.]+) MB sent", result.output)
+    assert [group for group, _, _ in rows] == ["1", "2", "4"]
+    assert rows[0][1] == "1.00"
+    sent = [float(megabytes) for _, _, megabytes in rows]
+    assert sent[0] == 0 < sent[1] < sent[2]
+
+
+def test_what_to_vary_is_a_key_with_values(megamem: Megamem, config_file: Path) -> None:
+    for vary in ("parallel.memory", "parallel.memory=1,,2"):
+        result = megamem("bench", config_file, "--vary", vary)
+        assert result.code == 2
+        assert f"--vary is {vary}: write a key and its values" in result.output
