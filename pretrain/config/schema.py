@@ -76,6 +76,11 @@ class OptimizerConfig:
     """AdamW's denominator offset."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    value_clip_grad: float | None = None
+    """Largest gradient norm of the memory tables (values and pre-values together), which then do not count in the global norm; 0: no clipping; null: they count in it."""
+    value_offload: Literal["none", "cpu"] = "none"
+    """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes per element that a rank owns,
+    by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW; none: on the device. See docs/offload.md."""
     value_lr_multiplier: float = 1.0
     """Learning rate of values and pre-values over that of the backbone, at the start."""
     value_lr_end_multiplier: float | None = None
