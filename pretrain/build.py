@@ -19,9 +19,10 @@ from kernels.select import select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
-from parallel.layout import chunk_layers, padded_size
+from parallel.layout import padded_size
+from parallel.pipeline_layout import chunks_of_stage
 from pretrain.config.schema import RunConfig
-from pretrain.megatron import ddp_config, parameter_dtype, transformer_config
+from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 
 
 def build_chunks(
@@ -42,25 +43,19 @@ def build_chunks(
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
     chunks = []
-    for chunk in range(layout.virtual_pipeline):
-        layers = chunk_layers(
-            model.num_layers,
-            pipeline=layout.pipeline,
-            virtual_pipeline=layout.virtual_pipeline,
-            pipeline_rank=groups.pipeline_rank,
-            chunk=chunk,
-        )
+    of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
+    for index, chunk in enumerate(of_stage):
         built = MemoryGPTModel(
             megatron_config,
             model,
-            layers=layers,
+            layers=chunk.layers,
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             sequence_length=config.train.sequence_length,
             groups=groups.megatron,
             kernels=select_kernels(config.train.kernels),
-            pre_process=layers.start == 0,
-            post_process=layers.stop == model.num_layers,
-            vp_stage=chunk if layout.virtual_pipeline > 1 else None,
+            pre_process=chunk.has_embedding,
+            post_process=chunk.has_loss,
+            vp_stage=index if layout.virtual_pipeline > 1 else None,
             seed=config.seed,
         )
         built.model_type = ModelType.encoder_or_decoder

@@ -18,6 +18,11 @@ class ParallelConfig:
     """Pipeline stages."""
     virtual_pipeline: Annotated[int, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = 1
     """Model chunks per pipeline stage; above 1 selects the interleaved schedule."""
+    pipeline_layout: Annotated[str | None, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = (
+        None
+    )
+    """What each of the pipeline x virtual_pipeline chunks holds, in the order of the depth: E the embedding, t a block, L the loss, | between chunks,
+    x*3 or (..)*3 to repeat, as in Et|(ttt|)*2tL; null: equal numbers of blocks."""
     context: int = 1
     """Context-parallel size (needs model.implementation: transformer_engine)."""
     memory: int = 1
