@@ -32,6 +32,7 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.values` and `banks.<index>.pre_values` in checkpoints.
+        weights_are_set: whether someone filled the weights; who does says so.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config = model
+        self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
     @property
@@ -122,6 +124,7 @@ class MemoryGPTModel(GPTModel):
 
     def begin_step(self) -> None:
         """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
+        assert self.weights_are_set, "neither initial weights nor a checkpoint's are in this chunk"
         for layer in self.memory_layers:
             layer.begin_step()
         for router in self.routers:

@@ -28,7 +28,21 @@ from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transform
 def build_chunks(
     config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
 ) -> list[MemoryGPTModel]:
-    """This rank's bare model chunks (one, or one per virtual stage), with initial weights.
+    """This rank's bare model chunks (one, or one per virtual stage), with initial weights: for a run that starts.
+
+    See `build_unset_chunks` for arguments and errors.
+    """
+    chunks = build_unset_chunks(config, groups, vocab_size=vocab_size, dtype=dtype)
+    initialise(chunks, config.model, seed=config.seed)
+    for chunk in chunks:
+        chunk.weights_are_set = True
+    return chunks
+
+
+def build_unset_chunks(
+    config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
+) -> list[MemoryGPTModel]:
+    """The same with weights that are whatever the memory held: for a checkpoint to fill. They refuse to train before that.
 
     Args:
         config: the run.
@@ -61,7 +75,6 @@ def build_chunks(
         built.model_type = ModelType.encoder_or_decoder
         _tag_tensor_parallel(built)
         chunks.append(built)
-    initialise(chunks, model, seed=config.seed)
     return chunks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,15 +105,20 @@ def on(
 
 
 @contextlib.contextmanager
-def tiny_run(config: RunConfig) -> Iterator[TinyRun]:
-    """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout may follow."""
+def tiny_run(config: RunConfig, build: Callable[..., list[MemoryGPTModel]] = build_chunks) -> Iterator[TinyRun]:
+    """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout may follow.
+
+    Args:
+        config: the run.
+        build: what makes the chunks.
+    """
     with warnings.catch_warnings(), cuda_on_cpu():
         warnings.simplefilter("ignore")
         groups = initialise_groups(
             parallel_sizes(config), device=torch.device("cpu"), timeout_minutes=5, seed=config.seed
         )
         try:
-            bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
+            bare = build(config, groups, vocab_size=VOCAB_SIZE)
             chunks = wrap_chunks(bare, groups)
             optimizer = build_optimizer(config, chunks, groups)
             batches = [random_batches(config, groups) for _ in chunks]
