@@ -33,6 +33,7 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.values` and `banks.<index>.pre_values` in checkpoints.
+        weights_are_set: whether someone filled the weights; who does says so.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config = model
+        self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
     @property
@@ -134,6 +136,7 @@ class MemoryGPTModel(GPTModel):
 
     def begin_step(self) -> None:
         """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
+        assert self.weights_are_set, "neither initial weights nor a checkpoint's are in this chunk"
         begin_step(self.memory_layers)
         for router in self.routers:
             router.begin_step()

@@ -10,23 +10,6 @@ from megamem.config import ModelConfig
 from megamem.sharing import plan_sharing
 
 
-def chunk_layers(num_layers: int, *, pipeline: int, virtual_pipeline: int, pipeline_rank: int, chunk: int) -> range:
-    """Global 0-based layers of one model chunk, as Megatron places them.
-
-    Stage p of P holds chunks p, P + p, 2P + p, ... of the P x VP equal parts of the depth.
-
-    Args:
-        num_layers: layers of the model, divisible by pipeline x virtual_pipeline.
-        pipeline: stages.
-        virtual_pipeline: chunks per stage.
-        pipeline_rank: the stage.
-        chunk: which of its chunks.
-    """
-    per_chunk = num_layers // (pipeline * virtual_pipeline)
-    first = (chunk * pipeline + pipeline_rank) * per_chunk
-    return range(first, first + per_chunk)
-
-
 @dataclass(frozen=True)
 class Unit:
     """Blocks first..last of which no chunk may hold a part only.
@@ -54,7 +37,12 @@ def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
 def split_units(units: Sequence[Unit], *, num_layers: int, chunks: int) -> tuple[Unit, ...]:
     """The units that a depth cut into `chunks` equal parts would split."""
     per_chunk = num_layers // chunks
-    return tuple(unit for unit in units if unit.first // per_chunk != unit.last // per_chunk)
+    return crossed_units(units, range(per_chunk, num_layers, per_chunk))
+
+
+def crossed_units(units: Sequence[Unit], edges: Sequence[int]) -> tuple[Unit, ...]:
+    """The units that reach over one of the edges; an edge is named by the block behind it."""
+    return tuple(unit for unit in units if any(unit.first < edge <= unit.last for edge in edges))
 
 
 def padded_size(size: int, multiple: int) -> int:

@@ -21,16 +21,31 @@ from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.side_stream import SideStream
 from parallel.groups import ParallelGroups
-from parallel.layout import chunk_layers, padded_size
+from parallel.layout import padded_size
+from parallel.pipeline_layout import chunks_of_stage
 from parallel.sharded_bank import make_bank
 from pretrain.config.schema import RunConfig
-from pretrain.megatron import ddp_config, parameter_dtype, transformer_config
+from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 
 
 def build_chunks(
     config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
 ) -> list[MemoryGPTModel]:
-    """This rank's bare model chunks (one, or one per virtual stage), with initial weights.
+    """This rank's bare model chunks (one, or one per virtual stage), with initial weights: for a run that starts.
+
+    See `build_unset_chunks` for arguments and errors.
+    """
+    chunks = build_unset_chunks(config, groups, vocab_size=vocab_size, dtype=dtype)
+    initialise(chunks, config.model, seed=config.seed)
+    for chunk in chunks:
+        chunk.weights_are_set = True
+    return chunks
+
+
+def build_unset_chunks(
+    config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
+) -> list[MemoryGPTModel]:
+    """The same with weights that are whatever the memory held: for a checkpoint to fill. They refuse to train before that.
 
     Args:
         config: the run.
@@ -46,32 +61,25 @@ def build_chunks(
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
     side_stream = _side_stream(config, groups)
     chunks = []
-    for chunk in range(layout.virtual_pipeline):
-        layers = chunk_layers(
-            model.num_layers,
-            pipeline=layout.pipeline,
-            virtual_pipeline=layout.virtual_pipeline,
-            pipeline_rank=groups.pipeline_rank,
-            chunk=chunk,
-        )
+    of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
+    for index, chunk in enumerate(of_stage):
         built = MemoryGPTModel(
             megatron_config,
             model,
-            layers=layers,
+            layers=chunk.layers,
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             sequence_length=config.train.sequence_length,
             groups=groups.megatron,
             make_bank=partial(make_bank, kernels=select_kernels(config.train.kernels), groups=groups.megatron),
             side_stream=side_stream,
-            pre_process=layers.start == 0,
-            post_process=layers.stop == model.num_layers,
-            vp_stage=chunk if layout.virtual_pipeline > 1 else None,
+            pre_process=chunk.has_embedding,
+            post_process=chunk.has_loss,
+            vp_stage=index if layout.virtual_pipeline > 1 else None,
             seed=config.seed,
         )
         built.model_type = ModelType.encoder_or_decoder
         _tag_tensor_parallel(built)
         chunks.append(built)
-    initialise(chunks, model, seed=config.seed)
     return chunks
 
 

@@ -85,6 +85,8 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
     }
     if config.model.memory is not None:
         row["value_lr"] = settings["values"][0]
+    if result.value_grad_norm is not None:
+        row["value_grad_norm"] = result.value_grad_norm
     for name, of_block in result.auxiliary.items():
         row[name] = fmean(of_block.values())
         for block, value in of_block.items():

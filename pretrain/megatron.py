@@ -10,6 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.groups import ParallelSizes
+from parallel.pipeline_layout import ModelChunk, model_chunks
 from pretrain.config.schema import RunConfig
 
 
@@ -60,6 +61,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         sequence_parallel=layout.tensor > 1,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
+        pipeline_model_parallel_layout=None if layout.pipeline_layout is None else _megatron_layout(config),
         context_parallel_size=layout.context,
         # Interleaved schedules with batched p2p exchange the messages of two chunks without a word of warning.
         overlap_p2p_comm=interleaved,
@@ -78,6 +80,29 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
     )
     result.finalize_model_grads_func = finalize_model_grads
     return result
+
+
+def run_chunks(config: RunConfig) -> tuple[ModelChunk, ...]:
+    """What the model's chunks hold, in the order of the depth.
+
+    Raises:
+        ValueError: see `parallel.pipeline_layout.model_chunks`.
+    """
+    layout = config.parallel
+    return model_chunks(
+        config.model.num_layers,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+        layout=layout.pipeline_layout,
+    )
+
+
+def _megatron_layout(config: RunConfig) -> list[list[str]]:
+    """The chunks in Megatron's own words."""
+    return [
+        ["embedding"] * chunk.has_embedding + ["decoder"] * len(chunk.layers) + ["loss"] * chunk.has_loss
+        for chunk in run_chunks(config)
+    ]
 
 
 def _recompute(config: RunConfig) -> dict[str, object]:

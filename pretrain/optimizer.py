@@ -5,18 +5,25 @@ Every trainable parameter is in exactly one group. Groups exist on every rank, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
-from torch import nn
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
 
 from parallel.groups import ParallelGroups
 from pretrain.checkpoint.optimizer_shards import leaves_by_parameter, num_updates_tensor, state_entries
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import optimizer_config
+from pretrain.value_offload import HostAdamW, HostShard, HostTables, host_adamw
 
 GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "values", "pre_values"]
 
@@ -24,6 +31,7 @@ GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "va
 # different replicas, so Megatron needs an optimizer for each.
 DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
 SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
+TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 
 
 def group_of(name: str, parameter: nn.Parameter) -> GroupName:
@@ -87,6 +95,24 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
             entries.update(state_entries(parameter, leaves[parameter], owned.start, owned.end, state))
         return entries
 
+    def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
+        """This rank's shares of the reduced gradients, with their groups.
+
+        Args:
+            counted_once: leave out what another rank counts in the global norm.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not counted_once or (
+                    param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self.tp_group)
+                ):
+                    yield group["name"], parameter.grad
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update main weights and this rank's shares of the model's. The shares are not gathered: `MemoryOptimizer` does so once for all parts."""
+        return bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
+
     def set_num_updates(self, num_updates: int) -> None:
         """Tell AdamW how many updates its moments have seen, for bias correction."""
         if not self.is_stub_optimizer:
@@ -105,7 +131,7 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
-    def _state_of(self, model_parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's flat share of a parameter's main weights and moments."""
         index, order = self.model_param_group_index_map[model_parameter]
         parameter = self.optimizer.param_groups[index]["params"][order]
@@ -113,8 +139,112 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         return {"param": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
 
+class OffloadingOptimizer(MemoryDistributedOptimizer):
+    """The distributed optimizer of split parameters, with the tables' main weights and moments in host memory.
+
+    To Megatron the groups of the tables are empty, so it allocates nothing for them on the device; experts stay there.
+
+    Attributes:
+        adamw_name: the implementation that steps the tables.
+    """
+
+    def __init__(self, *arguments: Any, adamw: HostAdamW, **keywords: Any) -> None:
+        """See `DistributedOptimizer`.
+
+        Args:
+            arguments: of `DistributedOptimizer`.
+            adamw: what steps the tables.
+            keywords: of `DistributedOptimizer`.
+        """
+        super().__init__(*arguments, **keywords)
+        self._shards: dict[nn.Parameter, HostShard] = {}
+        if not self.is_stub_optimizer:
+            # PyTorch has made new groups of Megatron's: the schedule sets those.
+            self._shards = {
+                parameter: self._shard_of(parameter, group)
+                for ranges, group in zip(self.opt_group_ranges, self.param_groups, strict=True)
+                if _is_offloaded(ranges)
+                for parameter in ranges["params"]
+            }
+        self._tables = HostTables(list(self._shards.values()), adamw)
+        self.adamw_name = adamw.name
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of this rank's main weights and moments."""
+        return sum(tensor.nbytes for shard in self._shards.values() for tensor in shard.state.values())
+
+    @classmethod
+    def _build_model_and_main_param_groups(
+        cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
+    ) -> Any:
+        """Megatron's main weights for the groups that stay on the device; empty lists for the others."""
+        on_device = [{**ranges, "params": []} if _is_offloaded(ranges) else ranges for ranges in opt_group_ranges]
+        return super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, on_device, config)
+
+    def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
+        """See `MemoryDistributedOptimizer.gradients`; those of tables are counted by the rank that owns them."""
+        yield from super().gradients(counted_once=counted_once)
+        for shard in self._shards.values():
+            yield shard.group["name"], shard.gradient
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """See `MemoryDistributedOptimizer.step_with_ready_grads`."""
+        stepped = super().step_with_ready_grads()
+        self._tables.step()
+        return stepped
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """See `MemoryDistributedOptimizer.set_num_updates`."""
+        super().set_num_updates(num_updates)
+        self._tables.num_updates = num_updates
+
+    def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
+        shard = self._shards.get(model_parameter)
+        return super()._state_of(model_parameter) if shard is None else shard.state
+
+    def _shard_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> HostShard:
+        owned = self._get_model_param_range_map(parameter)["param"]
+        mine = slice(owned.start, owned.end)
+        # Set by Megatron's DDP: a view of its buffer.
+        gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        return HostShard.of(group, parameter.detach().view(-1)[mine], gradient.view(-1)[mine])
+
+
+def _is_offloaded(ranges: dict[str, Any]) -> bool:
+    return ranges["orig_group"]["name"] in TABLE_GROUPS
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Norms over all ranks, before clipping.
+
+    Attributes:
+        main: of all parameters, or of all but the tables if these have a norm of their own.
+        tables: of values and pre-values together, or None if they are in `main`.
+    """
+
+    main: float
+    tables: float | None
+
+    @property
+    def are_finite(self) -> bool:
+        return math.isfinite(self.main) and (self.tables is None or math.isfinite(self.tables))
+
+
 class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
+
+    def __init__(self, parts: list[MemoryDistributedOptimizer], value_clip_grad: float | None) -> None:
+        """Chain the parts.
+
+        Args:
+            parts: dense first.
+            value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the others'; None: one norm for all.
+        """
+        super().__init__(parts)
+        self._value_clip_grad = value_clip_grad
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Nothing: the tensors of `sharded_state_dict` were filled in place."""
@@ -128,34 +258,82 @@ class MemoryOptimizer(ChainedOptimizer):
         }
 
     @torch.no_grad()
-    def get_grad_norm(self) -> float:
-        """Global gradient norm over all ranks, each parameter counted once.
+    def gradient_norms(self) -> GradientNorms:
+        """Gradient norms over all ranks, each parameter counted once. Collective.
 
         Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on every layout.
         """
-        squares = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
+        squares = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for part in self.chained_optimizers:
-            for gradient in part.get_main_grads_for_grad_norm():
-                squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for group, gradient in part.gradients(counted_once=True):
+                square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+                squares[int(self._is_clipped_apart(group))] += square
         torch.distributed.all_reduce(squares, group=self.get_grad_stats_parallel_group())
-        # Host sync: the norm decides whether there is an update at all.
-        return float(squares.sqrt())
+        # Host sync: the norms decide whether there is an update at all.
+        main, tables = squares.sqrt().tolist()
+        return GradientNorms(main, None if self._value_clip_grad is None else tables)
+
+    @torch.no_grad()
+    def clip(self, norms: GradientNorms) -> None:
+        """Scale the gradients down to the largest norms that the run allows."""
+        gradients: dict[bool, list[Tensor]] = {False: [], True: []}
+        for part in self.chained_optimizers:
+            for group, gradient in part.gradients(counted_once=False):
+                gradients[self._is_clipped_apart(group)].append(gradient)
+        _scale_to(gradients[False], norms.main, self.config.clip_grad)
+        if norms.tables is not None:
+            assert self._value_clip_grad is not None
+            _scale_to(gradients[True], norms.tables, self._value_clip_grad)
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update every part, then gather the weights from the ranks that own them: once, where each of Megatron's parts would gather all of them."""
+        for part in self.chained_optimizers:
+            part.step_with_ready_grads()
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()
+        return True
 
     def set_num_updates(self, num_updates: int) -> None:
         """See `MemoryDistributedOptimizer.set_num_updates`."""
         for part in self.chained_optimizers:
             part.set_num_updates(num_updates)
 
+    def describe_offload(self) -> str | None:
+        """Where this rank's tables are stepped and by what, in words; None if they are not offloaded."""
+        for part in self.chained_optimizers:
+            if isinstance(part, OffloadingOptimizer):
+                return (
+                    f"tables' main weights and moments in host memory ({part.host_bytes / 1e9:.3g} GB on this rank), stepped by {part.adamw_name} "
+                    f"on {torch.get_num_threads()} threads per rank"
+                )
+        return None
+
+    def _is_clipped_apart(self, group: GroupName) -> bool:
+        return self._value_clip_grad is not None and group in TABLE_GROUPS
+
+
+def _scale_to(gradients: list[Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients of a norm in place so that it is `max_norm` at most; 0: any."""
+    # As Megatron has it, with an offset that keeps the quotient finite.
+    coefficient = max_norm / (norm + 1e-6)
+    if max_norm > 0 and coefficient < 1 and gradients:
+        torch._foreach_mul_(gradients, coefficient)
+
 
 def build_optimizer(
     config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
-) -> ChainedOptimizer:
-    """One distributed optimizer for the dense parameters, and one for memory tables and experts if the model has any."""
+) -> MemoryOptimizer:
+    """One distributed optimizer for the dense parameters, and one for memory tables and experts if the model has any.
+
+    Raises:
+        ConfigError: see `pretrain.value_offload.host_adamw`.
+    """
     assigned = assign_groups(chunks)
     parts = [_build_part(config, chunks, groups, assigned, DENSE_GROUPS)]
     if config.model.memory is not None or config.model.moe is not None:
         parts.append(_build_part(config, chunks, groups, assigned, SPLIT_GROUPS))
-    return MemoryOptimizer(parts)
+    return MemoryOptimizer(parts, config.optimizer.value_clip_grad)
 
 
 def _build_part(
@@ -180,7 +358,10 @@ def _build_part(
             fused=True,
         )
     megatron = groups.megatron
-    optimizer = MemoryDistributedOptimizer(
+    offloading = split and config.model.memory is not None and settings.value_offload == "cpu"
+    optimizer = (
+        partial(OffloadingOptimizer, adamw=host_adamw(settings)) if offloading else MemoryDistributedOptimizer
+    )(
         inner,
         optimizer_config(config, chunks[0].config.params_dtype),
         None,

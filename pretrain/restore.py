@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks
+from pretrain.build import build_unset_chunks
 from pretrain.checkpoint.folder import SavedState, newest_complete, read_state, step_folder
 from pretrain.checkpoint.run import load_weights
 from pretrain.config.loader import from_dict
@@ -56,7 +56,7 @@ def restore_model(
         tokenizer: of the run, for the embedding's size.
         groups: this rank's place.
     """
-    chunks = build_chunks(config, groups, vocab_size=model_vocab_size(config.model, tokenizer))
+    chunks = build_unset_chunks(config, groups, vocab_size=model_vocab_size(config.model, tokenizer))
     load_weights(path, chunks)
     for chunk in chunks:
         chunk.eval()

@@ -15,7 +15,7 @@ from megamem.config import ModelConfig
 from megamem.formulas import training_flops_per_token
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
-from pretrain.build import build_chunks, wrap_chunks
+from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.checkpoint.folder import SavedState, newest_complete
 from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.loader import from_dict, to_dict, to_yaml
@@ -166,7 +166,8 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
         cache_dir=folder.data_cache,
     )
     held_out = HeldOutDataset(config.data.datasets, train.sequence_length, config.evaluation.max_sequences)
-    chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), groups)
+    build = build_chunks if saved is None else build_unset_chunks
+    chunks = wrap_chunks(build(config, groups, vocab_size=vocab_size), groups)
     run = Run(
         config=config,
         folder=folder,

@@ -5,7 +5,6 @@ Legend: b sequences of a microbatch, s tokens per sequence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from megamem.model import MemoryGPTModel
 from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.usage import block_number
 from parallel.groups import ParallelGroups
-from pretrain.optimizer import MemoryOptimizer
+from pretrain.optimizer import GradientNorms, MemoryOptimizer
 
 Batch = dict[str, Tensor]
 # A model chunk, bare or under DDP.
@@ -52,14 +50,16 @@ class StepResult:
     Attributes:
         loss: the training loss, without auxiliary losses.
         auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's tokens.
-        grad_norm: global norm before clipping.
-        updated: whether the norm was finite, and weights were updated.
+        grad_norm: global norm before clipping, without the tables if these are clipped apart.
+        value_grad_norm: the tables' norm before clipping if they are clipped apart, else None.
+        updated: whether the norms were finite, and weights were updated.
         stop_requested: whether any rank was told to stop.
     """
 
     loss: LossSum
     auxiliary: dict[str, dict[int, float]]
     grad_norm: float
+    value_grad_norm: float | None
     updated: bool
     stop_requested: bool
 
@@ -102,9 +102,9 @@ def train_step(
         unwrap(chunk).begin_step()
     optimizer.zero_grad()
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
-    updated, grad_norm = _update(optimizer)
+    updated, norms = _update(optimizer)
     loss, auxiliary, stop = _world_loss(losses, chunks, groups, stop_requested)
-    return StepResult(loss, auxiliary, grad_norm, updated, stop)
+    return StepResult(loss, auxiliary, norms.main, norms.tables, updated, stop)
 
 
 @torch.no_grad()
@@ -164,17 +164,15 @@ def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dic
     return total, num_tokens.int(), {"loss": torch.stack([total.detach().double(), num_tokens.double()])}
 
 
-def _update(optimizer: MemoryOptimizer) -> tuple[bool, float]:
-    """Clip by the global norm and step, or skip the step if the norm is not finite."""
+def _update(optimizer: MemoryOptimizer) -> tuple[bool, GradientNorms]:
+    """Clip by norm and step, or skip the step if a norm is not finite."""
     optimizer.prepare_grads()
-    grad_norm = optimizer.get_grad_norm()
-    if not math.isfinite(grad_norm):
-        return False, grad_norm
-    for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=part.config.clip_grad, total_norm=grad_norm)
+    norms = optimizer.gradient_norms()
+    if not norms.are_finite:
+        return False, norms
+    optimizer.clip(norms)
     optimizer.step_with_ready_grads()
-    return True, grad_norm
+    return True, norms
 
 
 def _world_loss(

@@ -17,6 +17,7 @@ from megamem.formulas import count_parameters, forward_flops_per_token, table_by
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from megamem.sharing import plan_sharing
 from parallel.layout import padded_size
+from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
 from pretrain.config.loader import load_config, to_dict, to_yaml
@@ -194,7 +195,37 @@ def extra_sections(config: RunConfig) -> list[Section]:
     sections = [_length_section(config), _model_section(config)]
     if config.model.memory is not None:
         sections.append(_initialisation_section(config.model, config.model.memory, config.seed))
+    if config.parallel.pipeline_layout is not None:
+        sections.append(_pipeline_section(config))
     return sections
+
+
+def _pipeline_section(config: RunConfig) -> Section:
+    """Which blocks stand where."""
+    parallel = config.parallel
+    try:
+        chunks = model_chunks(
+            config.model.num_layers,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            layout=parallel.pipeline_layout,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    lines = []
+    for stage in range(parallel.pipeline):
+        held = [
+            _chunk_text(chunk) for chunk in chunks_of_stage(chunks, pipeline=parallel.pipeline, pipeline_rank=stage)
+        ]
+        lines.append(f"stage {stage}: {'; '.join(held)}")
+    return Section("pipeline (blocks count from 0)", tuple(lines))
+
+
+def _chunk_text(chunk: ModelChunk) -> str:
+    layers = chunk.layers
+    blocks = f"block {layers.start}" if len(layers) == 1 else f"blocks {layers.start}..{layers.stop - 1}"
+    parts = ["embedding"] * chunk.has_embedding + [blocks] * bool(layers) + ["loss"] * chunk.has_loss
+    return ", ".join(parts)
 
 
 def _length_section(config: RunConfig) -> Section:

@@ -107,6 +107,7 @@ def _load_chunks(chunks: Sequence[MemoryGPTModel], loaded: dict[str, Any]) -> No
         result = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
         missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
         assert not missing, f"the checkpoint's entries left {missing} unset"
+        chunk.weights_are_set = True
 
 
 def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:

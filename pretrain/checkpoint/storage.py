@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -17,7 +19,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megamem.shards import walk_shards
 from pretrain.checkpoint.safe_metadata import check_index
 from pretrain.errors import CheckpointError
 
@@ -75,13 +79,14 @@ def _is_stream_failure(error: RuntimeError) -> bool:
 
 
 def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """Read every shard that `entries` asks for. Collective.
+    """Read every shard that `entries` asks for, whole. Collective.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, lacks an entry, or has it in another shape.
+        CheckpointError: the checkpoint is damaged, lacks an entry or a part of it, or has it in another shape.
     """
     check_index(folder)
     tensors, _ = _without_objects(entries)
+    _check_coverage(tensors, folder)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(tensors, str(folder))
     except (
@@ -97,6 +102,39 @@ def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
             f"the checkpoint {folder} cannot be read: {_reason(error)}. Remove it to use an earlier one"
         ) from error
     return loaded
+
+
+def _check_coverage(tensors: ShardedStateDict, folder: Path) -> None:
+    """Refuse, on every rank, a checkpoint that would leave an element of any rank's shards as it is: PyTorch reads what is there, and says nothing of holes."""
+    stored = torch_checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    problem = next(
+        (text for _, shard in walk_shards(tensors) if (text := _shortfall(shard, stored.get(shard.key)))), None
+    )
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if found := next((text for text in problems if text is not None), None):
+        raise CheckpointError(
+            f"the checkpoint {folder} does not hold what this model needs: {found}. Use the version of the package that wrote it, or remove it to use an earlier one"
+        )
+
+
+def _shortfall(shard: ShardedTensor, stored: Any) -> str | None:
+    """What a checkpoint lacks of a shard, in words; None if it has all of it. Stored parts do not overlap."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return f"it has no tensor {shard.key}"
+    if tuple(stored.size) != tuple(shard.global_shape):
+        return f"its {shard.key} has the shape {tuple(stored.size)}, and not {tuple(shard.global_shape)}"
+    # Along a prepended axis, a shard is one element long.
+    wanted = list(zip(shard.global_offset, (1,) * shard.prepend_axis_num + tuple(shard.local_shape), strict=True))
+    found = 0
+    for part in stored.chunks:
+        overlaps = (
+            min(start + size, part_start + part_size) - max(start, part_start)
+            for (start, size), part_start, part_size in zip(wanted, part.offsets, part.sizes, strict=True)
+        )
+        found += math.prod(max(0, overlap) for overlap in overlaps)
+    missing = math.prod(shard.local_shape) - found
+    return f"{missing} elements of {shard.key} are missing" if missing > 0 else None
 
 
 def _without_objects(entries: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from parallel.layout import Unit, split_units, unsplittable_units
+from parallel.pipeline_layout import layout_text, model_chunks, nearest_layouts, split_units_of
 from pretrain.config.schema import RunConfig
 
 _MAX_LAYOUTS_LISTED = 4
@@ -79,7 +80,40 @@ def _sequence(config: RunConfig) -> Iterator[str]:
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
-    """Equal chunks, and no sharing group or skip span that reaches over the edge of one."""
+    """No sharing group or skip span that reaches over the edge of a chunk."""
+    if config.parallel.pipeline_layout is not None:
+        yield from _uneven_chunks(config, config.parallel.pipeline_layout)
+    else:
+        yield from _even_chunks(config)
+
+
+def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    try:
+        chunks = model_chunks(
+            num_layers, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, layout=layout
+        )
+    except ValueError as error:
+        yield str(error)
+        return
+    units = unsplittable_units(config.model)
+    split = split_units_of(units, chunks)
+    if not split:
+        return
+    nearest = [
+        layout_text(found) for found in nearest_layouts(units, chunks, num_layers=num_layers, limit=_MAX_LAYOUTS_LISTED)
+    ]
+    where = ", ".join(f"{unit.first}..{unit.last}" for unit in split[:_MAX_LAYOUTS_LISTED])
+    more = f" and {len(split) - _MAX_LAYOUTS_LISTED} more" if len(split) > _MAX_LAYOUTS_LISTED else ""
+    fix = "the nearest layouts that work are " + ", ".join(nearest) if nearest else "use fewer chunks"
+    yield (
+        f"parallel.pipeline_layout is {layout!r}, which splits blocks {where}{more}: those share a memory bank, or a memory reads and adds there, and must "
+        f"stand on one chunk: {fix}"
+    )
+
+
+def _even_chunks(config: RunConfig) -> Iterator[str]:
+    """Equal chunks, and no unit that reaches over the edge of one."""
     parallel, num_layers, memory = config.parallel, config.model.num_layers, config.model.memory
     chunks = parallel.pipeline * parallel.virtual_pipeline
     layout = f"parallel.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline}"

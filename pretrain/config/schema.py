@@ -18,6 +18,11 @@ class ParallelConfig:
     """Pipeline stages."""
     virtual_pipeline: Annotated[int, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = 1
     """Model chunks per pipeline stage; above 1 selects the interleaved schedule."""
+    pipeline_layout: Annotated[str | None, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = (
+        None
+    )
+    """What each of the pipeline x virtual_pipeline chunks holds, in the order of the depth: E the embedding, t a block, L the loss, | between chunks,
+    x*3 or (..)*3 to repeat, as in Et|(ttt|)*2tL; null: equal numbers of blocks."""
     context: int = 1
     """Context-parallel size (needs model.implementation: transformer_engine)."""
     memory: int = 1
@@ -78,6 +83,11 @@ class OptimizerConfig:
     """AdamW's denominator offset."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    value_clip_grad: float | None = None
+    """Largest gradient norm of the memory tables (values and pre-values together), which then do not count in the global norm; 0: no clipping; null: they count in it."""
+    value_offload: Literal["none", "cpu"] = "none"
+    """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes per element that a rank owns,
+    by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW; none: on the device. See docs/offload.md."""
     value_lr_multiplier: float = 1.0
     """Learning rate of values and pre-values over that of the backbone, at the start."""
     value_lr_end_multiplier: float | None = None

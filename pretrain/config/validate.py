@@ -42,6 +42,7 @@ _NOT_NEGATIVE = (
     "optimizer.beta1",
     "optimizer.beta2",
     "optimizer.clip_grad",
+    "optimizer.value_clip_grad",
     "optimizer.value_lr_multiplier",
     "optimizer.value_lr_end_multiplier",
     "optimizer.value_lr_decay_tokens",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -106,10 +106,15 @@ def on(
 
 
 @contextlib.contextmanager
-def tiny_run(config: RunConfig) -> Iterator[TinyRun]:
-    """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout may follow."""
+def tiny_run(config: RunConfig, build_model: Callable[..., list[MemoryGPTModel]] = build_chunks) -> Iterator[TinyRun]:
+    """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout may follow.
+
+    Args:
+        config: the run.
+        build_model: what makes the chunks.
+    """
     with joined(config) as groups:
-        yield build(config, groups)
+        yield build(config, groups, build_model)
 
 
 @contextlib.contextmanager
@@ -126,9 +131,11 @@ def joined(config: RunConfig) -> Iterator[ParallelGroups]:
             parallel_state.destroy_model_parallel()
 
 
-def build(config: RunConfig, groups: ParallelGroups) -> TinyRun:
+def build(
+    config: RunConfig, groups: ParallelGroups, build_model: Callable[..., list[MemoryGPTModel]] = build_chunks
+) -> TinyRun:
     """Build a run on a layout whose groups are there."""
-    bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
+    bare = build_model(config, groups, vocab_size=VOCAB_SIZE)
     chunks = wrap_chunks(bare, groups)
     optimizer = build_optimizer(config, chunks, groups)
     return TinyRun(config, groups, bare, chunks, optimizer, [random_batches(config, groups) for _ in chunks])

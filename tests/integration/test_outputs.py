@@ -93,3 +93,20 @@ def test_data_parallel_ranks_share_the_batch(run: Path, megamem: Megamem, config
         assert [row[key] for row in steps(tmp_path / "run")] == pytest.approx(
             [row[key] for row in steps(run)], rel=1e-5
         )
+
+
+def test_a_run_says_who_steps_its_tables_and_their_norm(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    result = megamem(
+        "train",
+        config_file,
+        "--run-dir",
+        path,
+        "optimizer.value_offload=cpu",
+        "optimizer.value_clip_grad=0.5",
+        "train.num_steps=4",
+        "checkpoint.every_steps=0",
+    )
+    assert result.code == 0, result.output
+    assert "tables' main weights and moments in host memory (" in result.output
+    assert all(row["value_grad_norm"] > 0 for row in steps(path))

@@ -24,6 +24,7 @@ from commands import (
 )
 
 from parallel.launch import RankError, launch_ranks
+from pretrain import build
 from pretrain.callbacks import Quiet, Row, default_callbacks
 from pretrain.config.loader import load_config
 from pretrain.loop import train
@@ -247,6 +248,28 @@ def test_a_finished_run_can_be_made_longer(
     assert [row["step"] for row in added] == [21, 22, 23]
     assert [row["consumed_samples"] for row in added] == [168, 176, 184]
     assert [row["step"] for row in evaluations(run)] == [20, 23]
+
+
+def refuse_to_draw() -> None:
+    """Let whoever draws initial weights fail, in the process that calls this and those it forks."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("initial weights were drawn")
+
+    build.initialise = fail  # type: ignore[assignment]
+
+
+def test_only_a_run_that_starts_draws_weights(
+    stopped: Path, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
+) -> None:
+    run = copy(stopped, tmp_path / "run")
+    train_on = ("train", config_file, *layout.overrides, "train.num_steps=11", "--run-dir")
+    for command in ((*train_on, run), ("eval", run, "--own-layout"), ("generate", run, "--prompt", "a")):
+        result = megamem(*command, before=refuse_to_draw)
+        assert result.code == 0, result.output
+    fresh = megamem(*train_on, tmp_path / "fresh", before=refuse_to_draw)
+    assert fresh.code == 1
+    assert "initial weights were drawn" in fresh.output
 
 
 def test_the_batch_may_change(

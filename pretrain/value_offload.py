@@ -1,0 +1,236 @@
+"""Main weights and Adam moments of memory tables in host memory, stepped there.
+
+They take 12 bytes per element, which is what a table costs most of. With `optimizer.value_offload: cpu` a step brings the gradients to the host, updates
+there, and sends the weights back. The device keeps the weights and the gradient buffer, and nothing is added to them: everything
+passes through two windows of page-locked host memory of a fixed size, one of which is in flight while the host works on the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.config.schema import OptimizerConfig
+from pretrain.errors import ConfigError
+
+# Elements that pass through the host at a time: long enough to hide a copy behind the update of the one before, which takes longer. A multiple
+# of every vector width, so that windows do not change what is computed.
+WINDOW_ELEMENTS = 1 << 22
+
+
+class HostAdamW:
+    """AdamW on windows of host memory, with state that the caller keeps.
+
+    Attributes:
+        name: of the implementation, for people.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, *, step_is_tensor: bool) -> None:
+        """Wrap an optimizer whose only group, and state by parameter, are set anew for every window.
+
+        Args:
+            optimizer: an AdamW that keeps `step`, `exp_avg` and `exp_avg_sq` per parameter.
+            name: of the implementation.
+            step_is_tensor: whether its `step` is an fp32 tensor, or a number.
+        """
+        self.name = name
+        self._optimizer = optimizer
+        self._step_is_tensor = step_is_tensor
+
+    def update(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        num_updates: int,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """One update in place of a window: all tensors are flat fp32 in host memory, of one size.
+
+        Args:
+            weights: main weights.
+            gradient: theirs.
+            exp_avg: first moments.
+            exp_avg_sq: second moments.
+            num_updates: that the moments have seen, for bias correction.
+            lr: learning rate.
+            weight_decay: decoupled.
+        """
+        step: Any = torch.tensor(float(num_updates)) if self._step_is_tensor else num_updates
+        weights.grad = gradient
+        self._optimizer.param_groups[0].update(params=[weights], lr=lr, weight_decay=weight_decay)
+        self._optimizer.state[weights] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self._optimizer.step()
+        self._optimizer.state.clear()
+
+
+def has_deepspeed() -> bool:
+    """Whether tables in host memory are stepped by DeepSpeed."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def host_adamw(settings: OptimizerConfig) -> HostAdamW:
+    """DeepSpeed's AdamW if it is installed, else PyTorch's fused one.
+
+    Raises:
+        ConfigError: DeepSpeed is installed, and its operation cannot be compiled.
+    """
+    arguments: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+        "weight_decay": settings.weight_decay,
+    }
+    # Optimizers want a parameter when they are made; windows take its place.
+    nothing = [torch.zeros(1)]
+    if not has_deepspeed():
+        return HostAdamW(
+            torch.optim.AdamW(nothing, fused=True, **arguments), "PyTorch's fused AdamW", step_is_tensor=True
+        )
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    try:
+        optimizer = DeepSpeedCPUAdam(nothing, adamw_mode=True, **arguments)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"optimizer.value_offload is cpu and deepspeed is installed, but its CPU Adam cannot be compiled ({error.__cause__ or error}): "
+            "install ninja and a C++ compiler, or uninstall deepspeed to use PyTorch's AdamW, or set optimizer.value_offload: none"
+        ) from error
+    return HostAdamW(optimizer, "DeepSpeed's CPU AdamW", step_is_tensor=False)
+
+
+@dataclass(frozen=True)
+class HostShard:
+    """One rank's share of a table: E elements, flat.
+
+    Attributes:
+        group: the optimizer group, whose `lr` and `weight_decay` the schedule sets.
+        weights: [E] on the device, a view of the model's.
+        gradient: [E] fp32 on the device, a view of the reduced gradient's buffer.
+        main: [E] fp32 in host memory.
+        exp_avg: [E] fp32 in host memory.
+        exp_avg_sq: [E] fp32 in host memory.
+    """
+
+    group: dict[str, Any]
+    weights: Tensor
+    gradient: Tensor
+    main: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @staticmethod
+    def of(group: dict[str, Any], weights: Tensor, gradient: Tensor) -> HostShard:
+        """A shard with main weights copied from the device's, and moments at zero."""
+        main, exp_avg, exp_avg_sq = (torch.zeros(weights.numel(), dtype=torch.float32, device="cpu") for _ in range(3))
+        for window in _windows(weights.numel()):
+            # Widened on the host: the device never holds an fp32 copy.
+            main[window].copy_(weights[window].cpu())
+        return HostShard(group, weights, gradient, main, exp_avg, exp_avg_sq)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint."""
+        return {"param": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+class _Slot:
+    """One window's staging memory, and when it may be read and written.
+
+    Attributes:
+        gradient: fp32, filled from the device.
+        weights: in the dtype of the model's, sent to it.
+        arrived: the gradient is here.
+        sent: the weights have left.
+    """
+
+    def __init__(self, size: int, weights_dtype: torch.dtype, *, pinned: bool) -> None:
+        self.gradient = torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        self.weights = torch.empty(size, dtype=weights_dtype, device="cpu", pin_memory=pinned)
+        self.arrived, self.sent = torch.cuda.Event(), torch.cuda.Event()
+
+
+class HostTables:
+    """This rank's shares of all tables, and the update of them.
+
+    Attributes:
+        num_updates: that the moments have seen.
+    """
+
+    def __init__(self, shards: Sequence[HostShard], adamw: HostAdamW) -> None:
+        """Take over the shards; staging memory is allocated here, once.
+
+        Args:
+            shards: of one weights' dtype.
+            adamw: what steps them.
+        """
+        self.num_updates = 0
+        self._adamw = adamw
+        self._windows = [(shard, window) for shard in shards for window in _windows(shard.main.numel())]
+        if self._windows:
+            size = max(window.stop - window.start for _, window in self._windows)
+            device_weights = shards[0].weights
+            self._slots = [_Slot(size, device_weights.dtype, pinned=device_weights.is_cuda) for _ in range(2)]
+            self._copies = torch.cuda.Stream()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update main weights and moments from the gradients on the device, and the device's weights from them.
+
+        Copies run on a stream of their own, gradients one window ahead of the host's work and weights behind it.
+        """
+        if self._windows:
+            self._copies.wait_stream(torch.cuda.current_stream())
+            self._fetch(0)
+            for index in range(len(self._windows)):
+                if index + 1 < len(self._windows):
+                    self._fetch(index + 1)
+                self._update(index)
+                self._send(index)
+            torch.cuda.current_stream().wait_stream(self._copies)
+        self.num_updates += 1
+
+    def _fetch(self, index: int) -> None:
+        shard, window = self._windows[index]
+        slot = self._slots[index % 2]
+        with torch.cuda.stream(self._copies):
+            slot.gradient[: window.stop - window.start].copy_(shard.gradient[window], non_blocking=True)
+            slot.arrived.record(self._copies)
+
+    def _update(self, index: int) -> None:
+        shard, window = self._windows[index]
+        slot, size = self._slots[index % 2], window.stop - window.start
+        # Host sync, as the host works on what arrives; the next window is on its way meanwhile.
+        slot.arrived.synchronize()
+        self._adamw.update(
+            shard.main[window],
+            slot.gradient[:size],
+            shard.exp_avg[window],
+            shard.exp_avg_sq[window],
+            num_updates=self.num_updates,
+            lr=shard.group["lr"],
+            weight_decay=shard.group["weight_decay"],
+        )
+        # Two windows ago this memory was sent from; that is long done.
+        slot.sent.synchronize()
+        slot.weights[:size].copy_(shard.main[window])
+
+    def _send(self, index: int) -> None:
+        shard, window = self._windows[index]
+        slot = self._slots[index % 2]
+        with torch.cuda.stream(self._copies):
+            shard.weights[window].copy_(slot.weights[: window.stop - window.start], non_blocking=True)
+            slot.sent.record(self._copies)
+
+
+def _windows(num_elements: int) -> Iterator[slice]:
+    for start in range(0, num_elements, WINDOW_ELEMENTS):
+        yield slice(start, min(start + WINDOW_ELEMENTS, num_elements))
