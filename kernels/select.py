@@ -1,36 +1,68 @@
-"""Which implementation of the memory kernels a model uses."""
+"""The memory kernels of a model, in the implementation that `train.kernels` names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-from torch import Tensor
 
 from kernels.gather_dot import naive as naive_gather_dot
-from kernels.gather_dot import op as gather_dot_op
+from kernels.gather_dot.forward import grouped_gather_dot
+from kernels.gather_dot.op import differentiable_gather_dot
 from kernels.gather_sum import naive as naive_gather_sum
-from kernels.gather_sum import op as gather_sum_op
-
-
-class Gather(Protocol):
-    """The signature of both gathers: (table, ids, coef or x), and the block of each entry where there is more than one."""
-
-    def __call__(
-        self, table: Tensor, ids: Tensor, operand: Tensor, /, block: Tensor | None = None, num_blocks: int = 1
-    ) -> Tensor: ...
+from kernels.gather_sum.forward import grouped_gather_sum
+from kernels.gather_sum.op import differentiable_gather_sum
+from kernels.implementations import Implementation, Op, resolve
+from kernels.pieces import Gather, Pieces
+from kernels.segment_accumulate import naive as naive_segment_accumulate
+from kernels.segment_accumulate.forward import segment_accumulate
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The two gathers that carry every memory layer; their signatures are those of the naive twins."""
+    """The gathers that carry every memory layer, and what they are made of; their signatures are those of the naive twins."""
 
     gather_sum: Gather
     gather_dot: Gather
+    pieces: Pieces
+    """The same without autograd, for code that exchanges rows between ranks."""
+    implementations: Mapping[Op, Implementation]
+    """What was chosen for each op."""
 
 
-def select_kernels(implementation: Literal["auto", "naive"]) -> Kernels:
-    """The autograd ops (auto), or their differentiable PyTorch references (naive)."""
+def select_kernels(
+    implementation: Implementation = "auto",
+    overrides: Mapping[str, Implementation | None] | None = None,
+) -> Kernels:
+    """The kernels for tensors on one type of device.
+
+    Args:
+        implementation: of every op.
+        overrides: of single ops; None means `implementation`.
+    """
+    chosen = resolve(implementation, overrides)
+    built = {name: pieces_of(name) for name in set(chosen.values())}
+    pieces = Pieces(
+        built[chosen["gather_sum"]].sum_rows,
+        built[chosen["gather_dot"]].dot_rows,
+        built[chosen["segment_accumulate"]].accumulate,
+    )
+    return Kernels(
+        gather_sum=naive_gather_sum.gather_sum
+        if chosen["gather_sum"] == "naive"
+        else differentiable_gather_sum(pieces),
+        gather_dot=naive_gather_dot.gather_dot
+        if chosen["gather_dot"] == "naive"
+        else differentiable_gather_dot(pieces),
+        pieces=pieces,
+        implementations=chosen,
+    )
+
+
+def pieces_of(implementation: Implementation) -> Pieces:
+    """The three operations of one implementation."""
     if implementation == "naive":
-        return Kernels(naive_gather_sum.gather_sum, naive_gather_dot.gather_dot)
-    return Kernels(gather_sum_op.gather_sum, gather_dot_op.gather_dot)
+        return Pieces(
+            naive_gather_sum.gather_sum, naive_gather_dot.dot_rows, naive_segment_accumulate.segment_accumulate
+        )
+    assert implementation == "torch", implementation
+    return Pieces(grouped_gather_sum, grouped_gather_dot, segment_accumulate)

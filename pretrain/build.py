@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -41,6 +42,7 @@ def build_chunks(
     layout, model = config.parallel, config.model
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
+    kernels = select_kernels(config.train.kernels, asdict(config.train.kernel_overrides))
     chunks = []
     for chunk in range(layout.virtual_pipeline):
         layers = chunk_layers(
@@ -57,7 +59,7 @@ def build_chunks(
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             sequence_length=config.train.sequence_length,
             groups=groups.megatron,
-            kernels=select_kernels(config.train.kernels),
+            kernels=kernels,
             pre_process=layers.start == 0,
             post_process=layers.stop == model.num_layers,
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,

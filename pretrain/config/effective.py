@@ -36,9 +36,33 @@ def _has_pre_values(run: RunConfig) -> bool:
     return run.model.memory is not None and run.model.memory.pre_dim > 0
 
 
+def _gather_sum_is_naive(run: RunConfig) -> bool:
+    return (run.train.kernel_overrides.gather_sum or run.train.kernels) == "naive"
+
+
+def _multiplies_rows(run: RunConfig) -> bool:
+    return _has_pre_values(run) or (_has_memory(run) and not _gather_sum_is_naive(run))
+
+
+def _accumulates(run: RunConfig) -> bool:
+    gather_dot_is_naive = (run.train.kernel_overrides.gather_dot or run.train.kernels) == "naive"
+    return (_has_memory(run) and not _gather_sum_is_naive(run)) or (_has_pre_values(run) and not gather_dot_is_naive)
+
+
 RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("parallel.memory", _has_groups, "model.memory or model.moe is set"),
     CrossRule("train.kernels", _has_memory, "model.memory is set"),
+    CrossRule("train.kernel_overrides.gather_sum", _has_memory, "model.memory is set"),
+    CrossRule(
+        "train.kernel_overrides.gather_dot",
+        _multiplies_rows,
+        "model.memory has pre-values or a gather_sum that is not naive (whose gradient it computes)",
+    ),
+    CrossRule(
+        "train.kernel_overrides.segment_accumulate",
+        _accumulates,
+        "model.memory is set and a gather is not naive (a naive gather leaves its gradients to autograd)",
+    ),
     CrossRule("logging.memory_every_steps", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_weight_decay", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_lr_multiplier", _has_memory, "model.memory is set"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from kernels.implementations import Implementation
 from megamem.config import EffectiveWhen, ModelConfig
 
 
@@ -27,6 +28,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class KernelOverridesConfig:
+    """The implementation of single memory kernels, where it is not that of train.kernels."""
+
+    gather_sum: Implementation | None = None
+    """Weighted sums of table rows; null: train.kernels."""
+    gather_dot: Implementation | None = None
+    """Products of table rows with a vector; null: train.kernels."""
+    segment_accumulate: Implementation | None = None
+    """Gradients of tables; null: train.kernels."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length, batch and precision of a run."""
 
@@ -44,8 +57,10 @@ class TrainConfig:
     """Activation recomputation: every block (full), or the attention core only (selective)."""
     max_skipped_steps: int = 20
     """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
-    kernels: Literal["auto", "naive"] = "auto"
-    """auto: the fastest memory kernels this machine has; naive: the PyTorch reference."""
+    kernels: Implementation = "auto"
+    """Implementation of the memory kernels. auto: the fastest that this machine can run; torch: PyTorch operations; naive: the references."""
+    kernel_overrides: KernelOverridesConfig = field(default_factory=KernelOverridesConfig)
+    """Another implementation for single operations."""
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.gather_dot import gather_dot
 from kernels.gather_dot import naive as naive_dot
-from kernels.gather_sum import gather_sum
 from kernels.gather_sum import naive as naive_sum
 from kernels.segment_accumulate import naive as naive_accumulate
-from kernels.segment_accumulate import segment_accumulate
+from kernels.segment_accumulate.forward import segment_accumulate
 from kernels.segment_accumulate.op import table_gradient
 from kernels.select import select_kernels
 
 # Largest error over the largest element of the reference, which is computed from the same inputs in float64.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)
+
+gather_sum, gather_dot = select_kernels("torch").gather_sum, select_kernels("torch").gather_dot
 
 Gather = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -371,5 +371,7 @@ def test_every_row_at_once_adds_up() -> None:
 def test_the_config_selects_op_or_twin() -> None:
     assert select_kernels("naive").gather_sum is naive_sum.gather_sum
     assert select_kernels("naive").gather_dot is naive_dot.gather_dot
-    assert select_kernels("auto").gather_sum is gather_sum
-    assert select_kernels("auto").gather_dot is gather_dot
+    mixed = select_kernels("torch", {"gather_sum": "naive"})
+    assert mixed.gather_sum is naive_sum.gather_sum
+    assert mixed.gather_dot is not naive_dot.gather_dot
+    assert mixed.implementations == {"gather_sum": "naive", "gather_dot": "torch", "segment_accumulate": "torch"}
