@@ -8,7 +8,7 @@ from typing import Literal, get_args
 Implementation = Literal["auto", "torch", "naive"]
 """auto: see `resolve`; torch: PyTorch operations without large temporaries; naive: the oracles, by PyTorch's autograd."""
 
-Op = Literal["gather_sum", "gather_dot", "segment_accumulate"]
+Op = Literal["gather_sum", "gather_dot", "segment_accumulate", "tucker_topk", "product_topk"]
 OPS: tuple[Op, ...] = get_args(Op)
 
 

@@ -13,18 +13,21 @@ from kernels.gather_sum.forward import grouped_gather_sum
 from kernels.gather_sum.op import differentiable_gather_sum
 from kernels.implementations import Implementation, Op, resolve
 from kernels.pieces import Gather, Pieces
+from kernels.retrieval import PRODUCT_TOPK, TUCKER_TOPK, ProductTopk, TuckerTopk
 from kernels.segment_accumulate import naive as naive_segment_accumulate
 from kernels.segment_accumulate.forward import segment_accumulate
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The gathers that carry every memory layer, and what they are made of; their signatures are those of the naive twins."""
+    """The selections and gathers that carry every memory layer, and what the gathers are made of; their signatures are those of the naive twins."""
 
     gather_sum: Gather
     gather_dot: Gather
+    tucker_topk: TuckerTopk
+    product_topk: ProductTopk
     pieces: Pieces
-    """The same without autograd, for code that exchanges rows between ranks."""
+    """The gathers without autograd, for code that exchanges rows between ranks."""
     implementations: Mapping[Op, Implementation]
     """What was chosen for each op."""
 
@@ -40,7 +43,8 @@ def select_kernels(
         overrides: of single ops; None means `implementation`.
     """
     chosen = resolve(implementation, overrides)
-    built = {name: pieces_of(name) for name in set(chosen.values())}
+    gathers: tuple[Op, ...] = ("gather_sum", "gather_dot", "segment_accumulate")
+    built = {name: pieces_of(name) for name in {chosen[op] for op in gathers}}
     pieces = Pieces(
         built[chosen["gather_sum"]].sum_rows,
         built[chosen["gather_dot"]].dot_rows,
@@ -53,6 +57,8 @@ def select_kernels(
         gather_dot=naive_gather_dot.gather_dot
         if chosen["gather_dot"] == "naive"
         else differentiable_gather_dot(pieces),
+        tucker_topk=TUCKER_TOPK[chosen["tucker_topk"]],
+        product_topk=PRODUCT_TOPK[chosen["product_topk"]],
         pieces=pieces,
         implementations=chosen,
     )

@@ -77,6 +77,7 @@ class MemoryGPTModel(GPTModel):
             plan=plan,
             index_of=index_of,
             banks=banks,
+            kernels=kernels,
             seed=seed,
             token_group=groups.tp_cp,
         )
@@ -185,6 +186,7 @@ def _memory_maker(
     plan: SharingPlan | None,
     index_of: dict[int, int],
     banks: dict[int, Bank],
+    kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
 ) -> Callable[[], MemoryLayer] | None:
@@ -197,6 +199,7 @@ def _memory_maker(
         memory,
         view,
         _Unregistered(banks[view.bank]),
+        kernels=kernels,
         num_bank_rows=plan.banks[view.bank].num_rows,
         name=f"decoder.layers.{layer}.mlp.memory",
         seed=seed,

@@ -37,6 +37,10 @@ class KernelOverridesConfig:
     """Products of table rows with a vector; null: train.kernels."""
     segment_accumulate: Implementation | None = None
     """Gradients of tables; null: train.kernels."""
+    tucker_topk: Implementation | None = None
+    """Selection of slots by Tucker-decomposed scores (ultramem_v2, ultramem); null: train.kernels."""
+    product_topk: Implementation | None = None
+    """Selection of slots by product keys (pkm, memory_plus, peer); null: train.kernels."""
 
 
 @dataclass(frozen=True)
