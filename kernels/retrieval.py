@@ -40,16 +40,13 @@ class ProductTopk(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-# There is no selection in C++: cpu means PyTorch's.
 TUCKER_TOPK: Mapping[str, TuckerTopk] = {
     "triton": tucker_topk_triton,
-    "cpu": tucker_topk_torch,
     "torch": tucker_topk_torch,
     "naive": naive_tucker.tucker_topk,
 }
 PRODUCT_TOPK: Mapping[str, ProductTopk] = {
     "triton": product_topk_triton,
-    "cpu": product_topk_torch,
     "torch": product_topk_torch,
     "naive": naive_product.product_topk,
 }

@@ -5,6 +5,8 @@ Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the fir
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,12 @@ def product_topk_torch(row_scores: Tensor, column_scores: Tensor, row_top_k: int
 
 @torch.library.custom_op("megamem::product_topk_triton", mutates_args=())
 def product_topk_triton(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.product_topk.triton.product_topk`."""
-    from kernels.product_topk import triton
+    """See `kernels.product_topk.triton_kernel.product_topk`."""
+    from kernels.product_topk import triton_kernel
 
-    return triton.product_topk(row_scores, column_scores, row_top_k, top_k)
+    # Triton launches on the current device.
+    with torch.cuda.device(row_scores.device) if row_scores.is_cuda else nullcontext():
+        return triton_kernel.product_topk(row_scores, column_scores, row_top_k, top_k)
 
 
 @product_topk_torch.register_fake

@@ -5,6 +5,8 @@ Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -25,10 +27,12 @@ def tucker_topk_torch(
 def tucker_topk_triton(
     row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.tucker_topk.triton.tucker_topk`."""
-    from kernels.tucker_topk import triton
+    """See `kernels.tucker_topk.triton_kernel.tucker_topk`."""
+    from kernels.tucker_topk import triton_kernel
 
-    return triton.tucker_topk(row_scores, column_scores, core_sum, u, v, row_top_k, top_k)
+    # Triton launches on the current device.
+    with torch.cuda.device(row_scores.device) if row_scores.is_cuda else nullcontext():
+        return triton_kernel.tucker_topk(row_scores, column_scores, core_sum, u, v, row_top_k, top_k)
 
 
 @tucker_topk_torch.register_fake

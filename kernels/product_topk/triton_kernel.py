@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.list_topk.naive import check_top_k
-from kernels.list_topk.triton import (
+from kernels.list_topk.triton_kernel import (
     PADDING,
     best_of_both_sides,
     best_slots,
