@@ -189,9 +189,7 @@ def _accumulate(
 
 
 @_accumulate.register_fake
-def _(
-    accumulator: Tensor, sorted_rows: Tensor, order: Tensor, coef: Tensor, vec: Tensor, block: Tensor | None
-) -> None:
+def _(accumulator: Tensor, sorted_rows: Tensor, order: Tensor, coef: Tensor, vec: Tensor, block: Tensor | None) -> None:
     return None
 
 
