@@ -77,3 +77,9 @@ def compiler() -> str | None:
     """Path of the C++ compiler: `$CXX`, or the first of c++, g++ and clang++ there is; None without one."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def describe(chosen: Mapping[Op, Implementation]) -> str:
+    """What was chosen, in a few words: `cpu`, or `gather_sum cpu, gather_dot naive, segment_accumulate cpu`."""
+    names = set(chosen.values())
+    return names.pop() if len(names) == 1 else ", ".join(f"{op} {name}" for op, name in chosen.items())

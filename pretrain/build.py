@@ -16,12 +16,14 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.module import Float16Module
 
-from kernels.select import select_kernels
+from kernels.implementations import KernelUnavailableError
+from kernels.select import Kernels, select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from parallel.layout import chunk_layers, padded_size
 from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
 from pretrain.megatron import ddp_config, parameter_dtype, transformer_config
 
 
@@ -38,11 +40,12 @@ def build_chunks(
 
     Raises:
         ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
+        ConfigError: this machine cannot run the memory kernels that were asked for.
     """
     layout, model = config.parallel, config.model
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
-    kernels = select_kernels(config.train.kernels, asdict(config.train.kernel_overrides))
+    kernels = memory_kernels(config, groups.device.type)
     chunks = []
     for chunk in range(layout.virtual_pipeline):
         layers = chunk_layers(
@@ -70,6 +73,19 @@ def build_chunks(
         chunks.append(built)
     initialise(chunks, model, seed=config.seed)
     return chunks
+
+
+def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
+    """The memory kernels that the configuration asks for, compiled if need be.
+
+    Raises:
+        ConfigError: this machine cannot run them.
+    """
+    train = config.train
+    try:
+        return select_kernels(train.kernels, asdict(train.kernel_overrides), device_type=device_type)
+    except KernelUnavailableError as error:
+        raise ConfigError(f"train.kernels is {train.kernels}: {error}") from error
 
 
 def _tag_tensor_parallel(chunk: MemoryGPTModel) -> None:

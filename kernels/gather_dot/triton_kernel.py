@@ -35,7 +35,7 @@ def gather_dot_kernel(
     row = tl.load(ids + entry, mask=present, other=0)
     if B > 1:
         b = tl.load(block + entry, mask=present, other=0)
-    products = tl.zeros([ENTRIES, COLUMNS], SUM)
+    products = tl.zeros([ENTRIES], SUM)
     for start in range(0, PER_GROUP, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         in_row = columns < PER_GROUP
@@ -44,9 +44,8 @@ def gather_dot_kernel(
         rows = tl.load(table + at, mask=mask, other=0).to(SUM)
         if B > 1:
             vector_at = ((t * B + b) * W + group * PER_GROUP)[:, None] + columns[None, :]
-            products += rows * tl.load(x + vector_at, mask=mask, other=0).to(SUM)
+            products += tl.sum(rows * tl.load(x + vector_at, mask=mask, other=0).to(SUM), axis=1)
         else:
             vector = tl.load(x + t * W + group * PER_GROUP + columns, mask=in_row, other=0).to(SUM)
-            # Entries past the last have rows of zeros, whose products with an infinity must not be seen either.
-            products += tl.where(mask, rows * vector[None, :], 0.0)
-    tl.store(out + entry * C + group, tl.sum(products, axis=1).to(out.dtype.element_ty), mask=present)
+            products += tl.sum(rows * vector[None, :], axis=1)
+    tl.store(out + entry * C + group, products.to(out.dtype.element_ty), mask=present)

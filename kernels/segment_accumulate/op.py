@@ -35,9 +35,10 @@ def table_gradient(
     """
     main_grad = getattr(table, "main_grad", None)
     if main_grad is None:
-        gradient = torch.zeros_like(table)
+        # Added up in fp32 at least, and rounded once.
+        gradient = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
         accumulate(gradient, ids, coef, vec, block)
-        return gradient
+        return gradient.to(table.dtype)
     accumulate(main_grad, ids, coef, vec, block)
     table.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.sparse_coo_tensor(

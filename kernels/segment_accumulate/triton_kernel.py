@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "J", "stride", "reach_before", "reach"])
 def segment_accumulate_kernel(
     accumulator,
     sorted_rows,

@@ -62,7 +62,7 @@ class TrainConfig:
     max_skipped_steps: int = 20
     """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
     kernels: Implementation = "auto"
-    """Implementation of the memory kernels. auto: the fastest that this machine can run; torch: PyTorch operations; naive: the references."""
+    """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler, else torch (its operations); naive: the references."""
     kernel_overrides: KernelOverridesConfig = field(default_factory=KernelOverridesConfig)
     """Another implementation for single operations."""
 
