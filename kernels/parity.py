@@ -107,7 +107,7 @@ def _outcome(
     is_twin = table.dtype == torch.float64
     if not is_twin:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-    leaf = operand.to(device).requires_grad_()
+    leaf = operand.detach().clone().to(device).requires_grad_()
     out = gather(parameter, ids.to(device), leaf, None if block is None else block.to(device), num_blocks)
     out.backward(gradient.to(device))
     main_grad = parameter.grad if is_twin else getattr(parameter, "main_grad", None)

@@ -53,7 +53,7 @@ struct sum_of<double> {
 
 constexpr int64_t kCacheLine = 64;
 // Entries between asking for a row and using it: about one access to memory at the time that a row takes.
-constexpr int64_t kAhead = 12;
+constexpr int64_t kAhead = 8;
 
 // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops the calls.
 template <bool kWrite>
