@@ -6,7 +6,7 @@ RUN ?= runs/quickstart
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest minimum clean
+.PHONY: help quickstart test lint pytest minimum bench-gpu clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ PYTEST := "$(BIN)/python" -m pytest -p tests.collected_minimum
 
 help:  ## this list
 	@echo "make TARGET [PYTHON=python3.11] [VENV=.venv]"
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
 
 quickstart:  ## train, evaluate and sample a small memory model on this machine; again: resume, or say that it is finished
 	@$(INSTALL) requirements/quickstart.txt
@@ -55,6 +55,11 @@ pytest:  ## the test suite alone
 minimum:  ## after adding tests: raise the number below which the suite counts as incomplete
 	@$(INSTALL) requirements/test.txt
 	@$(PYTEST) --collect-only --quiet --raise-collected-minimum | tail -n 2
+
+bench-gpu:  ## the memory kernels on this machine's GPU: their tests, then their speed. PYTHON must have a CUDA build of torch, and Triton
+	"$(PYTHON)" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench-gpu: this machine has no GPU that torch can use")'
+	"$(PYTHON)" -m pytest -q tests/gpu
+	"$(PYTHON)" -m tools.cli bench kernels --shapes 227m 1b shard --rounds 20 --compile-naive
 
 clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf "$(VENV)" "$(VENV)-old" build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -136,6 +136,7 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
         memory,
         view,
         tables,
+        kernels=select_kernels("torch"),
         num_bank_rows=plan.banks[view.bank].num_rows,
         name=f"decoder.layers.{model.memory_spans[index].read}.mlp.memory",
         seed=seed,

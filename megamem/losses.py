@@ -13,7 +13,7 @@ Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,14 +94,18 @@ class AuxiliaryLosses:
         self._penalty, self._penalty_gradient = penalty, gradient
 
     def inject(
-        self, out: Tensor, cores: Tensor | None, stage_scores: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]
+        self,
+        out: Tensor,
+        cores: Tensor | None,
+        stage_scores: Callable[[], tuple[Tensor, Tensor]],
+        kept: tuple[Tensor, Tensor],
     ) -> Tensor:
         """The layer's output, through which backward also adds the gradients of the losses. To be called with gradients enabled only.
 
         Args:
             out: [T, D].
             cores: [C, H, R, R], or None in layers without.
-            stage_scores: [T, H, N] each, what the first stage ranked rows and columns by, differentiable.
+            stage_scores: gives, [T, H, N] each, what the first stage ranked rows and columns by, differentiable.
             kept: [T, H, M] each, int64 rows and columns that it kept.
         """
         num_tokens = out.shape[0]
@@ -114,7 +118,7 @@ class AuxiliaryLosses:
             linear = (cores.sum(0) * self._penalty_gradient).sum()
             out = _inject(out, linear, self.penalty_weight * num_tokens)
         if self.balance_weight:
-            balance = key_balance(torch.stack(stage_scores), torch.stack(kept), self.token_group)
+            balance = key_balance(torch.stack(stage_scores()), torch.stack(kept), self.token_group)
             values[2] = balance.detach()
             out = _inject(out, balance, self.balance_weight * num_tokens)
         self.sums += values * num_tokens

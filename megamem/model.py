@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from kernels.select import Kernels
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import FfnWithMemory
@@ -46,6 +47,7 @@ class MemoryGPTModel(GPTModel):
         sequence_length: int,
         groups: ProcessGroupCollection,
         make_bank: MakeBank,
+        kernels: Kernels,
         side_stream: SideStream,
         pre_process: bool,
         post_process: bool,
@@ -62,6 +64,7 @@ class MemoryGPTModel(GPTModel):
             sequence_length: tokens per sequence.
             groups: Megatron's process groups.
             make_bank: builds the banks.
+            kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
             pre_process: whether this chunk holds the embedding.
             post_process: whether it holds the final norm and output projection.
@@ -81,6 +84,7 @@ class MemoryGPTModel(GPTModel):
             plan=plan,
             index_of=index_of,
             banks=banks,
+            kernels=kernels,
             seed=seed,
             token_group=groups.tp_cp,
         )
@@ -196,6 +200,7 @@ def _memory_maker(
     plan: SharingPlan | None,
     index_of: dict[int, int],
     banks: dict[int, Bank],
+    kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
 ) -> Callable[[], MemoryLayer] | None:
@@ -208,6 +213,7 @@ def _memory_maker(
         memory,
         view,
         _Unregistered(banks[view.bank]),
+        kernels=kernels,
         num_bank_rows=plan.banks[view.bank].num_rows,
         name=f"decoder.layers.{layer}.mlp.memory",
         seed=seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -16,7 +17,8 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.module import Float16Module
 
-from kernels.select import select_kernels
+from kernels.implementations import KernelUnavailableError
+from kernels.select import Kernels, select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.side_stream import SideStream
@@ -25,6 +27,7 @@ from parallel.layout import padded_size
 from parallel.pipeline_layout import chunks_of_stage
 from parallel.sharded_bank import make_bank
 from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
 from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 
 
@@ -55,10 +58,12 @@ def build_unset_chunks(
 
     Raises:
         ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
+        ConfigError: this machine cannot run the memory kernels that were asked for.
     """
     layout, model = config.parallel, config.model
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
+    kernels = memory_kernels(config, groups.device.type)
     side_stream = _side_stream(config, groups)
     chunks = []
     of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
@@ -70,7 +75,8 @@ def build_unset_chunks(
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             sequence_length=config.train.sequence_length,
             groups=groups.megatron,
-            make_bank=partial(make_bank, kernels=select_kernels(config.train.kernels), groups=groups.megatron),
+            make_bank=partial(make_bank, kernels=kernels, groups=groups.megatron),
+            kernels=kernels,
             side_stream=side_stream,
             pre_process=chunk.has_embedding,
             post_process=chunk.has_loss,
@@ -81,6 +87,19 @@ def build_unset_chunks(
         _tag_tensor_parallel(built)
         chunks.append(built)
     return chunks
+
+
+def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
+    """The memory kernels that the configuration asks for, compiled if need be.
+
+    Raises:
+        ConfigError: this machine cannot run them.
+    """
+    train = config.train
+    try:
+        return select_kernels(train.kernels, asdict(train.kernel_overrides), device_type=device_type)
+    except KernelUnavailableError as error:
+        raise ConfigError(f"train.kernels is {train.kernels}: {error}") from error
 
 
 def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:

@@ -1,4 +1,4 @@
-"""What every test may use: one thread per process, and the golden cases."""
+"""What every test may use: one thread per process, Triton's interpreter where there is no GPU, and the golden cases."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # Triton decides when it is imported: without a GPU its kernels are interpreted.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`megamem bench`: training speed of configurations, side by side."""
+"""`megamem bench`: training speed of configurations, side by side; or of the memory kernels (`megamem bench kernels`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tools.kernel_bench import add_arguments, run_kernel_bench, unread_options
 from tools.ranks import default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -19,9 +20,11 @@ examples:
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 2
   megamem bench configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --vary parallel.memory=1,2,4 --nproc 4
+  megamem bench kernels --tokens 2048 --dtypes bf16
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides apply to each.
 Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory), per optimizer step.
+`kernels` in place of the configurations times the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.
 """
 
 
@@ -30,11 +33,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="training speed of configurations, side by side",
-        description="Time optimizer steps of one or more configurations on the same ranks, taking turns.",
+        description="Time optimizer steps of one or more configurations on the same ranks, taking turns; or the memory kernels.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files; then key=value overrides")
+    parser.add_argument(
+        "configs",
+        metavar="CONFIG",
+        nargs="+",
+        help="YAML files; then key=value overrides; or the word kernels",
+    )
     parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (default: as `megamem train`)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="figures per configuration (default: 5)")
@@ -46,11 +54,18 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="token ids where model.vocab_size is not set (default: 4096)",
     )
+    add_arguments(parser)
     parser.set_defaults(func=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
     """Measures and prints."""
+    if args.configs == ["kernels"]:
+        if args.rounds < 1:
+            raise ConfigError("nothing to measure: use --rounds of at least 1")
+        return run_kernel_bench(args)
+    if unread := list(unread_options(args)):
+        raise ConfigError(f"{', '.join(unread)} has no effect without `kernels`: megamem bench kernels {unread[0]} ...")
     overrides = [word for word in args.configs if "=" in word]
     paths = [word for word in args.configs if "=" not in word]
     if not paths or args.rounds < 1 or args.steps < 1:

@@ -50,7 +50,7 @@ written after every run. A file named base.yaml is what others build on, and is 
 """
 
 # What may have changed since a run was made, because it moves no loss but by rounding.
-_FREE_KEYS = ("name", "parallel.", "checkpoint.", "logging.", "data.num_workers", "train.kernels")
+_FREE_KEYS = ("name", "parallel.", "checkpoint.", "logging.", "data.num_workers", "train.kernel")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
+from pretrain.config.fields import field_specs
 from pretrain.config.loader import load_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
@@ -325,7 +326,8 @@ def _explained_section(config: Any, prefix: str, docs: dict[str, FieldDoc], sile
         if key in silent:
             yield f"{comment}{item.name}: without effect unless {silent[key]}"
         elif dataclasses.is_dataclass(value):
-            yield f"{indent}{item.name}:"
+            is_silent = all(f"{key}.{name}" in silent for name in field_specs(type(value)))
+            yield f"{indent}{item.name}:{' {}' if is_silent else ''}"
             yield from _explained_section(value, f"{key}.", docs, silent)
         elif isinstance(value, tuple) and value:
             plain = [to_dict(part) if dataclasses.is_dataclass(part) else part for part in value]

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
-from tools.ranks import at_least_one_rank, fewest_ranks, num_visible_gpus, run_on_ranks, started_world_size
+from tools.ranks import at_least_one_rank, fewest_ranks, run_on_ranks, started_world_size
 
 _EPILOG = """\
 examples:

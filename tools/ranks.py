@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig
 from pretrain.errors import ConfigError
 
@@ -35,15 +35,6 @@ def default_num_ranks(parallel: ParallelConfig) -> int:
 def fewest_ranks(parallel: ParallelConfig) -> int:
     """Ranks of the layout without more data parallelism than the memory group needs."""
     return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.memory)
-
-
-def num_visible_gpus() -> int:
-    """GPUs that ranks of this machine may use."""
-    # Asking torch would initialise CUDA in this process, which is about to fork.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip()])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def at_least_one_rank(text: str) -> int:

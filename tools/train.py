@@ -95,7 +95,10 @@ def train_rank(config: RunConfig, folder: RunFolder) -> None:
 
 
 def _headline(run: Run) -> str:
-    """The run in two lines, and who steps the tables if that is the host."""
+    """The run in two lines, what `auto` chose, and who steps the tables if that is the host."""
+    from dataclasses import asdict
+
+    from kernels.implementations import describe, resolve
     from megamem.formulas import count_parameters
     from parallel.layout import padded_size
     from pretrain.run import model_vocab_size
@@ -104,10 +107,12 @@ def _headline(run: Run) -> str:
     counts = count_parameters(model, padded_size(model_vocab_size(model, run.tokenizer), model.vocab_size_multiple))
     offload = run.optimizer.describe_offload()
     kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
+    chosen = resolve(train.kernels, asdict(train.kernel_overrides), run.groups.device.type)
+    kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""
     return (
         f"{run.config.name}: {counts.total / 1e6:.1f}M parameters ({kind}), {counts.active / 1e6:.2f}M active per token\n"
         f"{run.groups.world_size} ranks (tensor {layout.tensor} x pipeline {layout.pipeline} x data {run.groups.data_size}), {train.precision}, "
-        f"{train.num_steps} steps of {run.tokens_per_step:,} tokens" + (f"\n{offload}" if offload else "")
+        f"{train.num_steps} steps of {run.tokens_per_step:,} tokens{kernels}" + (f"\n{offload}" if offload else "")
     )
 
 

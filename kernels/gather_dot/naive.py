@@ -29,3 +29,18 @@ def gather_dot(table: Tensor, ids: Tensor, x: Tensor, block: Tensor | None = Non
         block = torch.zeros_like(ids)
     member = F.one_hot(block, num_blocks).to(table.dtype)
     return torch.einsum("tjw,tjb,tbw->tj", table[ids], member, x.view(x.shape[0], num_blocks, table.shape[1]))
+
+
+def dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None = None) -> Tensor:
+    """One `gather_dot` per column group: the reference of `kernels.pieces.DotRows`. Arguments and result as there."""
+    width = table.shape[1]
+    num_blocks = x.shape[1] // width if width else 1
+    per_group = zip(
+        table.view(-1, num_groups, width // num_groups).unbind(1),
+        x.reshape(x.shape[0], num_blocks, num_groups, width // num_groups).unbind(2),
+        strict=True,
+    )
+    return torch.stack(
+        [gather_dot(columns, ids, part.reshape(x.shape[0], -1), block, num_blocks) for columns, part in per_group],
+        dim=2,
+    )

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from kernels.select import Kernels
 from megamem.bank import TableLookup
 from megamem.config import MemoryConfig
 from megamem.losses import AuxiliaryLosses
@@ -46,6 +47,7 @@ class MemoryLayer(MegatronModule):
         view: LayerView,
         lookup: TableLookup,
         *,
+        kernels: Kernels,
         num_bank_rows: int,
         name: str,
         seed: int,
@@ -58,6 +60,7 @@ class MemoryLayer(MegatronModule):
             memory: this layer's config.
             view: the window of the bank that this layer sees.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
+            kernels: the selections.
             num_bank_rows: rows of the bank, at which the window wraps around.
             name: the layer's global name, which keys its shuffle.
             seed: the run's seed.
@@ -66,6 +69,7 @@ class MemoryLayer(MegatronModule):
         super().__init__(config=config)
         self.name = name
         self.memory, self.view, self.lookup, self.num_bank_rows = memory, view, lookup, num_bank_rows
+        self.kernels = kernels
         self.epsilon = config.layernorm_epsilon
         self.losses = (
             AuxiliaryLosses(memory, token_group, parameter_device(config)) if memory.has_auxiliary_losses else None
@@ -111,8 +115,7 @@ class MemoryLayer(MegatronModule):
         if torch.is_grad_enabled():
             # Once per microbatch: the first forward of a recomputed block runs without gradients, as does evaluation.
             if self.losses is not None:
-                stage_scores = (found.row_scores, found.column_scores)
-                out = self.losses.inject(out, self.cores, stage_scores, (found.row_ids, found.column_ids))
+                out = self.losses.inject(out, self.cores, found.stage_scores, (found.row_ids, found.column_ids))
             if self.usage is not None:
                 self.usage.record(rows, found.scores, out)
         return out.view_as(hidden)

@@ -46,7 +46,13 @@ class ProductKeyLayer(MemoryLayer):
     def retrieve(self, x: Tensor) -> Retrieved:
         """See `MemoryLayer.retrieve`; the scores are softmaxed within a head."""
         row_scores, column_scores = self.key_scores(x)
-        return retrieve(row_scores, column_scores, row_top_k=self.memory.row_top_k, top_k=self.memory.top_k)
+        return retrieve(
+            row_scores,
+            column_scores,
+            row_top_k=self.memory.row_top_k,
+            top_k=self.memory.top_k,
+            select=self.kernels.product_topk,
+        )
 
     def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Row and column scores of the tokens `x` [T, D], each [T, H, N]: the products of Eq. 3, with keys as they are."""

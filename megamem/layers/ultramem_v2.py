@@ -74,6 +74,7 @@ class UltraMemV2Layer(MemoryLayer):
             self.v.to(wide),
             row_top_k=self.memory.row_top_k,
             top_k=self.memory.top_k,
+            select=self.kernels.tucker_topk,
         )
 
     def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ Legend: T tokens, H heads, N keys per side, C scores per entry (Tucker cores), M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,13 +21,12 @@ class Retrieved:
             Product keys: the softmax of the summed scores within a head, C = 1.
         row_ids: [T, H, M], int64 rows kept by the first stage, best first.
         column_ids: [T, H, M], the columns.
-        row_scores: [T, H, N], what the first stage ranked rows by; differentiable, for the balance loss.
-        column_scores: [T, H, N], the same of the columns.
+        stage_scores: what the first stage ranked rows and columns by, [T, H, N] each; differentiable, for the balance loss. Computed when
+            called, because nothing else needs them.
     """
 
     slots: Tensor
     scores: Tensor
     row_ids: Tensor
     column_ids: Tensor
-    row_scores: Tensor
-    column_scores: Tensor
+    stage_scores: Callable[[], tuple[Tensor, Tensor]]

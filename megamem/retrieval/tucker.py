@@ -8,11 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.retrieval import TuckerTopk
+from kernels.tucker_topk.naive import gather_keys
+from kernels.tucker_topk.op import tucker_topk_torch
 from megamem.retrieval.retrieved import Retrieved
 
 
 def retrieve(
-    row_scores: Tensor, column_scores: Tensor, cores: Tensor, u: Tensor, v: Tensor, *, row_top_k: int, top_k: int
+    row_scores: Tensor,
+    column_scores: Tensor,
+    cores: Tensor,
+    u: Tensor,
+    v: Tensor,
+    *,
+    row_top_k: int,
+    top_k: int,
+    select: TuckerTopk = tucker_topk_torch,
 ) -> Retrieved:
     """Two-stage top-K on the Tucker-scored grid.
 
@@ -28,28 +39,22 @@ def retrieve(
         v: [H, R], leading right one.
         row_top_k: M.
         top_k: K <= M^2.
+        select: the selection, which also settles what comes first among equal scores.
     """
     num_keys = row_scores.shape[2]
-    row_ranks = torch.einsum("thnr,hr->thn", row_scores, u)
-    column_ranks = torch.einsum("thnr,hr->thn", column_scores, v)
     with torch.no_grad():
-        row_ids = row_ranks.topk(row_top_k, dim=-1).indices
-        column_ids = column_ranks.topk(row_top_k, dim=-1).indices
-        candidate_rows = _gather_keys(row_scores, row_ids)
-        candidate_columns = _gather_keys(column_scores, column_ids)
-        grid = torch.einsum("thir,hrs,thjs->thij", candidate_rows, cores.sum(0), candidate_columns)
-        best = grid.flatten(2).topk(top_k, dim=-1).indices
-        best_rows = row_ids.gather(2, best // row_top_k)
-        best_columns = column_ids.gather(2, best % row_top_k)
+        stage_ids, slots = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
+        rows, columns = slots.unbind(0)
     scores = torch.einsum(
-        "thkr,chrs,thks->thkc", _gather_keys(row_scores, best_rows), cores, _gather_keys(column_scores, best_columns)
+        "thkr,chrs,thks->thkc", gather_keys(row_scores, rows), cores, gather_keys(column_scores, columns)
     )
-    return Retrieved(best_rows * num_keys + best_columns, scores, row_ids, column_ids, row_ranks, column_ranks)
-
-
-def _gather_keys(scores: Tensor, ids: Tensor) -> Tensor:
-    """scores[t, h, ids[t, h, k], r]: [T, H, N, R] and [T, H, K] to [T, H, K, R]."""
-    return scores.gather(2, ids.unsqueeze(3).expand(-1, -1, -1, scores.shape[3]))
+    return Retrieved(
+        rows * num_keys + columns,
+        scores,
+        stage_ids[0],
+        stage_ids[1],
+        lambda: (torch.einsum("thnr,hr->thn", row_scores, u), torch.einsum("thnr,hr->thn", column_scores, v)),
+    )
 
 
 def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,10 +36,46 @@ def _has_pre_values(run: RunConfig) -> bool:
     return run.model.memory is not None and run.model.memory.pre_dim > 0
 
 
+def _has_tucker_cores(run: RunConfig) -> bool:
+    return run.model.memory is not None and run.model.memory.has_tucker_cores
+
+
+def _has_product_keys(run: RunConfig) -> bool:
+    return run.model.memory is not None and not run.model.memory.has_tucker_cores
+
+
+def _gather_sum_is_naive(run: RunConfig) -> bool:
+    return (run.train.kernel_overrides.gather_sum or run.train.kernels) == "naive"
+
+
+def _multiplies_rows(run: RunConfig) -> bool:
+    return _has_pre_values(run) or (_has_memory(run) and not _gather_sum_is_naive(run))
+
+
+def _accumulates(run: RunConfig) -> bool:
+    gather_dot_is_naive = (run.train.kernel_overrides.gather_dot or run.train.kernels) == "naive"
+    return (_has_memory(run) and not _gather_sum_is_naive(run)) or (_has_pre_values(run) and not gather_dot_is_naive)
+
+
 RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("parallel.memory", _has_groups, "model.memory or model.moe is set"),
     CrossRule("parallel.overlap_memory", _has_memory, "model.memory is set"),
     CrossRule("train.kernels", _has_memory, "model.memory is set"),
+    CrossRule("train.kernel_overrides.gather_sum", _has_memory, "model.memory is set"),
+    CrossRule(
+        "train.kernel_overrides.gather_dot",
+        _multiplies_rows,
+        "model.memory has pre-values or a gather_sum that is not naive (whose gradient it computes)",
+    ),
+    CrossRule(
+        "train.kernel_overrides.segment_accumulate",
+        _accumulates,
+        "model.memory is set and a gather is not naive (a naive gather leaves its gradients to autograd)",
+    ),
+    CrossRule("train.kernel_overrides.tucker_topk", _has_tucker_cores, "model.memory.kind is ultramem_v2 or ultramem"),
+    CrossRule(
+        "train.kernel_overrides.product_topk", _has_product_keys, "model.memory.kind is pkm, memory_plus or peer"
+    ),
     CrossRule("logging.memory_every_steps", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_weight_decay", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_clip_grad", _has_memory, "model.memory is set"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from kernels.implementations import Implementation
 from megamem.config import EffectiveWhen, ModelConfig
 
 
@@ -34,6 +35,22 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class KernelOverridesConfig:
+    """The implementation of single memory kernels, where it is not that of train.kernels."""
+
+    gather_sum: Implementation | None = None
+    """Weighted sums of table rows; null: train.kernels."""
+    gather_dot: Implementation | None = None
+    """Products of table rows with a vector; null: train.kernels."""
+    segment_accumulate: Implementation | None = None
+    """Gradients of tables; null: train.kernels."""
+    tucker_topk: Implementation | None = None
+    """Selection of slots by Tucker-decomposed scores (ultramem_v2, ultramem); null: train.kernels."""
+    product_topk: Implementation | None = None
+    """Selection of slots by product keys (pkm, memory_plus, peer); null: train.kernels."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length, batch and precision of a run."""
 
@@ -51,8 +68,10 @@ class TrainConfig:
     """Activation recomputation: every block (full), or the attention core only (selective)."""
     max_skipped_steps: int = 20
     """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
-    kernels: Literal["auto", "naive"] = "auto"
-    """auto: the fastest memory kernels this machine has; naive: the PyTorch reference."""
+    kernels: Implementation = "auto"
+    """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler, else torch (its operations); naive: the references."""
+    kernel_overrides: KernelOverridesConfig = field(default_factory=KernelOverridesConfig)
+    """Another implementation for single operations."""
 
 
 @dataclass(frozen=True)

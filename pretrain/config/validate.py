@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from kernels.implementations import OPS, unavailable
+from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
 from pretrain.config.schema import RunConfig
@@ -76,6 +78,8 @@ def validate(config: RunConfig, world_size: int | None) -> None:
     problems += _ranges(config)
     problems += _data(config)
     problems += _packages(config)
+    if world_size is not None:
+        problems += _kernels(config)
     if problems:
         raise ConfigError(join_problems(problems))
 
@@ -175,3 +179,17 @@ def _packages(config: RunConfig) -> Iterator[str]:
         if is_wanted and importlib.util.find_spec(module) is None:
             value = str(value_at(config, key)).lower() if key == "logging.tensorboard" else value_at(config, key)
             yield f'{key} is {value}, but {module} is not installed: pip install "megamem[{extra}]", or change the option'
+
+
+def _kernels(config: RunConfig) -> Iterator[str]:
+    """Implementations of the memory kernels that this machine cannot run."""
+    if config.model.memory is None:
+        return
+    device_type = "cuda" if num_visible_gpus() else "cpu"
+    for key in ("train.kernels", *(f"train.kernel_overrides.{op}" for op in OPS)):
+        implementation = value_at(config, key)
+        # Where there are GPUs, torch may still be built without them: the ranks will know.
+        if implementation is None or (implementation == "cpu" and device_type == "cuda"):
+            continue
+        if reason := unavailable(implementation, device_type):
+            yield f"{key} is {implementation}, which {reason}"

@@ -114,7 +114,10 @@ def test_weights_alone_fill_a_chunk(run_ranks: Any, tmp_path: Path) -> None:
 
 def test_unset_weights_refuse_to_train(run_ranks: Any) -> None:
     def main() -> None:
-        with tiny_run(SHARED, build_model=build_unset_chunks) as run, pytest.raises(AssertionError, match="neither initial"):
+        with (
+            tiny_run(SHARED, build_model=build_unset_chunks) as run,
+            pytest.raises(AssertionError, match="neither initial"),
+        ):
             run.train(1)
         with tiny_run(SHARED, build_model=build_chunks) as run:
             run.train(1)

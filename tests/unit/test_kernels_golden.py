@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.segment_accumulate import naive as naive_accumulate
-from kernels.segment_accumulate import segment_accumulate
+from kernels.segment_accumulate.forward import segment_accumulate
 from kernels.select import Kernels, select_kernels
 
 # Largest error over the largest element of the reference.

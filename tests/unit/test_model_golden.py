@@ -212,6 +212,7 @@ def build(folder: Path, case: str, dtype: torch.dtype, kernels: Literal["auto", 
             view,
             # Not the module itself: the bank belongs to the model, not to the layer.
             SimpleNamespace(read=banks[view.bank].read),
+            kernels=implementation,
             num_bank_rows=plan.banks[view.bank].num_rows,
             name=f"decoder.layers.{index}.mlp.memory",
             seed=1,
@@ -320,7 +321,8 @@ def check_product_retrieval(layer: ProductKeyLayer, x: Tensor, recorded: dict[st
     tolerance = TOLERANCE[x.dtype]
     found = layer.retrieve(x)
     rows, columns = found.slots // layer.num_keys, found.slots % layer.num_keys
-    sums = found.row_scores.gather(2, rows) + found.column_scores.gather(2, columns)
+    row_scores, column_scores = found.stage_scores()
+    sums = row_scores.gather(2, rows) + column_scores.gather(2, columns)
     assert torch.equal(layer.locate(found.slots)[0].flatten(1), recorded["indices"])
     assert relative_error(sums.flatten(1), recorded["raw_scores"]) <= tolerance
     assert relative_error(found.scores.flatten(1), recorded["scores"]) <= tolerance

@@ -56,7 +56,14 @@ def build(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, params_dtype=dtype
     )
     layer = layer_class(memory.kind)(
-        config, memory, view, SimpleNamespace(read=bank.read), num_bank_rows=spec.num_rows, name=NAME, seed=1
+        config,
+        memory,
+        view,
+        SimpleNamespace(read=bank.read),
+        kernels=bank.kernels,
+        num_bank_rows=spec.num_rows,
+        name=NAME,
+        seed=1,
     )
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -119,7 +126,7 @@ def test_in_bf16_scores_and_selection_are_fp32(name: str) -> None:
     bank.bfloat16()
     x = tokens().bfloat16()
     found = layer.retrieve(x.flatten(0, 1))
-    assert found.scores.dtype == found.row_scores.dtype == torch.float32
+    assert found.scores.dtype == found.stage_scores()[0].dtype == torch.float32
     assert layer(x).dtype == torch.bfloat16
 
 

@@ -33,6 +33,7 @@ def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer
         memory,
         LayerView(0, 0, memory.num_keys),
         SimpleNamespace(read=bank.read),
+        kernels=bank.kernels,
         num_bank_rows=spec.num_rows,
         name="decoder.layers.0.mlp.memory",
         seed=1,

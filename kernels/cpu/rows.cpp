@@ -1,0 +1,323 @@
+// The memory kernels on CPU: two gathers and a scatter over table rows, at the speed of memory.
+//
+// Legend: R table rows, T tokens, J rows read per token, M = T J entries, C column groups, W columns (C divides W), B blocks of entries.
+// Entry e is row ids[e] for token e / J, coefficients coef[e C .. e C + C), block block[e] (0 where block is null).
+//
+// A plain C interface: no header of PyTorch, so it compiles in seconds and serves every version of it. Every element is summed by one
+// thread in the order of the entries, without fused multiply-adds (-ffp-contract=off): the bits depend neither on the number of threads
+// nor on the width of the machine's vectors.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float widen(bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+inline float widen(float value) { return value; }
+inline double widen(double value) { return value; }
+
+template <class To, class From>
+inline To narrow(From value) {
+  return static_cast<To>(value);
+}
+template <>
+inline bf16 narrow<bf16, float>(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  // To nearest, ties to even; a NaN keeps a bit of its mantissa.
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return bf16{static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded)};
+}
+
+// Sums of fp64 are in fp64, all others in fp32.
+template <class T>
+struct sum_of {
+  using type = float;
+};
+template <>
+struct sum_of<double> {
+  using type = double;
+};
+
+constexpr int64_t kCacheLine = 64;
+// Entries between asking for a row and using it: about one access to memory at the time that a row takes.
+constexpr int64_t kAhead = 8;
+
+// Inlined by force: GCC takes a function that only prefetches for one without effect, and drops the calls.
+template <bool kWrite>
+__attribute__((always_inline)) inline void prefetch_row(const void* row, int64_t bytes) {
+  const char* first = static_cast<const char*>(row);
+  for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(first + at, kWrite, 3);
+}
+
+// Sixteen elements at a time, whatever the machine's vectors are.
+constexpr int64_t kLanes = 16;
+template <class Sum>
+struct lanes_of {
+  typedef Sum type __attribute__((vector_size(kLanes * sizeof(Sum))));
+};
+template <class Sum>
+using lanes = typename lanes_of<Sum>::type;
+
+template <class Sum>
+inline lanes<Sum> load(const Sum* from) {
+  lanes<Sum> out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+inline lanes<float> load(const bf16* from) {
+  typedef uint16_t halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+  typedef uint32_t words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  halves bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return reinterpret_cast<lanes<float>>(__builtin_convertvector(bits, words) << 16);
+}
+
+template <class Row, class Sum>
+inline void add_scaled(Sum* out, const Row* row, Sum scale, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const lanes<Sum> sum = load(out + i) + scale * load(row + i);
+    std::memcpy(out + i, &sum, sizeof sum);
+  }
+  for (; i < n; ++i) out[i] += scale * widen(row[i]);
+}
+
+// Columns [0, n) of the weighted sum of a token's rows, all in one block of entries. A few columns at a time, whose sums stay in
+// registers; the first pass asks for the whole of the rows to come, and the others find them in the cache.
+template <class Row, class Operand, class Sum>
+inline void sum_columns(Sum* out, const Row* table, const int64_t* ids, const int64_t* ids_end, const Operand* coef, int64_t J, int64_t C,
+                        int64_t W, int64_t n, bool is_first) {
+  constexpr int64_t kVectors = 4;
+  int64_t i = 0;
+  for (; i + kVectors * kLanes <= n; i += kVectors * kLanes) {
+    lanes<Sum> sums[kVectors] = {};
+    for (int64_t j = 0; j < J; ++j) {
+      if (is_first && i == 0 && ids + j + kAhead < ids_end) prefetch_row<false>(table + ids[j + kAhead] * W, W * sizeof(Row));
+      const Row* row = table + ids[j] * W + i;
+      const Sum scale = widen(coef[j * C]);
+      for (int64_t k = 0; k < kVectors; ++k) sums[k] += scale * load(row + k * kLanes);
+    }
+    std::memcpy(out + i, sums, sizeof sums);
+  }
+  if (i == n) return;
+  for (int64_t j = 0; j < J; ++j) {
+    if (is_first && i == 0 && ids + j + kAhead < ids_end) prefetch_row<false>(table + ids[j + kAhead] * W, W * sizeof(Row));
+    add_scaled(out + i, table + ids[j] * W + i, static_cast<Sum>(widen(coef[j * C])), n - i);
+  }
+}
+
+template <class Row, class Sum>
+inline Sum dot(const Row* row, const Sum* x, int64_t n) {
+  lanes<Sum> even = {}, odd = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    even += load(row + i) * load(x + i);
+    odd += load(row + i + kLanes) * load(x + i + kLanes);
+  }
+  even += odd;
+  if (i + kLanes <= n) {
+    even += load(row + i) * load(x + i);
+    i += kLanes;
+  }
+  Sum partial[kLanes];
+  std::memcpy(partial, &even, sizeof partial);
+  for (int64_t l = 0; i < n; ++i, ++l) partial[l] += widen(row[i]) * x[i];
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t l = 0; l < half; ++l) partial[l] += partial[l + half];
+  return partial[0];
+}
+
+// out[t, b, group c] = sum_{j: block[t, j] = b} coef[t, j, c] table[ids[t, j], group c]
+template <class Row, class Operand>
+void sum_rows(const void* table_at, const int64_t* ids, const void* coef_at, const int64_t* block, void* out_at, int64_t T, int64_t J,
+              int64_t C, int64_t W, int64_t B, int64_t threads) {
+  using Sum = typename sum_of<Row>::type;
+  const Row* table = static_cast<const Row*>(table_at);
+  const Operand* coef = static_cast<const Operand*>(coef_at);
+  Row* out = static_cast<Row*>(out_at);
+  const int64_t per_group = W / C, M = T * J;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<Sum> sums(B * W);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < T; ++t) {
+      std::fill(sums.begin(), sums.end(), Sum(0));
+      if (block == nullptr)
+        for (int64_t c = 0; c < C; ++c)
+          sum_columns(sums.data() + c * per_group, table + c * per_group, ids + t * J, ids + M, coef + t * J * C + c, J, C, W, per_group,
+                      c == 0);
+      else
+        for (int64_t e = t * J; e < (t + 1) * J; ++e) {
+          if (e + kAhead < M) prefetch_row<false>(table + ids[e + kAhead] * W, W * sizeof(Row));
+          for (int64_t c = 0; c < C; ++c)
+            add_scaled(sums.data() + block[e] * W + c * per_group, table + ids[e] * W + c * per_group,
+                       static_cast<Sum>(widen(coef[e * C + c])), per_group);
+        }
+      for (int64_t i = 0; i < B * W; ++i) out[t * B * W + i] = narrow<Row>(sums[i]);
+    }
+  }
+}
+
+// out[t, j, c] = <table[ids[t, j], group c], x[t, block[t, j], group c]>
+template <class Row, class Operand>
+void dot_rows(const void* table_at, const int64_t* ids, const void* x_at, const int64_t* block, void* out_at, int64_t T, int64_t J, int64_t C,
+              int64_t W, int64_t B, int64_t threads) {
+  using Sum = typename sum_of<Row>::type;
+  const Row* table = static_cast<const Row*>(table_at);
+  const Operand* x = static_cast<const Operand*>(x_at);
+  Operand* out = static_cast<Operand*>(out_at);
+  const int64_t per_group = W / C, M = T * J;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<Sum> vectors(B * W);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t i = 0; i < B * W; ++i) vectors[i] = widen(x[t * B * W + i]);
+      for (int64_t e = t * J; e < (t + 1) * J; ++e) {
+        if (e + kAhead < M) prefetch_row<false>(table + ids[e + kAhead] * W, W * sizeof(Row));
+        const Sum* vector = vectors.data() + (block == nullptr ? 0 : block[e] * W);
+        for (int64_t c = 0; c < C; ++c)
+          out[e * C + c] = narrow<Operand>(dot(table + ids[e] * W + c * per_group, vector + c * per_group, per_group));
+      }
+    }
+  }
+}
+
+template <class Row, class Operand, class Sum>
+inline void add_product(Row* row, const Operand* vector, Sum scale, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) row[i] = narrow<Row>(widen(row[i]) + scale * static_cast<Sum>(widen(vector[i])));
+}
+template <class Operand, class Sum>
+inline void add_product(Sum* row, const Operand* vector, Sum scale, int64_t n) {
+  add_scaled(row, vector, scale, n);
+}
+
+// Some columns of the entries of one bucket: accumulator[ids[e], first .. last) += coef[e, c] vec[e / J, block[e], first .. last)
+template <class Row, class Operand>
+void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef, const Operand* vec, const int64_t* block,
+                       const int32_t* order, int64_t count, int64_t first, int64_t last, int64_t J, int64_t C, int64_t W, int64_t B) {
+  using Sum = typename sum_of<Row>::type;
+  const int64_t per_group = W / C;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) prefetch_row<true>(accumulator + ids[order[i + kAhead]] * W + first, (last - first) * sizeof(Row));
+    const int64_t e = order[i];
+    Row* row = accumulator + ids[e] * W;
+    const Operand* vector = vec + (e / J * B + (block == nullptr ? 0 : block[e])) * W;
+    for (int64_t c = first / per_group; c * per_group < last; ++c) {
+      const Sum scale = widen(coef[e * C + c]);
+      const int64_t stop = std::min(last, (c + 1) * per_group);
+      const int64_t start = std::max(first, c * per_group);
+      add_product(row + start, vector + start, scale, stop - start);
+    }
+  }
+}
+
+struct Task {
+  int64_t bucket, first, last;
+};
+
+template <class Row, class Operand>
+void accumulate(void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* block, const int32_t* order,
+                const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
+  // A bucket of more than its share (hot rows) is split by columns, which changes no sum.
+  constexpr int64_t kColumns = 64;
+  const int64_t share = M / (4 * threads) + 1;
+  std::vector<Task> tasks;
+  for (int64_t bucket = 0; bucket < num_buckets; ++bucket) {
+    const int64_t count = starts[bucket + 1] - starts[bucket];
+    const int64_t step = count > share && threads > 1 ? kColumns : W;
+    if (count > 0)
+      for (int64_t first = 0; first < W; first += step) tasks.push_back({bucket, first, std::min(W, first + step)});
+  }
+  const int64_t num_tasks = tasks.size();
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
+  for (int64_t i = 0; i < num_tasks; ++i) {
+    const int64_t start = starts[tasks[i].bucket], count = starts[tasks[i].bucket + 1] - start;
+    accumulate_bucket(static_cast<Row*>(accumulator), ids, static_cast<const Operand*>(coef), static_cast<const Operand*>(vec), block,
+                      order + start, count, tasks[i].first, tasks[i].last, J, C, W, B);
+  }
+}
+
+// The pairs of row and operand types; the numbers are those of `_PAIRS` in ops.py.
+template <template <class, class> class Function, class... Arguments>
+int dispatch(int64_t pair, Arguments... arguments) {
+  switch (pair) {
+    case 0: Function<float, float>::run(arguments...); return 0;
+    case 1: Function<bf16, bf16>::run(arguments...); return 0;
+    case 2: Function<float, bf16>::run(arguments...); return 0;
+    case 3: Function<bf16, float>::run(arguments...); return 0;
+    case 4: Function<double, double>::run(arguments...); return 0;
+    default: return 1;
+  }
+}
+
+#define MEGAMEM_FUNCTION(name)                                  \
+  template <class Row, class Operand>                           \
+  struct name##_function {                                      \
+    template <class... Arguments>                               \
+    static void run(Arguments... arguments) {                   \
+      name<Row, Operand>(arguments...);                         \
+    }                                                           \
+  };
+MEGAMEM_FUNCTION(sum_rows)
+MEGAMEM_FUNCTION(dot_rows)
+MEGAMEM_FUNCTION(accumulate)
+
+}  // namespace
+
+extern "C" {
+
+int megamem_sum_rows(int64_t pair, const void* table, const int64_t* ids, const void* coef, const int64_t* block, void* out, int64_t T,
+                     int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
+  return dispatch<sum_rows_function>(pair, table, ids, coef, block, out, T, J, C, W, B, threads);
+}
+
+int megamem_dot_rows(int64_t pair, const void* table, const int64_t* ids, const void* x, const int64_t* block, void* out, int64_t T, int64_t J,
+                     int64_t C, int64_t W, int64_t B, int64_t threads) {
+  return dispatch<dot_rows_function>(pair, table, ids, x, block, out, T, J, C, W, B, threads);
+}
+
+// Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries within each:
+// order [M], and starts [num_buckets + 1], where each bucket's entries begin.
+void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M, int64_t num_buckets, int64_t shift,
+                          int64_t threads) {
+  // Each thread counts, and later places, a contiguous part of the entries: one after the other within every bucket.
+  std::vector<int64_t> next(threads * num_buckets, 0);
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+  for (int64_t part = 0; part < threads; ++part)
+    for (int64_t e = M * part / threads; e < M * (part + 1) / threads; ++e) ++next[part * num_buckets + (ids[e] >> shift)];
+  int64_t total = 0;
+  for (int64_t bucket = 0; bucket < num_buckets; ++bucket) {
+    starts[bucket] = total;
+    for (int64_t part = 0; part < threads; ++part) {
+      const int64_t count = next[part * num_buckets + bucket];
+      next[part * num_buckets + bucket] = total;
+      total += count;
+    }
+  }
+  starts[num_buckets] = total;
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+  for (int64_t part = 0; part < threads; ++part)
+    for (int64_t e = M * part / threads; e < M * (part + 1) / threads; ++e)
+      order[next[part * num_buckets + (ids[e] >> shift)]++] = static_cast<int32_t>(e);
+}
+
+int megamem_accumulate(int64_t pair, void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* block,
+                       const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J, int64_t C, int64_t W, int64_t B,
+                       int64_t threads) {
+  return dispatch<accumulate_function>(pair, accumulator, ids, coef, vec, block, order, starts, num_buckets, M, J, C, W, B, threads);
+}
+}

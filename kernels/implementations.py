@@ -1,0 +1,85 @@
+"""The names that `train.kernels` takes, what `auto` means, and what a machine can run.
+
+The rule of `auto`: Triton's kernels for tables on a GPU with Triton installed, C++ ones for tables on the CPU where there is a compiler,
+PyTorch's own operations otherwise. The selections (`tucker_topk`, `product_topk`) have no C++ kernels: where `train.kernels` is cpu, or
+auto means it, they are PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
+
+Imports no torch: configurations are checked without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
+"""auto: see above; triton; cpu (C++); torch (its operations, without large temporaries); naive: the oracles, by PyTorch's autograd."""
+
+Op = Literal["gather_sum", "gather_dot", "segment_accumulate", "tucker_topk", "product_topk"]
+OPS: tuple[Op, ...] = get_args(Op)
+SELECTIONS: tuple[Op, ...] = ("tucker_topk", "product_topk")
+
+
+class KernelUnavailableError(ValueError):
+    """An implementation was asked for that cannot run here; the message says why and what to do."""
+
+
+def resolve(
+    implementation: Implementation, overrides: Mapping[str, Implementation | None] | None, device_type: str
+) -> dict[Op, Implementation]:
+    """The implementation of each op, `auto` replaced by what its rule says here.
+
+    Args:
+        implementation: of every op.
+        overrides: of single ops; None means `implementation`.
+        device_type: "cuda" or "cpu", where the tables are.
+
+    Raises:
+        KernelUnavailableError: a selection is overridden to be in C++.
+    """
+    overrides = overrides or {}
+    assert set(overrides) <= set(OPS), overrides
+    wanted = {op: overrides.get(op) or implementation for op in OPS}
+    chosen = {op: automatic(device_type) if name == "auto" else name for op, name in wanted.items()}
+    for op in SELECTIONS:
+        if overrides.get(op) == "cpu":
+            raise KernelUnavailableError(f"{op}: there is no C++ implementation: use auto or torch")
+        if chosen[op] == "cpu":
+            chosen[op] = "torch"
+    return chosen
+
+
+def automatic(device_type: str) -> Implementation:
+    """What `auto` means for tables on this type of device."""
+    fast: Implementation = "triton" if device_type == "cuda" else "cpu"
+    return "torch" if unavailable(fast, device_type) else fast
+
+
+def unavailable(implementation: Implementation, device_type: str) -> str | None:
+    """Why an implementation cannot run on tables on this type of device, and what to do; None if it can."""
+    if implementation == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return 'needs Triton, which is not installed: pip install "megamem[gpu]", or use auto or torch'
+        if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "needs an NVIDIA GPU, and the tables are on the CPU: use auto, cpu or torch (TRITON_INTERPRET=1 is for tests)"
+    if implementation == "cpu":
+        if device_type != "cpu":
+            return "is for tables on the CPU, and they are on a GPU: use auto or triton"
+        if compiler() is None:
+            return "needs a C++ compiler, and there is none: install g++, set CXX, or use auto or torch"
+    return None
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler: `$CXX`, or the first of c++, g++ and clang++ there is; None without one."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def describe(chosen: Mapping[Op, Implementation]) -> str:
+    """What was chosen, in a few words: `cpu`, or `gather_sum cpu, gather_dot naive, segment_accumulate cpu`."""
+    names = set(chosen.values())
+    return names.pop() if len(names) == 1 else ", ".join(f"{op} {name}" for op, name in chosen.items())

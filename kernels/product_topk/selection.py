@@ -1,0 +1,36 @@
+"""`product_topk` in PyTorch on CPU: of the sums of two sorted lists, only those that can be among the best are computed.
+
+Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, Q candidates, about K ln K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.chunks import token_chunks
+from kernels.list_topk.selection import list_topk
+
+
+def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """The function of `kernels.product_topk.naive.product_topk`."""
+    num_tokens, num_heads = row_scores.shape[:2]
+    row_ids, column_ids = list_topk(row_scores, row_top_k), list_topk(column_scores, row_top_k)
+    best_rows, best_columns = row_scores.gather(2, row_ids), column_scores.gather(2, column_ids)
+    row_places, column_places = candidate_places(row_top_k, top_k)
+    best = torch.empty(num_tokens, num_heads, top_k, dtype=torch.int64)
+    for chunk in token_chunks(num_tokens, num_heads * len(row_places)):
+        sums = best_rows[chunk].index_select(2, row_places) + best_columns[chunk].index_select(2, column_places)
+        best[chunk] = list_topk(sums, top_k)
+    slots = torch.stack((row_ids.gather(2, row_places[best]), column_ids.gather(2, column_places[best])))
+    return torch.stack((row_ids, column_ids)), slots
+
+
+def candidate_places(row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Places a and b in the sorted lists, [Q] each, of the pairs with (a + 1)(b + 1) <= K, in the order of a M + b.
+
+    Every other pair has K pairs before it: see README.md.
+    """
+    place = torch.arange(1, row_top_k + 1)
+    row_places, column_places = (place.unsqueeze(1) * place <= top_k).nonzero(as_tuple=True)
+    return row_places, column_places

@@ -1,0 +1,95 @@
+"""`segment_accumulate` in Triton: entries sorted by row, runs of one row added up, every row of the accumulator written by one program.
+
+Legend: M entries (T tokens x J reads), C column groups, W columns, B blocks of entries, L the longest run that is added up in one go.
+
+A run longer than L is cut where its position is a multiple of L. The first piece of a run goes to the accumulator, the others to scratch: piece q
+of the next level is the sum of the entries from q L on, and exists only if its run began before. The kernel is then launched on these pieces as
+it was on the entries, level by level, until one launch sees them all. At level l an item stands for the L^l entries from q L^l =: p on. Because
+the rows S are sorted, one comparison tells what it is:
+
+    it exists            if  S[p] = S[p - (1 + L + ... + L^(l - 1))]
+    it continues item q-1 if  S[p] = S[p - (1 + L + ... + L^l)]
+
+So nothing is scanned, no shape depends on the data, there are no atomics, and the order of additions depends on M alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_items", "J", "stride", "reach_before", "reach"])
+def segment_accumulate_kernel(
+    accumulator,
+    sorted_rows,
+    order,
+    coef,
+    vec,
+    block,
+    pieces,
+    longer_pieces,
+    num_items,
+    J,
+    stride,
+    reach_before,
+    reach,
+    FROM_ENTRIES: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    B: tl.constexpr,
+    ITEMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """One level; the grid is (blocks of ITEMS items, C x column blocks).
+
+    stride is L^l, reach_before and reach the two sums above; items are entries (FROM_ENTRIES) or rows of `pieces`.
+    """
+    PER_GROUP: tl.constexpr = W // C
+    COLUMN_BLOCKS: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
+    part = tl.program_id(1)
+    group = part // COLUMN_BLOCKS
+    columns = part % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < PER_GROUP
+    columns += group * PER_GROUP
+
+    first = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    at = first * stride
+    exists = first < num_items
+    row = tl.load(sorted_rows + at, mask=exists, other=-1).to(tl.int64)
+    if not FROM_ENTRIES:
+        exists = exists & (at >= reach_before)
+        exists = exists & (tl.load(sorted_rows + at - reach_before, mask=exists, other=-1) == row)
+    continues = exists & (at >= reach)
+    continues = continues & (tl.load(sorted_rows + at - reach, mask=continues, other=-1) == row)
+    begins = exists & ((first % L == 0) | (continues == 0))
+
+    sums = tl.zeros([ITEMS, COLUMNS], SUM)
+    item = first
+    going = begins
+    num_going = tl.max(going.to(tl.int32), axis=0)
+    while num_going > 0:
+        mask = going[:, None] & in_row[None, :]
+        if FROM_ENTRIES:
+            entry = tl.load(order + item, mask=going, other=0).to(tl.int64)
+            vector = entry // J
+            if B > 1:
+                vector = vector * B + tl.load(block + entry, mask=going, other=0)
+            scale = tl.load(coef + entry * C + group, mask=going, other=0).to(SUM)
+            terms = tl.load(vec + (vector * W)[:, None] + columns[None, :], mask=mask, other=0).to(SUM)
+            sums += tl.where(mask, scale[:, None] * terms, 0.0)
+        else:
+            sums += tl.load(pieces + (item * W)[:, None] + columns[None, :], mask=mask, other=0)
+        item += 1
+        going = going & (item < num_items) & (item % L != 0)
+        going = going & (tl.load(sorted_rows + item * stride, mask=going, other=-1) == row)
+        num_going = tl.max(going.to(tl.int32), axis=0)
+
+    whole = (begins & (continues == 0))[:, None] & in_row[None, :]
+    into = accumulator + (row * W)[:, None] + columns[None, :]
+    total = tl.load(into, mask=whole, other=0).to(SUM) + sums
+    tl.store(into, total.to(accumulator.dtype.element_ty), mask=whole)
+    cut = (begins & continues)[:, None] & in_row[None, :]
+    tl.store(longer_pieces + (first // L * W)[:, None] + columns[None, :], sums, mask=cut)

@@ -1,0 +1,88 @@
+"""The memory kernels on a GPU: parity with their twins, 64-bit offsets, reproducibility, no waiting for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.implementations import Implementation, unavailable
+from kernels.parity import parity_problems
+from kernels.select import Kernels, select_kernels
+
+
+@pytest.fixture(params=["triton", "torch"], scope="module")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    implementation: Implementation = request.param
+    if reason := unavailable(implementation, "cuda"):
+        pytest.skip(f"{implementation} {reason}")
+    return select_kernels(implementation, device_type="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parity(kernels: Kernels, gpu: torch.device, dtype: torch.dtype) -> None:
+    assert list(parity_problems(kernels, gpu, dtype)) == []
+
+
+def test_offsets_past_two_to_the_31(kernels: Kernels, gpu: torch.device) -> None:
+    """The last rows of a table of 2^31 + 2^20 elements, against a table of those rows alone."""
+    width, num_rows = 256, (2**31 + 2**20) // 256
+    free, _ = torch.cuda.mem_get_info()
+    if free < 16 * 2**30:
+        pytest.skip(f"needs 16 GiB of GPU memory, and {free / 2**30:.0f} are free")
+    generator = torch.Generator(gpu).manual_seed(0)
+    last = torch.randn(1000, width, device=gpu, generator=generator).bfloat16()
+    table = torch.zeros(num_rows, width, device=gpu, dtype=torch.bfloat16)
+    table[-1000:] = last
+    ids = torch.randint(0, 1000, (64, 32), device=gpu, generator=generator)
+    coef = torch.randn(64, 32, 1, device=gpu, generator=generator).bfloat16()
+    x = torch.randn(64, width, device=gpu, generator=generator).bfloat16()
+    far = ids + num_rows - 1000
+    pieces = kernels.pieces
+    assert torch.equal(pieces.sum_rows(table, far, coef), pieces.sum_rows(last, ids, coef))
+    assert torch.equal(pieces.dot_rows(table, far, x, 1), pieces.dot_rows(last, ids, x, 1))
+    del table
+    far_sums = torch.zeros(num_rows, width, device=gpu)
+    near_sums = torch.zeros(1000, width, device=gpu)
+    pieces.accumulate(far_sums, far, coef, x)
+    pieces.accumulate(near_sums, ids, coef, x)
+    assert torch.equal(far_sums[-1000:], near_sums)
+    assert not far_sums[:-1000].any()
+
+
+def test_repeats_are_bit_identical(kernels: Kernels, gpu: torch.device) -> None:
+    """One row that everybody reads among others: the order of additions is that of the entries."""
+    generator = torch.Generator(gpu).manual_seed(0)
+    ids = torch.randint(0, 500, (2048, 32), device=gpu, generator=generator)
+    ids[:, ::3] = 7
+    coef = torch.randn(2048, 32, 2, device=gpu, generator=generator)
+    vec = torch.randn(2048, 192, device=gpu, generator=generator)
+
+    def run() -> Tensor:
+        sums = torch.zeros(500, 192, device=gpu)
+        kernels.pieces.accumulate(sums, ids.clone(), coef, vec)
+        return sums
+
+    first = run()
+    assert all(torch.equal(run(), first) for _ in range(5))
+
+
+def test_nothing_waits_for_the_device(kernels: Kernels, gpu: torch.device) -> None:
+    if kernels.implementations["segment_accumulate"] == "torch":
+        pytest.skip("index_put_ of PyTorch may wait; the Triton kernels may not")
+    table = torch.nn.Parameter(torch.randn(1000, 192, device=gpu))
+    table.main_grad = torch.zeros_like(table)  # type: ignore[attr-defined]
+    ids = torch.randint(0, 1000, (64, 32), device=gpu)
+    coef = torch.randn(64, 32, 2, device=gpu, requires_grad=True)
+    x = torch.randn(64, 192, device=gpu, requires_grad=True)
+
+    def step() -> None:
+        products = kernels.gather_dot(table, ids, x)
+        kernels.gather_sum(table, ids, coef * products.unsqueeze(2)).sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

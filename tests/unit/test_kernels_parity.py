@@ -1,0 +1,47 @@
+"""The comparison that the GPU tests and the benchmark rely on: passes for every implementation, and sees what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.implementations import Implementation, unavailable
+from kernels.parity import parity_problems
+from kernels.select import select_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["torch", "cpu", "triton"])
+def test_every_implementation_passes(implementation: Implementation, dtype: torch.dtype) -> None:
+    if reason := unavailable(implementation, "cpu"):
+        pytest.skip(f"{implementation} {reason}")
+    assert list(parity_problems(select_kernels(implementation, device_type="cpu"), "cpu", dtype)) == []
+
+
+def test_a_wrong_output_is_seen() -> None:
+    good = select_kernels("torch")
+
+    def doubled(
+        table: Tensor, ids: Tensor, operand: Tensor, /, block: Tensor | None = None, num_blocks: int = 1
+    ) -> Tensor:
+        return 2 * good.gather_sum(table, ids, operand, block, num_blocks)
+
+    problems = list(parity_problems(replace(good, gather_sum=doubled), "cpu", torch.float32))
+    assert problems
+    assert all(problem.startswith("gather_sum") for problem in problems)
+
+
+def test_a_table_gradient_that_goes_nowhere_is_seen() -> None:
+    good = select_kernels("torch")
+
+    def detached(
+        table: Tensor, ids: Tensor, operand: Tensor, /, block: Tensor | None = None, num_blocks: int = 1
+    ) -> Tensor:
+        return good.gather_dot(table.detach(), ids, operand, block, num_blocks)
+
+    problems = list(parity_problems(replace(good, gather_dot=detached), "cpu", torch.float32))
+    assert problems
+    assert all("main_grad is off" in problem for problem in problems)

@@ -1,0 +1,60 @@
+"""The selections' Triton kernels compiled for GPUs that are not there, as the launchers launch them at the papers' shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.topk_builds import SHAPES
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
+)
+# Of a block without opting in to more, on every one of these GPUs.
+MAX_SHARED_BYTES = 48 * 1024
+# Of an SM.
+REGISTERS = 65_536
+KERNELS = {
+    "tucker_topk": {"_collect_lists", "_sort_lists", "_collect_grid", "_sort_slots"},
+    "product_topk": {"_collect_lists", "_sort_lists", "_collect_sums", "_sort_slots"},
+}
+
+
+@pytest.fixture(scope="module")
+def builds() -> list[dict[str, Any]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.unit.topk_builds"]
+    finished = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_every_capability_and_shape(builds: list[dict[str, Any]]) -> None:
+    built = {(build["kernel"], build["capability"], json.dumps(build["shape"])) for build in builds}
+    expected = sum(len(KERNELS[shape.selection]) * len(shape.capabilities) for shape in SHAPES)
+    assert len(built) == len(builds) == expected
+    for build in builds:
+        assert build["kernel"] in KERNELS[build["shape"]["selection"]]
+
+
+def test_the_candidates_stay_in_registers(builds: list[dict[str, Any]]) -> None:
+    spilling = [build for build in builds if build["spilled_bytes"]]
+    assert not spilling, spilling
+
+
+def test_a_block_fits_on_every_gpu(builds: list[dict[str, Any]]) -> None:
+    greedy = [
+        build
+        for build in builds
+        if build["shared_bytes"] > MAX_SHARED_BYTES or build["registers"] * build["threads"] > REGISTERS
+    ]
+    assert not greedy, greedy

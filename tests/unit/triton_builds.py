@@ -1,0 +1,144 @@
+"""Compiles the Triton kernels for GPUs that are not there, and reports what came out: `python -m tests.unit.triton_builds`.
+
+A process of its own, because Triton decides at import whether it compiles or interprets. Prints one JSON object per build.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+CAPABILITIES = (80, 90, 100)
+_LOADS = re.compile(r"\bLDG\.E(?:\.[A-Z0-9_]+)*")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: a table of `width` columns of a type, with `groups` coefficient groups and `blocks` blocks."""
+
+    dtype: str
+    width: int
+    groups: int = 1
+    blocks: int = 1
+    reads: int = 128
+
+
+# Rows of the UltraMemV2 paper's models, with one and two cores; a shard of 24 columns; virtual blocks.
+SHAPES = (
+    Shape("bf16", 192, groups=2, reads=32),
+    Shape("bf16", 288, groups=1, reads=768),
+    Shape("bf16", 24, groups=1, reads=256),
+    Shape("fp32", 192, groups=1, blocks=4, reads=32),
+)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the compiler made of one kernel."""
+
+    kernel: str
+    capability: int
+    shape: Shape
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    shared_bytes: int
+    load_bits: dict[int, int]
+    """Number of global loads in the machine code by their width in bits."""
+
+
+def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """Each kernel with the types of its arguments, its constants and its warps, as `kernels/triton_ops.py` launches it."""
+    import triton.language as tl
+
+    from kernels.gather_dot.triton_kernel import gather_dot_kernel
+    from kernels.gather_sum.triton_kernel import gather_sum_kernel
+    from kernels.segment_accumulate.triton_kernel import segment_accumulate_kernel
+    from kernels.tiles import accumulate_tile, gather_tile, run_length
+
+    row = f"*{shape.dtype}"
+    common = {"C": shape.groups, "W": shape.width, "B": shape.blocks, "SUM": tl.float32}
+    for tokens in (1, 4096):
+        tile = gather_tile(shape.width // shape.groups, shape.reads, tokens * shape.groups)
+        constants = {**common, "ENTRIES": tile.entries, "COLUMNS": tile.columns}
+        pointers = {"table": row, "ids": "*i64", "coef": row, "block": "*i64", "out": row, "J": "i32"}
+        yield gather_sum_kernel, pointers, constants, tile.num_warps
+        pointers = {"table": row, "ids": "*i64", "x": row, "block": "*i64", "out": row, "J": "i32"}
+        yield gather_dot_kernel, pointers, constants, tile.num_warps
+    tile = accumulate_tile(shape.width // shape.groups)
+    constants = {**common, "ITEMS": tile.entries, "COLUMNS": tile.columns, "L": run_length(4096 * shape.reads)}
+    pointers = {
+        "accumulator": "*fp32",
+        "sorted_rows": "*i32",
+        "order": "*i64",
+        "coef": row,
+        "vec": row,
+        "block": "*i64",
+    }
+    pointers |= {"pieces": "*fp32", "longer_pieces": "*fp32", "num_items": "i32", "J": "i32"}
+    pointers |= dict.fromkeys(("stride", "reach_before", "reach"), "i32")
+    for is_first in (True, False):
+        yield segment_accumulate_kernel, pointers, {**constants, "FROM_ENTRIES": is_first}, tile.num_warps
+
+
+def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, capability: int) -> Any:
+    """The compiled kernel, for pointers aligned to 16 bytes, as PyTorch allocates them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if signature[name].startswith("*")
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+
+
+def inspect(compiled: Any, kernel: str, capability: int, shape: Shape, tool: Path) -> Build:
+    """Resources and loads, read off the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+        code = subprocess.run([tool, "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    load_bits: dict[int, int] = {}
+    for load in _LOADS.findall(code):
+        width = next((int(part) for part in load.split(".") if part.isdigit()), None)
+        bits = width or (16 if ".U16" in load else 8 if ".U8" in load else 32)
+        load_bits[bits] = load_bits.get(bits, 0) + 1
+    return Build(
+        kernel,
+        capability,
+        shape,
+        numbers["REG"],
+        numbers["STACK"],
+        numbers["LOCAL"],
+        compiled.metadata.shared,
+        load_bits,
+    )
+
+
+def main() -> None:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    for shape in SHAPES:
+        for kernel, types, constants, num_warps in sources(shape):
+            for capability in CAPABILITIES:
+                compiled = build(kernel, types, constants, num_warps, capability)
+                print(json.dumps(asdict(inspect(compiled, kernel.__name__, capability, shape, tool))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
