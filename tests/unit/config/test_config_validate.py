@@ -294,3 +294,41 @@ def test_suggested_layouts_work(num_layers: int, group: int) -> None:
     for pipeline, virtual in layouts:
         assert (num_layers // group) % (pipeline * virtual) == 0
         assert virtual == 1 or pipeline > 1
+
+
+def test_kernels_that_cannot_run_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    memory = {"model.memory": {}}
+    for key in ("train.kernels", "train.kernel_overrides.gather_sum", "train.kernel_overrides.segment_accumulate"):
+        message = refusal({**memory, key: "triton"}, 1)
+        assert message.startswith(f"{key} is triton, which needs")
+        assert "use auto" in message
+    # Nothing is known of the machine that a configuration is only looked at for.
+    validate(run({**memory, "train.kernels": "triton"}), None)
+    monkeypatch.setattr("kernels.implementations.shutil.which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert "train.kernels is cpu, which needs a C++ compiler" in refusal({**memory, "train.kernels": "cpu"}, 1)
+    validate(run({**memory, "train.kernels": "auto"}), 1)
+
+
+def test_kernels_are_not_refused_for_gpus_that_torch_may_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    validate(run({"model.memory": {}, "train.kernels": "cpu"}), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"train.kernels": "naive", "train.kernel_overrides.gather_dot": "torch"}, "train.kernel_overrides.gather_dot"),
+        (
+            {"train.kernels": "naive", "train.kernel_overrides.segment_accumulate": "torch"},
+            "train.kernel_overrides.segment_accumulate",
+        ),
+    ],
+)
+def test_overrides_of_what_a_naive_gather_does_itself_have_no_effect(settings: Mapping[str, Any], key: str) -> None:
+    without_pre_values = {"model.memory": {"kind": "memory_plus"}}
+    with pytest.raises(ConfigError, match=f"{key} has no effect unless"):
+        run({**without_pre_values, **settings})
+    run({"model.memory": {"kind": "ultramem_v2"}, **settings, "train.kernels": "torch"})
