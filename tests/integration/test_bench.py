@@ -9,8 +9,8 @@ from commands import Megamem
 
 
 def test_layouts_of_one_configuration_are_timed_one_after_the_other(megamem: Megamem, config_file: Path) -> None:
-    options = ("--nproc", 4, "--rounds", 2, "--steps", 1, "train.micro_batch_size=1")
-    result = megamem("bench", config_file, *options, "--vary", "parallel.memory=1,2,4")
+    options = ("--vary", "parallel.memory=1,2,4", "--nproc", 4, "--rounds", 2, "--steps", 1)
+    result = megamem("bench", config_file, "train.micro_batch_size=1", *options)
     assert result.code == 0, result.output
     rows = re.findall(r"parallel\.memory=(\d) .* ([\d.]+)x  [\d.]+ s/step  ([\d.]+) MB sent", result.output)
     assert [group for group, _, _ in rows] == ["1", "2", "4"]
