@@ -133,3 +133,21 @@ def test_impossible_sampling(megamem: Megamem, trained: Path, options: tuple[obj
     result = megamem("generate", trained, *options)
     assert result.code == 2, result.output
     assert "Traceback" not in result.output
+
+
+def test_a_run_on_uneven_stages_is_evaluated_and_goes_on_on_even_ones(
+    megamem: Megamem, config_file: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    common = ("train", config_file, "--run-dir", run, "parallel.pipeline=2", "train.sequence_length=128")
+    uneven = megamem(*common, "parallel.pipeline_layout=E|t*4L", "train.num_steps=3")
+    assert uneven.code == 0, uneven.output
+    here, there = (evaluate(megamem, run, *options) for options in (("--own-layout",), ("--nproc", 1)))
+    assert here["validation_loss"] == pytest.approx(there["validation_loss"], rel=1e-5)
+    even = megamem(*common, "train.num_steps=4")
+    assert even.code == 0, even.output
+    assert "changed since: parallel.pipeline_layout: E|t*4L -> None" in even.output
+    assert [row["step"] for row in evaluations(run)] == [3, 4]
+    split = megamem(*common, "parallel.pipeline_layout=Ettt|tL", "train.num_steps=5")
+    assert split.code == 2
+    assert "splits blocks 2..3" in split.output
