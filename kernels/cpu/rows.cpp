@@ -95,27 +95,65 @@ inline void add_scaled(Sum* out, const Row* row, Sum scale, int64_t n) {
   for (; i < n; ++i) out[i] += scale * widen(row[i]);
 }
 
-// Columns [0, n) of the weighted sum of a token's rows, all in one block of entries. A few columns at a time, whose sums stay in
-// registers; the first pass asks for the whole of the rows to come, and the others find them in the cache.
-template <class Row, class Operand, class Sum>
-inline void sum_columns(Sum* out, const Row* table, const int64_t* ids, const int64_t* ids_end, const Operand* coef, int64_t J, int64_t C,
-                        int64_t W, int64_t n, bool is_first) {
-  constexpr int64_t kVectors = 4;
-  int64_t i = 0;
-  for (; i + kVectors * kLanes <= n; i += kVectors * kLanes) {
-    lanes<Sum> sums[kVectors] = {};
-    for (int64_t j = 0; j < J; ++j) {
-      if (is_first && i == 0 && ids + j + kAhead < ids_end) prefetch_row<false>(table + ids[j + kAhead] * W, W * sizeof(Row));
-      const Row* row = table + ids[j] * W + i;
-      const Sum scale = widen(coef[j * C]);
-      for (int64_t k = 0; k < kVectors; ++k) sums[k] += scale * load(row + k * kLanes);
-    }
-    std::memcpy(out + i, sums, sizeof sums);
+// A token's rows of one column group: J ids and coefficients, of which `ids_end` ends the whole list of ids.
+template <class Row, class Operand>
+struct Reads {
+  const Row* table;
+  const int64_t* ids;
+  const int64_t* ids_end;
+  const Operand* coef;
+  int64_t J, C, W;
+
+  template <bool kAsk>
+  __attribute__((always_inline)) inline const Row* row(int64_t j) const {
+    if (kAsk && ids + j + kAhead < ids_end) prefetch_row<false>(table + ids[j + kAhead] * W, W * sizeof(Row));
+    return table + ids[j] * W;
   }
-  if (i == n) return;
-  for (int64_t j = 0; j < J; ++j) {
-    if (is_first && i == 0 && ids + j + kAhead < ids_end) prefetch_row<false>(table + ids[j + kAhead] * W, W * sizeof(Row));
-    add_scaled(out + i, table + ids[j] * W + i, static_cast<Sum>(widen(coef[j * C])), n - i);
+};
+
+// The weighted sum of kVectors x kLanes columns from `first` on; the sums stay in registers.
+template <int64_t kVectors, bool kAsk, class Row, class Operand, class Sum>
+inline void sum_vectors(Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
+  lanes<Sum> sums[kVectors] = {};
+  for (int64_t j = 0; j < reads.J; ++j) {
+    const Row* row = reads.template row<kAsk>(j) + first;
+    const Sum scale = widen(reads.coef[j * reads.C]);
+    for (int64_t k = 0; k < kVectors; ++k) sums[k] += scale * load(row + k * kLanes);
+  }
+  std::memcpy(out + first, sums, sizeof sums);
+}
+
+template <bool kAsk, class Row, class Operand, class Sum>
+inline void sum_some(int64_t vectors, Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
+  switch (vectors) {
+    case 1: return sum_vectors<1, kAsk>(out, reads, first);
+    case 2: return sum_vectors<2, kAsk>(out, reads, first);
+    case 3: return sum_vectors<3, kAsk>(out, reads, first);
+    case 4: return sum_vectors<4, kAsk>(out, reads, first);
+    case 5: return sum_vectors<5, kAsk>(out, reads, first);
+    case 6: return sum_vectors<6, kAsk>(out, reads, first);
+    case 7: return sum_vectors<7, kAsk>(out, reads, first);
+    default: return sum_vectors<8, kAsk>(out, reads, first);
+  }
+}
+
+// Columns [0, n) of a token's weighted sum, all in one block of entries, in passes over its rows. The first pass asks for the whole of the
+// rows to come, if `ask`, and the others find them in the cache.
+template <class Row, class Operand, class Sum>
+inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n, bool ask) {
+  int64_t first = 0;
+  while (n - first >= kLanes) {
+    const int64_t vectors = std::min<int64_t>(8, (n - first) / kLanes);
+    if (ask && first == 0)
+      sum_some<true>(vectors, out, reads, first);
+    else
+      sum_some<false>(vectors, out, reads, first);
+    first += vectors * kLanes;
+  }
+  if (first == n) return;
+  for (int64_t j = 0; j < reads.J; ++j) {
+    const Row* row = ask && first == 0 ? reads.template row<true>(j) : reads.template row<false>(j);
+    add_scaled(out + first, row + first, static_cast<Sum>(widen(reads.coef[j * reads.C])), n - first);
   }
 }
 
@@ -157,8 +195,8 @@ void sum_rows(const void* table_at, const int64_t* ids, const void* coef_at, con
       std::fill(sums.begin(), sums.end(), Sum(0));
       if (block == nullptr)
         for (int64_t c = 0; c < C; ++c)
-          sum_columns(sums.data() + c * per_group, table + c * per_group, ids + t * J, ids + M, coef + t * J * C + c, J, C, W, per_group,
-                      c == 0);
+          sum_columns(sums.data() + c * per_group,
+                      Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M, coef + t * J * C + c, J, C, W}, per_group, c == 0);
       else
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
           if (e + kAhead < M) prefetch_row<false>(table + ids[e + kAhead] * W, W * sizeof(Row));

@@ -32,5 +32,6 @@ def candidate_places(row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
     Every other pair has K pairs before it: see README.md.
     """
     place = torch.arange(1, row_top_k + 1)
+    # Host sync: none, this file is for the CPU.
     row_places, column_places = (place.unsqueeze(1) * place <= top_k).nonzero(as_tuple=True)
     return row_places, column_places

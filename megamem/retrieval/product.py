@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.kept_scores import kept_scores
 from kernels.product_topk.op import product_topk_torch
 from kernels.retrieval import ProductTopk
 from megamem.retrieval.retrieved import Retrieved
@@ -37,10 +38,10 @@ def retrieve(
     with torch.no_grad():
         stage_ids, slots = select(row_scores, column_scores, row_top_k, top_k)
         rows, columns = slots.unbind(0)
-    scores = (row_scores.gather(2, rows) + column_scores.gather(2, columns)).softmax(-1)
+    sums = kept_scores(row_scores.unsqueeze(3), rows) + kept_scores(column_scores.unsqueeze(3), columns)
     return Retrieved(
         rows * num_keys + columns,
-        scores.unsqueeze(3),
+        sums.softmax(2),
         stage_ids[0],
         stage_ids[1],
         lambda: (row_scores, column_scores),

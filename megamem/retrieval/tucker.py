@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.kept_scores import kept_scores
 from kernels.retrieval import TuckerTopk
-from kernels.tucker_topk.naive import gather_keys
 from kernels.tucker_topk.op import tucker_topk_torch
 from megamem.retrieval.retrieved import Retrieved
 
@@ -46,7 +46,7 @@ def retrieve(
         stage_ids, slots = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
         rows, columns = slots.unbind(0)
     scores = torch.einsum(
-        "thkr,chrs,thks->thkc", gather_keys(row_scores, rows), cores, gather_keys(column_scores, columns)
+        "thkr,chrs,thks->thkc", kept_scores(row_scores, rows), cores, kept_scores(column_scores, columns)
     )
     return Retrieved(
         rows * num_keys + columns,
