@@ -34,11 +34,9 @@ def sum_by_id(gradient: Tensor, ids: Tensor, num_keys: int) -> Tensor:
     Entries are sorted by key before they are added, which needs no atomics.
     """
     num_lists, num_scores = ids.shape[0] * ids.shape[1], gradient.shape[3]
-    first = torch.arange(num_lists, device=ids.device).unsqueeze(1) * num_keys
+    first = torch.arange(num_lists, device=ids.device).view(*ids.shape[:2], 1) * num_keys
     total = gradient.new_zeros(num_lists * num_keys, num_scores)
-    total.index_put_(
-        ((first + ids.reshape(num_lists, -1)).flatten(),), gradient.reshape(-1, num_scores), accumulate=True
-    )
+    total.index_put_(((first + ids).flatten(),), gradient.flatten(0, 2), accumulate=True)
     return total.view(*ids.shape[:2], num_keys, num_scores)
 
 
