@@ -143,9 +143,9 @@ def run(config: ModelConfig, **parallel: int) -> RunConfig:
             r"model\.moe\.num_experts is 6, which parallel\.memory 4 does not divide",
         ),
         (
-            replace(model(), moe=MoEConfig(num_experts=8, top_k=2)),
-            {"memory": 2},
-            r"tables cannot be split over ranks in this version: use parallel\.memory: 1 \(also for the experts of model\.moe",
+            replace(model(), moe=MoEConfig(num_experts=6, top_k=2)),
+            {"memory": 4},
+            r"holds equally many experts \(the experts and the tables are split over the same group\)",
         ),
     ],
 )
@@ -160,6 +160,7 @@ def test_layouts_that_split_something_are_refused(config: ModelConfig, parallel:
         (model(spans="0:3/1:2/4:7"), {"pipeline": 2}),
         (model(blocks=(0, 3), sharing=SharingConfig("ring", 2)), {"pipeline": 2}),
         (replace(ModelConfig(num_layers=8), moe=MoEConfig(num_experts=8, top_k=2)), {"memory": 4, "tensor": 2}),
+        (replace(model(), moe=MoEConfig(num_experts=8, top_k=2)), {"memory": 4, "tensor": 2}),
     ],
 )
 def test_layouts_that_split_nothing_are_taken(config: ModelConfig, parallel: dict[str, int]) -> None:
