@@ -96,6 +96,9 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
         ConfigError: this machine cannot run them.
     """
     train = config.train
+    if config.model.memory is None:
+        # Nothing reads a table: nothing to compile.
+        return select_kernels("torch", device_type=device_type)
     try:
         return select_kernels(train.kernels, asdict(train.kernel_overrides), device_type=device_type)
     except KernelUnavailableError as error:

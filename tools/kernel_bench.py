@@ -6,6 +6,7 @@ Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W c
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from kernels.select import Kernels
 
 _COPY_BYTES = 1 << 28
+# Rows that calls in turn read are this many bytes apart in time, so that they come from memory and not from a cache.
+_COLD_BYTES = 1 << 28
+_MAX_ID_SETS = 256
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,10 @@ def _contenders(
     table = torch.nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype).normal_(generator=generator))
     table.main_grad = torch.zeros(rows, width, device=device)  # type: ignore[attr-defined]
     dense = torch.nn.Parameter(table.detach())
-    ids = draw_ids(rows, tokens, reads, spread, device)
+    num_sets = min(_MAX_ID_SETS, 2 + _COLD_BYTES // (tokens * reads * width * table.element_size()))
+    id_sets = draw_ids(rows, num_sets * tokens, reads, spread, device).view(num_sets, tokens, reads)
+    # Each call reads other rows; and a new tensor of ids, so that no order of an earlier call is kept.
+    next_ids = itertools.cycle(id_sets.unbind()).__next__
     coef, one_coef, x = normal(tokens, reads, groups), normal(tokens, reads), normal(tokens, width)
     grad_sum, grad_dot = normal(tokens, width), normal(tokens, reads)
     source = torch.zeros(_COPY_BYTES // 4, device=device)
@@ -178,8 +185,7 @@ def _contenders(
         leaf = operand.detach().clone().requires_grad_()
 
         def step() -> None:
-            # New ids in every step, as in training: an order that was kept from the last one would be for nothing.
-            out = gather(parameter, ids.view(ids.shape), leaf)
+            out = gather(parameter, next_ids().view(tokens, reads), leaf)
             leaf.grad = parameter.grad = None
             out.backward(gradient)
 
@@ -188,22 +194,22 @@ def _contenders(
     def embedding_bag(parameter: Tensor, rows_read: Tensor, weights: Tensor) -> Tensor:
         return F.embedding_bag(rows_read, parameter, per_sample_weights=weights, mode="sum")
 
-    def without_grad(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], Tensor]:
-        return torch.no_grad()(lambda: function(*arguments))
+    def without_grad(function: Callable[..., Tensor], parameter: Tensor, operand: Tensor) -> Callable[[], Tensor]:
+        return torch.no_grad()(lambda: function(parameter, next_ids(), operand))
 
     contenders: dict[str, Callable[[], Any]] = {
         "copy": lambda: target.copy_(source),
-        "gather_sum": without_grad(kernels.gather_sum, table, ids, coef),
-        "gather_sum, one coefficient": without_grad(kernels.gather_sum, table, ids, one_coef.unsqueeze(2)),
-        "embedding_bag": without_grad(embedding_bag, dense, ids, one_coef),
-        "gather_dot": without_grad(kernels.gather_dot, table, ids, x),
+        "gather_sum": without_grad(kernels.gather_sum, table, coef),
+        "gather_sum, one coefficient": without_grad(kernels.gather_sum, table, one_coef.unsqueeze(2)),
+        "embedding_bag": without_grad(embedding_bag, dense, one_coef),
+        "gather_dot": without_grad(kernels.gather_dot, table, x),
         "gather_sum, forward and backward": both(kernels.gather_sum, table, coef, grad_sum),
         "gather_dot, forward and backward": both(kernels.gather_dot, table, x, grad_dot),
         "embedding_bag, forward and backward": both(embedding_bag, dense, one_coef, grad_sum),
     }
     if compile_naive:
         twin = torch.compile(naive.gather_sum)
-        contenders["naive, compiled"] = without_grad(twin, dense, ids, coef)
+        contenders["naive, compiled"] = without_grad(twin, dense, coef)
         contenders["naive, compiled, forward and backward"] = both(twin, dense, coef, grad_sum)
     element = table.element_size()
     entries = tokens * reads

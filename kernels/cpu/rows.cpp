@@ -12,6 +12,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct bf16 {
@@ -78,11 +82,17 @@ inline lanes<Sum> load(const Sum* from) {
   return out;
 }
 inline lanes<float> load(const bf16* from) {
+#ifdef __AVX512F__
+  // GCC takes five instructions for the conversion below, and rows in the cache then wait for them.
+  return reinterpret_cast<lanes<float>>(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16));
+#else
   typedef uint16_t halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
   typedef uint32_t words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
   halves bits;
   std::memcpy(&bits, from, sizeof bits);
   return reinterpret_cast<lanes<float>>(__builtin_convertvector(bits, words) << 16);
+#endif
 }
 
 template <class Row, class Sum>
