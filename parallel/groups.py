@@ -133,7 +133,7 @@ def initialise_groups(
         expert_model_parallel_size=sizes.memory,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
-        create_gloo_process_groups=True,
+        create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(
