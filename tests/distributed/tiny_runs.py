@@ -129,6 +129,17 @@ def joined(config: RunConfig) -> Iterator[ParallelGroups]:
             yield groups
         finally:
             parallel_state.destroy_model_parallel()
+        # Not after an error: the other ranks may be anywhere, and the world ends.
+        _close_groups()
+
+
+def _close_groups() -> None:
+    """Close all groups but the world: Megatron forgets its groups without closing them, and each keeps threads and connections."""
+    world = torch.distributed.group.WORLD
+    torch.distributed.barrier()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not world:
+            torch.distributed.destroy_process_group(group)
 
 
 def build(
