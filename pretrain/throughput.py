@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,7 @@ class Throughput:
 
     @property
     def median(self) -> float:
-        ordered = sorted(self.tokens_per_s)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return median(self.tokens_per_s)
 
 
 def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
@@ -51,10 +50,17 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
     return num_microbatches * per_microbatch // layout.pipeline
 
 
-class _Contestant:
+class Contestant:
     """One configuration's model and optimizer, with random tokens for data."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> None:
+        """Build both. Collective.
+
+        Args:
+            config: the run.
+            groups: this rank's place.
+            vocab_size: token ids.
+        """
         self.config, self.groups = config, groups
         self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), groups)
         self.optimizer = build_optimizer(config, self.chunks, groups)
@@ -62,22 +68,30 @@ class _Contestant:
 
     def steps(self, count: int) -> float:
         """Seconds that `count` optimizer steps take."""
-        train = self.config.train
         dist.barrier()
         started = time.perf_counter()
         for step in range(count):
-            apply_schedule(self.optimizer.param_groups, step, self.config.optimizer, train)
-            train_step(
-                self.chunks,
-                self.optimizer,
-                self.batches,
-                self.groups,
-                num_microbatches=train.global_batch_size // (train.micro_batch_size * self.groups.data_size),
-                micro_batch_size=train.micro_batch_size,
-                sequence_length=train.sequence_length,
-            )
-        # train_step ends with a host sync (the loss), so the clock has seen all of its work.
+            self.apply_schedule(step)
+            self.step()
+        # A step ends with a host sync (the loss), so the clock has seen all of its work.
         return time.perf_counter() - started
+
+    def apply_schedule(self, step: int) -> None:
+        """The learning rates of a step."""
+        apply_schedule(self.optimizer.param_groups, step, self.config.optimizer, self.config.train)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        train = self.config.train
+        train_step(
+            self.chunks,
+            self.optimizer,
+            self.batches,
+            self.groups,
+            num_microbatches=train.global_batch_size // (train.micro_batch_size * self.groups.data_size),
+            micro_batch_size=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        )
 
 
 def measure(
@@ -92,7 +106,7 @@ def measure(
         rounds: figures per configuration.
         steps_per_round: optimizer steps behind each.
     """
-    contestants = [_Contestant(config, groups, vocab_size) for config in configs]
+    contestants = [Contestant(config, groups, vocab_size) for config in configs]
     for contestant in contestants:
         contestant.steps(1)
     figures: list[list[float]] = [[] for _ in contestants]
