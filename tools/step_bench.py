@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -107,7 +108,9 @@ def dense_pair(config: RunConfig, vocab_size: int) -> Contender:
     """
     measure = flops_measure(_rows(config, vocab_size), config.train.sequence_length)
     dense = replace(config.model, memory=None)
-    solved = solve_ffn_width(dense, measure, measure(config.model), multiple=64)
+    # As wide tiles as GPUs like, where the rounding is below a percent.
+    multiple = math.lcm(64 if config.model.hidden_size >= 512 else 8, config.parallel.tensor)
+    solved = solve_ffn_width(dense, measure, measure(config.model), multiple=multiple)
     return Contender(
         replace(
             config,
@@ -128,9 +131,7 @@ def experts_pair(config: RunConfig, vocab_size: int) -> Contender:
     rows = _rows(config, vocab_size)
     counts = count_parameters(config.model, rows)
     bare = replace(config.model, memory=None)
-    solved = solve_experts(
-        bare, rows, active=counts.active, total=counts.total, count_multiple=max(1, config.parallel.memory)
-    )
+    solved = solve_experts(bare, rows, active=counts.active, total=counts.total, count_multiple=config.parallel.memory)
     moe = solved.moe
     return Contender(
         replace(config, model=replace(bare, moe=moe)),
@@ -200,7 +201,7 @@ def _report(
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads per rank"
     pipelined = any(contender.config.parallel.pipeline > 1 for contender in contenders.values())
     turns = "one after the other" if on_gpu else "in turns"
-    yield f"{groups.world_size} ranks, {where}, torch {torch.__version__}; {amount} without marks and as many with them, {turns}"
+    yield f"{groups.world_size} rank{'s' * (groups.world_size > 1)}, {where}, torch {torch.__version__}; {amount} without marks and as many with them, {turns}"
     yield f"step: median (lowest .. highest) of the rounds without marks; parts: mean of the marked steps on rank 0{', of its pipeline stage' * pipelined}"
     for name, contender in contenders.items():
         peak = peak_tflops or (known_peak(where) if on_gpu and contender.config.train.precision == "bf16" else None)
@@ -249,7 +250,7 @@ def _phase_lines(marked: Intervals, step_s: float) -> Iterator[str]:
     from pretrain.step_profile import PHASES
 
     total = marked.total_s / marked.num_steps
-    yield f"  {'marked step':32} {total * 1e3:10.2f} ms         ({total / step_s - 1:+.1%} of the step without marks)"
+    yield f"  {'marked step':32} {total * 1e3:10.2f} ms         ({total / step_s - 1:+.1%} on the step without marks)"
     for phase in PHASES:
         seconds = sum(s for span, s in marked.seconds.items() if span.phase == phase) / marked.num_steps
         if seconds:
