@@ -151,7 +151,7 @@ def bench_steps_rank(
     results: dict[str, StepTimes] = {}
     with session(first) as groups:
         layout = first.parallel
-        for names in _turns(contenders, on_gpu=groups.device.type == "cuda"):
+        for names in turns(contenders, on_gpu=groups.device.type == "cuda"):
             configs = [contenders[name].config for name in names]
             if configs[0].parallel != layout:
                 layout = configs[0].parallel
@@ -168,7 +168,7 @@ def bench_steps_rank(
             )
 
 
-def _turns(contenders: Mapping[str, Contender], *, on_gpu: bool) -> list[list[str]]:
+def turns(contenders: Mapping[str, Contender], *, on_gpu: bool) -> list[list[str]]:
     """Names that take turns: those of one layout and vocabulary on a CPU, whose load changes; on GPUs, which have little memory and one user, none."""
     if on_gpu:
         return [[name] for name in contenders]
