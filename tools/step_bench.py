@@ -71,7 +71,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
 def unread_step_options(args: argparse.Namespace) -> Iterator[str]:
     """Options of the step's benchmark that were given."""
     for name in STEP_OPTIONS:
-        if getattr(args, name):
+        if getattr(args, name) is not None and getattr(args, name) is not False:
             yield f"--{name.replace('_', '-')}"
 
 
@@ -151,6 +151,8 @@ def bench_steps_rank(
     results: dict[str, StepTimes] = {}
     with session(first) as groups:
         layout = first.parallel
+        if groups.is_main:
+            print("\n".join(_header(contenders, groups, f"{rounds} rounds of {steps} steps")), flush=True)
         for names in turns(contenders, on_gpu=groups.device.type == "cuda"):
             configs = [contenders[name].config for name in names]
             if configs[0].parallel != layout:
@@ -160,12 +162,14 @@ def bench_steps_rank(
             measured = measure_steps(configs, groups, vocab_size=size, rounds=rounds, steps_per_round=steps)
             results |= dict(zip(names, measured, strict=True))
             _release_memory()
+            if groups.is_main:
+                # At once: a later one may be too large for the device.
+                for name in names:
+                    peak = peak_tflops or _peak_of(contenders[name].config, groups)
+                    lines = block(name, contenders[name], results[name], groups.world_size, vocab_size, peak)
+                    print("", *lines, sep="\n", flush=True)
         if groups.is_main:
-            print(
-                "\n".join(
-                    _report(contenders, results, groups, vocab_size, f"{rounds} rounds of {steps} steps", peak_tflops)
-                )
-            )
+            print("", *ratios(contenders, {name: median(of.step_s) for name, of in results.items()}), sep="\n")
 
 
 def turns(contenders: Mapping[str, Contender], *, on_gpu: bool) -> list[list[str]]:
@@ -187,28 +191,28 @@ def _release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _report(
-    contenders: Mapping[str, Contender],
-    results: Mapping[str, StepTimes],
-    groups: ParallelGroups,
-    vocab_size: int,
-    amount: str,
-    peak_tflops: float | None,
-) -> Iterator[str]:
+def _header(contenders: Mapping[str, Contender], groups: ParallelGroups, amount: str) -> Iterator[str]:
     import torch
 
     on_gpu = groups.device.type == "cuda"
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads per rank"
-    pipelined = any(contender.config.parallel.pipeline > 1 for contender in contenders.values())
-    turns = "one after the other" if on_gpu else "in turns"
-    yield f"{groups.world_size} rank{'s' * (groups.world_size > 1)}, {where}, torch {torch.__version__}; {amount} without marks and as many with them, {turns}"
+    layouts = [contender.config.parallel for contender in contenders.values()]
+    pipelined = any(layout.pipeline > 1 for layout in layouts)
+    turn = "one after the other" if on_gpu else "in turns"
+    yield (
+        f"{groups.world_size} rank{'s' * (groups.world_size > 1)}, {where}, torch {torch.__version__}; "
+        f"{amount} without marks and as many with them, {turn}"
+    )
     yield f"step: median (lowest .. highest) of the rounds without marks; parts: mean of the marked steps on rank 0{', of its pipeline stage' * pipelined}"
-    for name, contender in contenders.items():
-        peak = peak_tflops or (known_peak(where) if on_gpu and contender.config.train.precision == "bf16" else None)
-        yield ""
-        yield from block(name, contender, results[name], groups.world_size, vocab_size, peak)
-    yield ""
-    yield from ratios(contenders, {name: median(result.step_s) for name, result in results.items()})
+    if on_gpu and any(layout.memory > 1 and layout.overlap_memory for layout in layouts):
+        yield "memories that run beside the feed-forward (parallel.overlap_memory) run after it in marked steps"
+
+
+def _peak_of(config: RunConfig, groups: ParallelGroups) -> float | None:
+    import torch
+
+    known = groups.device.type == "cuda" and config.train.precision == "bf16"
+    return known_peak(torch.cuda.get_device_name()) if known else None
 
 
 def block(
