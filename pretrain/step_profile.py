@@ -150,6 +150,8 @@ def measure_steps(
             sums.add(
                 profiled_steps(contestant.chunks, contestant.optimizer, timeline, contestant.step, steps_per_round)
             )
+    for contestant in contestants:
+        contestant.cut_graphs()
     return [StepTimes(tuple(plain), sums) for plain, sums in zip(step_s, marked, strict=True)]
 
 

@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from parallel.groups import ParallelGroups
 from parallel.traffic import microbatch_traffic
@@ -92,6 +93,17 @@ class Contestant:
             micro_batch_size=train.micro_batch_size,
             sequence_length=train.sequence_length,
         )
+
+    def cut_graphs(self) -> None:
+        """Let go of the last microbatch's graph, so that the garbage collector finds the model once nobody needs it.
+
+        Megatron's token dispatchers keep tensors of it. Through them hang the gradient hooks, which know the model, out of Python's sight.
+        """
+        for chunk in self.chunks:
+            for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
+                for name, value in list(vars(layer.token_dispatcher).items()):
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        setattr(layer.token_dispatcher, name, value.detach())
 
 
 def measure(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import MEMORY, PRIVATE, SHARED, TinyRun, on, tiny_run
+from tiny_runs import MEMORY, PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config import ModelConfig, MoEConfig
 from parallel.exchange import Exchange
+from pretrain import step_profile
 from pretrain.config.schema import RunConfig
 from pretrain.step import unwrap
 from pretrain.step_costs import part_costs
@@ -42,6 +45,7 @@ from pretrain.step_profile import (
     TABLE_STEP,
     WEIGHTING,
     ZEROING,
+    measure_steps,
     profiled_steps,
 )
 from pretrain.timeline import Intervals, Span, Timeline
@@ -225,6 +229,28 @@ def test_the_exchange_is_marked_in_both_passes(profiles: dict[str, Profile]) -> 
     found = per_step(profiles["memory 2"])
     assert (found[Span(FORWARD, EXCHANGE)], found[Span(BACKWARD, EXCHANGE)]) == (5 * 4, 4 * 4)
     assert EXCHANGE not in {span.part for span in per_step(profiles["v2"])}
+
+
+def test_models_are_gone_when_they_are_measured(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one needs the memory of the device."""
+    names = ("v2", "dense", "experts")
+
+    def measured(config: RunConfig) -> tuple[int, int, int]:
+        models: list[weakref.ref[Any]] = []
+
+        class Watched(step_profile.Contestant):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                models.extend(weakref.ref(part) for part in (*self.chunks, self.optimizer, self.chunks[0].buffers[0]))
+
+        monkeypatch.setattr(step_profile, "Contestant", Watched)
+        with joined(config) as groups:
+            (times,) = measure_steps([config], groups, vocab_size=VOCAB_SIZE, rounds=3, steps_per_round=2)
+        gc.collect()
+        return len(times.step_s), times.marked.num_steps, sum(model() is not None for model in models)
+
+    found = run_ranks(lambda: {name: measured(ONE_RANK[name]) for name in names}, 1)[0]
+    assert found == dict.fromkeys(names, (3, 6, 0))
 
 
 def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
