@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN ?= runs/quickstart
+# Sequences of 4096 tokens per step, of models timed on one GPU.
+BENCH_BATCH ?= 8
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -56,10 +58,12 @@ minimum:  ## after adding tests: raise the number below which the suite counts a
 	@$(INSTALL) requirements/test.txt
 	@$(PYTEST) --collect-only --quiet --raise-collected-minimum | tail -n 2
 
-bench-gpu:  ## the memory kernels on this machine's GPU: their tests, then their speed. PYTHON must have a CUDA build of torch, and Triton
+bench-gpu:  ## the memory kernels on this machine's GPU: tests and speed; then where a step's time goes. PYTHON must have a CUDA build of torch, and Triton
 	"$(PYTHON)" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench-gpu: this machine has no GPU that torch can use")'
 	"$(PYTHON)" -m pytest -q tests/gpu
 	"$(PYTHON)" -m tools.cli bench kernels --shapes 227m 1b shard --rounds 20 --compile-naive
+	for size in 227m_1.2b 1b_7b; do \
+	  "$(PYTHON)" -m tools.cli bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done
 
 clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf "$(VENV)" "$(VENV)-old" build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

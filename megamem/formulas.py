@@ -146,23 +146,55 @@ def forward_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence
     return flops + memory_flops_per_token(model)
 
 
+@dataclass(frozen=True)
+class MemoryFlops:
+    """Floating-point operations of the memory in one token's forward pass, over all layers.
+
+    Attributes:
+        keys: query projections, and their products with the keys.
+        selection: first-stage scores and the candidate grid, M^2 products of R terms each behind the cores, or M^2 sums.
+        projections: of values, pre-values and gates.
+        gather_dot: products of the pre-values.
+        gather_sum: sums of the values.
+    """
+
+    keys: float
+    selection: float
+    projections: float
+    gather_dot: float
+    gather_sum: float
+
+    @property
+    def total(self) -> float:
+        """All five."""
+        return self.keys + self.selection + self.projections + self.gather_dot + self.gather_sum
+
+
 def memory_flops_per_token(model: ModelConfig) -> float:
     """The memory's share of `forward_flops_per_token`: queries, projections, retrieval and gathers."""
-    if model.memory is None:
-        return 0.0
-    memory, num_memory_layers = model.memory, model.num_memory_layers
-    queries = memory.num_queries * memory.key_dim * model.hidden_size
-    flops = 2.0 * num_memory_layers * (queries + _projection_weights(memory, model.hidden_size))
-    flops += sum(_selection_flops(memory, view) for view in plan_sharing(memory, num_memory_layers).views)
-    return flops + 2.0 * count_parameters(model, 0).read_values
+    return 0.0 if model.memory is None else memory_flops(model.memory, model).total
 
 
-def _selection_flops(memory: MemoryConfig, view: LayerView) -> float:
-    """Key products and candidate scores: M^2 products of R terms each behind the cores, or M^2 sums."""
-    keys, candidates = _num_keys(memory, view), memory.num_heads * memory.row_top_k**2
-    if memory.has_tucker_cores:
-        return 2.0 * keys * (memory.key_dim + 1) + 2.0 * candidates * memory.tucker_rank
-    return 2.0 * keys * memory.key_dim + candidates
+def memory_flops(memory: MemoryConfig, model: ModelConfig) -> MemoryFlops:
+    """The same by part."""
+    num_layers = model.num_memory_layers
+    views = plan_sharing(memory, num_layers).views
+    keys = sum(_num_keys(memory, view) for view in views)
+    queries = num_layers * memory.num_queries * memory.key_dim * model.hidden_size
+    candidates = num_layers * memory.num_heads * memory.row_top_k**2
+    reads = num_layers * memory.num_heads * memory.top_k
+    return MemoryFlops(
+        keys=2.0 * (queries + keys * memory.key_dim),
+        selection=2.0 * (keys + candidates * memory.tucker_rank) if memory.has_tucker_cores else 1.0 * candidates,
+        projections=2.0 * num_layers * _projection_weights(memory, model.hidden_size),
+        gather_dot=2.0 * reads * memory.pre_dim,
+        gather_sum=2.0 * reads * memory.value_dim,
+    )
+
+
+def key_scores_per_token(memory: MemoryConfig, num_memory_layers: int) -> int:
+    """Scores of single keys that the selections of all layers look at: 2 H N per layer, and R times as many with Tucker cores."""
+    return sum(_num_keys(memory, view) for view in plan_sharing(memory, num_memory_layers).views)
 
 
 def training_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from parallel.groups import ParallelGroups
 from parallel.traffic import microbatch_traffic
@@ -28,9 +30,7 @@ class Throughput:
 
     @property
     def median(self) -> float:
-        ordered = sorted(self.tokens_per_s)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return median(self.tokens_per_s)
 
 
 def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
@@ -51,10 +51,17 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
     return num_microbatches * per_microbatch // layout.pipeline
 
 
-class _Contestant:
+class Contestant:
     """One configuration's model and optimizer, with random tokens for data."""
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> None:
+        """Build both. Collective.
+
+        Args:
+            config: the run.
+            groups: this rank's place.
+            vocab_size: token ids.
+        """
         self.config, self.groups = config, groups
         self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), groups)
         self.optimizer = build_optimizer(config, self.chunks, groups)
@@ -62,22 +69,41 @@ class _Contestant:
 
     def steps(self, count: int) -> float:
         """Seconds that `count` optimizer steps take."""
-        train = self.config.train
         dist.barrier()
         started = time.perf_counter()
         for step in range(count):
-            apply_schedule(self.optimizer.param_groups, step, self.config.optimizer, train)
-            train_step(
-                self.chunks,
-                self.optimizer,
-                self.batches,
-                self.groups,
-                num_microbatches=train.global_batch_size // (train.micro_batch_size * self.groups.data_size),
-                micro_batch_size=train.micro_batch_size,
-                sequence_length=train.sequence_length,
-            )
-        # train_step ends with a host sync (the loss), so the clock has seen all of its work.
+            self.apply_schedule(step)
+            self.step()
+        # A step ends with a host sync (the loss), so the clock has seen all of its work.
         return time.perf_counter() - started
+
+    def apply_schedule(self, step: int) -> None:
+        """The learning rates of a step."""
+        apply_schedule(self.optimizer.param_groups, step, self.config.optimizer, self.config.train)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        train = self.config.train
+        train_step(
+            self.chunks,
+            self.optimizer,
+            self.batches,
+            self.groups,
+            num_microbatches=train.global_batch_size // (train.micro_batch_size * self.groups.data_size),
+            micro_batch_size=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        )
+
+    def cut_graphs(self) -> None:
+        """Let go of the last microbatch's graph, so that the garbage collector finds the model once nobody needs it.
+
+        Megatron's token dispatchers keep tensors of it. Through them hang the gradient hooks, which know the model, out of Python's sight.
+        """
+        for chunk in self.chunks:
+            for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
+                for name, value in list(vars(layer.token_dispatcher).items()):
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        setattr(layer.token_dispatcher, name, value.detach())
 
 
 def measure(
@@ -92,7 +118,7 @@ def measure(
         rounds: figures per configuration.
         steps_per_round: optimizer steps behind each.
     """
-    contestants = [_Contestant(config, groups, vocab_size) for config in configs]
+    contestants = [Contestant(config, groups, vocab_size) for config in configs]
     for contestant in contestants:
         contestant.steps(1)
     figures: list[list[float]] = [[] for _ in contestants]

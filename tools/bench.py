@@ -1,4 +1,4 @@
-"""`megamem bench`: training speed of configurations, side by side; or of the memory kernels (`megamem bench kernels`)."""
+"""`megamem bench`: training speed of configurations, side by side; where a step's time goes (`bench step`); the memory kernels (`bench kernels`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tools.kernel_bench import add_arguments, run_kernel_bench, unread_options
 from tools.ranks import default_num_ranks, run_on_ranks, started_world_size
+from tools.step_bench import Contender, add_step_arguments, bench_steps_rank, unread_step_options, with_pairs
 
 if TYPE_CHECKING:
     from pretrain.throughput import Throughput
@@ -20,10 +21,12 @@ examples:
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 2
   megamem bench configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --vary parallel.memory=1,2,4 --nproc 4
+  megamem bench step configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 1 --pair
   megamem bench kernels --tokens 2048 --dtypes bf16
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides apply to each.
 Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory), per optimizer step.
+`step` before the configurations says where the time of a step goes: its phases, and each part of the memory.
 `kernels` in place of the configurations times the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.
 """
 
@@ -33,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="training speed of configurations, side by side",
-        description="Time optimizer steps of one or more configurations on the same ranks, taking turns; or the memory kernels.",
+        description="Time optimizer steps of one or more configurations on the same ranks, taking turns; or the parts of a step; or the memory kernels.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "configs",
         metavar="CONFIG",
         nargs="+",
-        help="YAML files; then key=value overrides; or the word kernels",
+        help="YAML files; then key=value overrides; the word step before them; or the word kernels alone",
     )
     parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (default: as `megamem train`)")
@@ -54,32 +57,64 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="token ids where model.vocab_size is not set (default: 4096)",
     )
+    add_step_arguments(parser)
     add_arguments(parser)
     parser.set_defaults(func=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
     """Measures and prints."""
+    action = args.configs[0]
+    if action != "step" and (unread := list(unread_step_options(args))):
+        raise ConfigError(
+            f"{', '.join(unread)} has no effect without `step`: megamem bench step CONFIG {unread[0]} ..."
+        )
     if args.configs == ["kernels"]:
         if args.rounds < 1:
             raise ConfigError("nothing to measure: use --rounds of at least 1")
         return run_kernel_bench(args)
     if unread := list(unread_options(args)):
         raise ConfigError(f"{', '.join(unread)} has no effect without `kernels`: megamem bench kernels {unread[0]} ...")
-    overrides = [word for word in args.configs if "=" in word]
-    paths = [word for word in args.configs if "=" not in word]
+    if action == "step":
+        return _run_step_bench(args, _contestants(args, args.configs[1:]))
+    contestants = _contestants(args, args.configs)
+    num_ranks = _num_ranks(args, list(contestants.values()))
+    return run_on_ranks(lambda: bench_rank(contestants, args.vocab_size, args.rounds, args.steps), num_ranks)
+
+
+def _run_step_bench(args: argparse.Namespace, configs: dict[str, RunConfig]) -> int:
+    if args.peak_tflops is not None and args.peak_tflops <= 0:
+        raise ConfigError(f"--peak-tflops is {args.peak_tflops:g}: it must be above 0")
+    contenders = (
+        with_pairs(configs, args.vocab_size)
+        if args.pair
+        else {name: Contender(config) for name, config in configs.items()}
+    )
+    num_ranks = _num_ranks(args, [contender.config for contender in contenders.values()])
+    return run_on_ranks(
+        lambda: bench_steps_rank(contenders, args.vocab_size, args.rounds, args.steps, args.peak_tflops), num_ranks
+    )
+
+
+def _contestants(args: argparse.Namespace, words: list[str]) -> dict[str, RunConfig]:
+    """The configurations by name, with overrides and with each value of `--vary`."""
+    overrides = [word for word in words if "=" in word]
+    paths = [word for word in words if "=" not in word]
     if not paths or args.rounds < 1 or args.steps < 1:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds and --steps of at least 1")
-    contestants = {
+    return {
         f"{path} {change}".strip(): load_config(path, [*overrides, change] if change else overrides)
         for path in paths
         for change in _changes(args.vary)
     }
-    configs = list(contestants.values())
-    num_ranks = started_world_size() or args.nproc or max(default_num_ranks(config.parallel) for config in configs)
+
+
+def _num_ranks(args: argparse.Namespace, configs: list[RunConfig]) -> int:
+    """How many ranks there are or shall be; all configurations must be able to run on them."""
+    num_ranks: int = started_world_size() or args.nproc or max(default_num_ranks(config.parallel) for config in configs)
     for config in configs:
         validate(config, num_ranks)
-    return run_on_ranks(lambda: bench_rank(contestants, args.vocab_size, args.rounds, args.steps), num_ranks)
+    return num_ranks
 
 
 def _changes(vary: str | None) -> list[str]:

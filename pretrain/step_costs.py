@@ -1,0 +1,84 @@
+"""What the parts of the memory compute and move in one optimizer step, by closed formulas: what a measured time is held against.
+
+Legend: T tokens per rank and step, L memory layers, H heads, N keys per side, R Tucker rank, K retrieved, V value dim, P pre-value dim,
+e bytes per element of weights and activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamem.config import MemoryConfig, ModelConfig
+from megamem.formulas import count_parameters, key_scores_per_token, memory_flops
+from pretrain.config.schema import RunConfig
+from pretrain.megatron import parameter_dtype
+from pretrain.step_profile import (
+    EXCHANGE,
+    GATHER_DOT,
+    GATHER_SUM,
+    KEYS,
+    PROJECTIONS,
+    SELECTION,
+    TABLE_GRADIENT,
+    TABLE_STEP,
+    ZEROING,
+)
+from pretrain.throughput import exchanged_bytes
+
+_ADAM_BYTES = 28
+"""AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one rank and step.
+
+    Attributes:
+        flops: floating-point operations; None where bytes are what counts.
+        num_bytes: bytes that must move at the least; None where operations are what counts.
+    """
+
+    flops: float | None = None
+    num_bytes: float | None = None
+
+
+def part_costs(config: RunConfig, num_ranks: int) -> dict[str, Cost]:
+    """The costs of the memory's parts, of those that have a formula; empty without a memory. Pipeline stages count with their mean.
+
+    Backward of a matrix product costs twice its forward; that of a gather reads the same rows again for the gradient of its operand, and
+    reads and writes fp32 rows of the table's gradient. Recomputation (`train.recompute: full`) repeats forward.
+
+    Args:
+        config: the run.
+        num_ranks: of all of them, over which tokens x layers and the optimizer state of tables are split evenly.
+    """
+    model, train = config.model, config.train
+    if model.memory is None:
+        return {}
+    memory, forwards = model.memory, 2 if train.recompute == "full" else 1
+    tokens = train.global_batch_size * train.sequence_length / num_ranks
+    element = parameter_dtype(config).itemsize
+    flops = memory_flops(memory, model)
+    reads = tokens * model.num_memory_layers * memory.num_heads * memory.top_k
+    tables = count_parameters(model, 0).tables
+    costs = {
+        KEYS: Cost(flops=(forwards + 2) * tokens * flops.keys),
+        PROJECTIONS: Cost(flops=(forwards + 2) * tokens * flops.projections),
+        SELECTION: Cost(num_bytes=forwards * tokens * _selection_bytes(memory, model)),
+        GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * memory.pre_dim * element),
+        GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * memory.value_dim * element),
+        TABLE_GRADIENT: Cost(num_bytes=2 * 4 * reads * (memory.pre_dim + memory.value_dim)),
+        EXCHANGE: Cost(num_bytes=exchanged_bytes(config, num_ranks)),
+        ZEROING: Cost(num_bytes=4 * tables / (config.parallel.pipeline * config.parallel.memory)),
+    }
+    if config.optimizer.value_offload == "none" and model.moe is None:
+        # Next to fp32 main weights there are those of the model in bf16.
+        per_element = _ADAM_BYTES + (element if train.precision == "bf16" else 0)
+        costs[TABLE_STEP] = Cost(num_bytes=per_element * tables / num_ranks)
+    return {part: cost for part, cost in costs.items() if cost.flops or cost.num_bytes}
+
+
+def _selection_bytes(memory: MemoryConfig, model: ModelConfig) -> int:
+    """Per token: fp32 scores read, int64 numbers of rows and columns written."""
+    written = model.num_memory_layers * memory.num_heads * 2 * (memory.row_top_k + memory.top_k)
+    return 4 * key_scores_per_token(memory, model.num_memory_layers) + 8 * written

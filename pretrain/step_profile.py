@@ -1,0 +1,276 @@
+"""Where the time of a training step goes: the marks of `pretrain.timeline` put around the parts of a built run, and taken away again.
+
+Nothing in the run knows of them. Phases come from Megatron's own timers (`config.timers`), from the gradient reduction and from the
+optimizer's methods; parts of the memory from the layers' methods, their kernels, the exchange and the tables' optimizer and gradient buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import nn
+
+from kernels.gather_dot.op import differentiable_gather_dot
+from kernels.gather_sum.op import differentiable_gather_sum
+from kernels.select import Kernels
+from megamem.bank import Bank
+from megamem.block import FfnWithMemory
+from megamem.layers.layer import MemoryLayer
+from megamem.side_stream import SideStream
+from parallel.exchange import Exchange
+from parallel.groups import ParallelGroups
+from pretrain.config.schema import RunConfig
+from pretrain.optimizer import MemoryOptimizer
+from pretrain.step import unwrap
+from pretrain.throughput import Contestant
+from pretrain.timeline import Intervals, Timeline
+
+FORWARD, BACKWARD, MESSAGES, REDUCTION = "forward", "backward", "pipeline messages", "gradient reduction"
+CLIPPING, OPTIMIZER, REST = "norm and clipping", "optimizer", "rest"
+PHASES = (FORWARD, BACKWARD, MESSAGES, REDUCTION, CLIPPING, OPTIMIZER, REST)
+"""The phases of a step, in the order of a report. What recomputes activations belongs to backward; zeroing gradients to the rest."""
+
+KEYS, SELECTION, SCORES, ROWS = "queries and key scores", "selection", "scores of the selected", "row ids"
+GATHER_DOT, GATHER_SUM, WEIGHTING, EXCHANGE = "gather_dot", "gather_sum", "weighting", "exchange"
+PROJECTIONS, TABLE_GRADIENT, OTHER = "projections", "table gradient", "other"
+SINGULAR_VECTORS, ZEROING, TABLE_REDUCTION, TABLE_STEP = (
+    "singular vectors",
+    "zeroing of table gradients",
+    "reduction of table gradients",
+    "optimizer step of tables",
+)
+PARTS = (
+    KEYS,
+    SELECTION,
+    SCORES,
+    ROWS,
+    GATHER_DOT,
+    GATHER_SUM,
+    WEIGHTING,
+    EXCHANGE,
+    TABLE_GRADIENT,
+    PROJECTIONS,
+    OTHER,
+    SINGULAR_VECTORS,
+    ZEROING,
+    TABLE_REDUCTION,
+    TABLE_STEP,
+)
+"""The parts of the memory, in the order of a report."""
+
+
+@contextmanager
+def marked_run(
+    chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, timeline: Timeline
+) -> Iterator[None]:
+    """Put marks around the parts of a run for as long as the context lasts.
+
+    Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile: intervals of two streams overlap.
+
+    Args:
+        chunks: this rank's model chunks.
+        optimizer: of the chunks.
+        timeline: has begun a step whenever one of their steps runs.
+    """
+    with ExitStack() as undo:
+        hooks = _Hooks(undo, timeline)
+        hooks.add_phases(chunks, optimizer)
+        layers = [layer for chunk in chunks for layer in unwrap(chunk).memory_layers]
+        for chunk in chunks:
+            hooks.add_memory(chunk)
+        if any(unwrap(chunk).model_config.memory is not None for chunk in chunks):
+            hooks.add_tables(chunks, optimizer)
+        if layers:
+            hooks.add_exchange()
+        yield
+
+
+def profiled_steps(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MemoryOptimizer,
+    timeline: Timeline,
+    step: Callable[[], object],
+    count: int,
+) -> Intervals:
+    """Times of `count` steps, each of which one call of `step` takes. Waits for the device after every step."""
+    sums = Intervals()
+    with marked_run(chunks, optimizer, timeline):
+        for _ in range(count):
+            timeline.begin(REST)
+            step()
+            sums.add(timeline.end())
+    return sums
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One configuration's optimizer steps.
+
+    Attributes:
+        step_s: seconds per step without marks, one figure per round.
+        marked: the steps with marks, of all rounds, on this rank.
+    """
+
+    step_s: tuple[float, ...]
+    marked: Intervals
+
+
+def measure_steps(
+    configs: Sequence[RunConfig],
+    groups: ParallelGroups,
+    *,
+    vocab_size: int,
+    rounds: int,
+    steps_per_round: int,
+) -> list[StepTimes]:
+    """Take turns: every round times steps of each configuration without marks, then as many with them. Collective.
+
+    Args:
+        configs: of one layout; all are in memory at once.
+        groups: this rank's place.
+        vocab_size: token ids.
+        rounds: figures per configuration.
+        steps_per_round: optimizer steps behind each.
+    """
+    contestants = [Contestant(config, groups, vocab_size) for config in configs]
+    timeline = Timeline(groups.device)
+    step_s: list[list[float]] = [[] for _ in contestants]
+    marked = [Intervals() for _ in contestants]
+    for contestant in contestants:
+        contestant.steps(1)
+    for _ in range(rounds):
+        for contestant, plain, sums in zip(contestants, step_s, marked, strict=True):
+            plain.append(contestant.steps(steps_per_round) / steps_per_round)
+            dist.barrier()
+            sums.add(
+                profiled_steps(contestant.chunks, contestant.optimizer, timeline, contestant.step, steps_per_round)
+            )
+    for contestant in contestants:
+        contestant.cut_graphs()
+    return [StepTimes(tuple(plain), sums) for plain, sums in zip(step_s, marked, strict=True)]
+
+
+class _Hooks:
+    """Replaces attributes of living objects, to be put back by the exit stack."""
+
+    def __init__(self, undo: ExitStack, timeline: Timeline) -> None:
+        self._undo, self._timeline = undo, timeline
+
+    def add_phases(self, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> None:
+        """Forward, backward, messages, reduction, clipping, optimizer."""
+        # One object for all chunks of a rank.
+        config = unwrap(chunks[0]).config
+        self._set(config, "timers", _MegatronTimers(self._timeline))
+        self._phase(config, "finalize_model_grads_func", REDUCTION)
+        for name in ("prepare_grads", "gradient_norms", "clip"):
+            self._phase(optimizer, name, CLIPPING)
+        self._phase(optimizer, "step_with_ready_grads", OPTIMIZER)
+
+    def add_memory(self, chunk: nn.Module) -> None:
+        """The memory layers of a chunk, the banks that they read, and what they do once per step."""
+        model = unwrap(chunk)
+        if model.memory_layers:
+            self._part(model, "begin_step", SINGULAR_VECTORS)
+        for bank in model.banks.values():
+            assert isinstance(bank, Bank)
+            self._set(bank, "kernels", self._marked_kernels(bank.kernels))
+        for layer in model.memory_layers:
+            self._add_layer(layer)
+        for module in model.modules():
+            if isinstance(module, FfnWithMemory):
+                self._set(module, "side_stream", SideStream(None))
+
+    def add_tables(self, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> None:
+        """What gradients and weights of tables cost outside of forward and backward; of experts too, if the model has both."""
+        for chunk in chunks:
+            for buffer in chunk.expert_parallel_buffers:
+                self._part(buffer, "reset", ZEROING)
+                self._part(buffer, "scale_gradients", TABLE_REDUCTION)
+            for bucket_group in chunk.expert_parallel_bucket_groups:
+                self._part(bucket_group, "finish_grad_sync", TABLE_REDUCTION)
+        self._part(optimizer.chained_optimizers[-1], "step_with_ready_grads", TABLE_STEP)
+
+    def add_exchange(self) -> None:
+        """What ranks that share tables send each other; of the class, because every lookup makes an exchange of its own."""
+        for name in ("gather", "to_columns", "to_tokens"):
+            self._part(Exchange, name, EXCHANGE)
+
+    def _add_layer(self, layer: MemoryLayer) -> None:
+        self._set(layer, "kernels", self._marked_kernels(layer.kernels))
+        for name, part in (
+            ("forward", OTHER),
+            ("retrieve", SCORES),
+            ("key_scores", KEYS),
+            ("pre_input", PROJECTIONS),
+            ("project", PROJECTIONS),
+        ):
+            self._set(layer, name, self._timeline.differentiable(part, getattr(layer, name)))
+        self._part(layer, "locate", ROWS)
+        self._set(layer, "lookup", _Lookup(self._timeline.differentiable(WEIGHTING, layer.lookup.read)))
+
+    def _marked_kernels(self, kernels: Kernels) -> Kernels:
+        """The same kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
+        mark, names = self._timeline, kernels.implementations
+        pieces = replace(kernels.pieces, accumulate=mark.part(TABLE_GRADIENT, kernels.pieces.accumulate))
+        gather_sum = kernels.gather_sum if names["gather_sum"] == "naive" else differentiable_gather_sum(pieces)
+        gather_dot = kernels.gather_dot if names["gather_dot"] == "naive" else differentiable_gather_dot(pieces)
+        return replace(
+            kernels,
+            gather_sum=mark.differentiable(GATHER_SUM, gather_sum),
+            gather_dot=mark.differentiable(GATHER_DOT, gather_dot),
+            tucker_topk=mark.part(SELECTION, kernels.tucker_topk),
+            product_topk=mark.part(SELECTION, kernels.product_topk),
+            pieces=pieces,
+        )
+
+    def _phase(self, owner: Any, name: str, phase: str) -> None:
+        self._set(owner, name, self._timeline.phase(phase, getattr(owner, name)))
+
+    def _part(self, owner: Any, name: str, part: str) -> None:
+        self._set(owner, name, self._timeline.part(part, getattr(owner, name)))
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        if name in vars(owner):
+            self._undo.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            # A method of the class, which shows again when the object has none of its own.
+            self._undo.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """A bank as a layer sees it."""
+
+    read: Callable[..., Any]
+
+
+class _MegatronTimers:
+    """What Megatron's schedules take for `config.timers`: they say when they compute, and when they send."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def __call__(self, name: str, log_level: int = 0) -> _MegatronTimer:
+        if name in ("forward-compute", "backward-compute"):
+            return _MegatronTimer(self._timeline, FORWARD if name == "forward-compute" else BACKWARD)
+        sends = name.endswith(("-send", "-recv"))
+        return _MegatronTimer(self._timeline, MESSAGES if sends else None)
+
+
+class _MegatronTimer:
+    def __init__(self, timeline: Timeline, phase: str | None) -> None:
+        self._timeline, self._phase = timeline, phase
+
+    def start(self, barrier: bool = False) -> None:
+        if self._phase is not None:
+            self._timeline.enter_phase(self._phase)
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._phase is not None:
+            self._timeline.leave_phase()

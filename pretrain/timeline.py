@@ -1,0 +1,238 @@
+"""One optimizer step as a row of intervals, each of which belongs to exactly one part of the step.
+
+Between two marks time belongs to what was entered last and not left yet. So the parts add up to the step, and a part's time is its own,
+without that of the parts inside of it. A differentiable part is marked in backward as well, by functions of autograd around it that compute nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megamem.retrieval.retrieved import Retrieved
+
+
+class Span(NamedTuple):
+    """What an interval belongs to.
+
+    Attributes:
+        phase: of the step, as in "forward"; never empty.
+        part: of the memory, as in "projections"; empty outside of it.
+    """
+
+    phase: str
+    part: str
+
+
+@dataclass
+class Intervals:
+    """Times of one or more steps.
+
+    Attributes:
+        seconds: by span.
+        entries: how often each span was entered.
+        num_steps: steps behind both.
+    """
+
+    seconds: dict[Span, float] = field(default_factory=dict)
+    entries: Counter[Span] = field(default_factory=Counter)
+    num_steps: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """Of all steps."""
+        return sum(self.seconds.values())
+
+    def add(self, other: Intervals) -> None:
+        """Takes in further steps."""
+        for span, seconds in other.seconds.items():
+            self.seconds[span] = self.seconds.get(span, 0.0) + seconds
+        self.entries.update(other.entries)
+        self.num_steps += other.num_steps
+
+
+class Timeline:
+    """Records marks while a step runs: events on the current stream on GPUs, where nothing waits for them, and times of the host on CPUs.
+
+    All work must run on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Args:
+            device: where the step runs.
+        """
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._phases: list[str] = []
+        self._parts: list[str] = []
+        self._spans: list[Span] = []
+        self._times: list[float] = []
+        self._entries: Counter[Span] = Counter()
+
+    def begin(self, phase: str) -> None:
+        """Start a step, in a phase that lasts wherever no other one is entered."""
+        self._phases, self._parts, self._spans, self._times, self._entries = [phase], [], [], [], Counter()
+        self._mark()
+
+    def end(self) -> Intervals:
+        """End the step. Waits for the device."""
+        assert len(self._phases) == 1, f"phases were entered and not left: {self._phases}"
+        assert not self._parts, f"parts were entered and not left: {self._parts}"
+        self._mark()
+        seconds: dict[Span, float] = {}
+        for span, duration in zip(self._spans[:-1], self._durations(), strict=True):
+            seconds[span] = seconds.get(span, 0.0) + duration
+        return Intervals(seconds, self._entries, 1)
+
+    def enter_phase(self, phase: str) -> None:
+        """From here on time belongs to the phase, until `leave_phase`."""
+        assert not self._parts, f"{phase} begins inside of {self._parts}"
+        self._phases.append(phase)
+        self._enter()
+
+    def leave_phase(self) -> None:
+        """Back to the phase before."""
+        assert len(self._phases) > 1, "no phase was entered"
+        assert not self._parts, f"{self._phases[-1]} ends inside of {self._parts}"
+        self._phases.pop()
+        self._mark()
+
+    def enter(self, part: str) -> None:
+        """From here on time belongs to the part, until it is left."""
+        self._parts.append(part)
+        self._enter()
+
+    def leave(self, part: str) -> None:
+        """Back to what was before; the part must be the one that was entered last."""
+        assert self._parts[-1:] == [part], f"{part} ends inside of {self._parts}"
+        self._parts.pop()
+        self._mark()
+
+    def phase(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a phase."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.enter_phase(phase)
+            out = function(*args, **kwargs)
+            self.leave_phase()
+            return out
+
+        return timed
+
+    def part(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a part that has no backward pass, or whose backward pass is marked elsewhere."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.enter(part)
+            out = function(*args, **kwargs)
+            self.leave(part)
+            return out
+
+        return timed
+
+    def differentiable(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a part in forward and in backward.
+
+        In backward the part is entered when gradients of the result arrive, and left when those of all arguments are there. What
+        the function computes from its arguments must lie on a way from the result to them.
+
+        Args:
+            part: its name.
+            function: of tensors, given by position; returns a tensor, a tuple of them, or what a retrieval returns.
+        """
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.enter(part)
+            wanting = [i for i, arg in enumerate(args) if _wants_gradient(arg)]
+            if wanting:
+                marked = list(args)
+                for index, tensor in zip(
+                    wanting, _LeaveInBackward.apply(self, part, *(args[i] for i in wanting)), strict=True
+                ):
+                    marked[index] = tensor
+                out = self._marked_result(part, function(*marked, **kwargs))
+            else:
+                out = function(*args, **kwargs)
+            self.leave(part)
+            return out
+
+        return timed
+
+    def _marked_result(self, part: str, out: Any) -> Any:
+        if isinstance(out, Retrieved):
+            (scores,) = _EnterInBackward.apply(self, part, out.scores)
+            return replace(out, scores=scores)
+        if isinstance(out, tuple):
+            return _EnterInBackward.apply(self, part, *out)
+        return _EnterInBackward.apply(self, part, out)[0] if out is not None else None
+
+    def _enter(self) -> None:
+        self._entries[self._span] += 1
+        self._mark()
+
+    @property
+    def _span(self) -> Span:
+        return Span(self._phases[-1], self._parts[-1] if self._parts else "")
+
+    def _mark(self) -> None:
+        index = len(self._spans)
+        self._spans.append(self._span)
+        if not self._on_gpu:
+            self._times.append(time.perf_counter())
+            return
+        if index == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[index].record()
+
+    def _durations(self) -> list[float]:
+        """Seconds from each mark to the next."""
+        if not self._on_gpu:
+            return [after - before for before, after in pairwise(self._times)]
+        events = self._events[: len(self._spans)]
+        # Host sync, after the step.
+        events[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def _wants_gradient(arg: Any) -> bool:
+    """Whether a gradient passes on through the argument; that of a weight ends where it is."""
+    is_weight = isinstance(arg, nn.Parameter)
+    return torch.is_grad_enabled() and isinstance(arg, Tensor) and arg.requires_grad and not is_weight
+
+
+class _LeaveInBackward(torch.autograd.Function):
+    """The identity on the arguments of a part; its backward pass is the last thing of the part's."""
+
+    @staticmethod
+    def forward(ctx: Any, timeline: Timeline, part: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.timeline, ctx.part = timeline, part
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        ctx.timeline.leave(ctx.part)
+        return None, None, *grads
+
+
+class _EnterInBackward(torch.autograd.Function):
+    """The identity on the results of a part; its backward pass is the first thing of the part's."""
+
+    @staticmethod
+    def forward(ctx: Any, timeline: Timeline, part: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.timeline, ctx.part = timeline, part
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        ctx.timeline.enter(ctx.part)
+        return None, None, *grads

@@ -1,0 +1,303 @@
+"""Marks around the parts of a real step: they are all met, they add up, and the step computes what it does without them."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import MEMORY, PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, tiny_run
+from torch.utils.flop_counter import FlopCounterMode
+
+from megamem.config import ModelConfig, MoEConfig
+from parallel.exchange import Exchange
+from pretrain import step_profile
+from pretrain.config.schema import RunConfig
+from pretrain.step import unwrap
+from pretrain.step_costs import part_costs
+from pretrain.step_profile import (
+    BACKWARD,
+    CLIPPING,
+    EXCHANGE,
+    FORWARD,
+    GATHER_DOT,
+    GATHER_SUM,
+    KEYS,
+    MESSAGES,
+    OPTIMIZER,
+    OTHER,
+    PARTS,
+    PHASES,
+    PROJECTIONS,
+    REDUCTION,
+    REST,
+    ROWS,
+    SCORES,
+    SELECTION,
+    SINGULAR_VECTORS,
+    TABLE_GRADIENT,
+    TABLE_REDUCTION,
+    TABLE_STEP,
+    WEIGHTING,
+    ZEROING,
+    measure_steps,
+    profiled_steps,
+)
+from pretrain.timeline import Intervals, Span, Timeline
+
+NUM_STEPS = 2
+
+
+def memory(config: RunConfig, **changed: Any) -> RunConfig:
+    assert config.model.memory is not None
+    return replace(config, model=replace(config.model, memory=replace(config.model.memory, **changed)))
+
+
+def model(config: RunConfig, **changed: Any) -> RunConfig:
+    return replace(config, model=replace(config.model, **changed))
+
+
+ONE_RANK = {
+    "v2": SHARED,
+    "recomputed": on(SHARED, recompute="full"),
+    "two heads, no pre-values": PRIVATE,
+    "balance loss": memory(SHARED, key_balance_weight=0.1),
+    "naive": replace(SHARED, train=replace(SHARED.train, kernels="naive")),
+    "product keys": model(SHARED, memory=replace(MEMORY, kind="memory_plus", pre_value_dim=0)),
+    "peer": model(SHARED, memory=replace(MEMORY, kind="peer", value_dim=32, pre_value_dim=0)),
+    "offloaded": replace(SHARED, optimizer=replace(SHARED.optimizer, value_offload="cpu")),
+    "dense": model(SHARED, memory=None),
+    "experts": model(SHARED, memory=None, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=16)),
+}
+TWO_RANKS = {
+    "memory 2": on(SHARED, memory=2),
+    "tensor 2": on(SHARED, tensor=2, memory=2),
+    "pipeline 2": on(SHARED, pipeline=2),
+    "interleaved": on(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2),
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one configuration's steps gave.
+
+    Attributes:
+        intervals: of the marked steps.
+        wall_s: seconds that they took by the test's own clock.
+        same: whether they computed what unmarked ones do.
+        clean: whether no mark is left afterwards.
+    """
+
+    intervals: Intervals
+    wall_s: float
+    same: bool
+    clean: bool
+
+
+def profile(config: RunConfig) -> Profile:
+    with tiny_run(config) as run:
+        expected = run.train(1 + 2 * NUM_STEPS)
+    with tiny_run(config) as run:
+        before = attributes(run)
+        history = run.train(1)
+        started = time.perf_counter()
+        intervals = profiled_steps(
+            run.chunks, run.optimizer, Timeline(torch.device("cpu")), lambda: history.extend(run.train(1)), NUM_STEPS
+        )
+        wall_s = time.perf_counter() - started
+        after = attributes(run)
+        history += run.train(NUM_STEPS)
+    return Profile(intervals, wall_s, history == expected, before == after)
+
+
+def attributes(run: TinyRun) -> list[tuple[object, ...]]:
+    """Identities of everything that marks are put on."""
+    found: list[tuple[object, ...]] = [(id(vars(Exchange)[name]),) for name in ("gather", "to_columns", "to_tokens")]
+    owners: list[Any] = [run.optimizer, *run.optimizer.chained_optimizers, run.bare[0].config]
+    for chunk in run.chunks:
+        owners += [*chunk.expert_parallel_buffers, *chunk.expert_parallel_bucket_groups, *unwrap(chunk).modules()]
+    for owner in owners:
+        names = ("timers", "finalize_model_grads_func", "kernels", "lookup", "side_stream")
+        found.append((set(vars(owner)) - {"current_microbatch"}, [id(vars(owner).get(name)) for name in names]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def profiles(run_ranks: Any) -> dict[str, Profile]:
+    """Of rank 0."""
+    on_one = run_ranks(lambda: {name: profile(config) for name, config in ONE_RANK.items()}, 1)[0]
+    on_two = run_ranks(lambda: {name: profile(config) for name, config in TWO_RANKS.items()}, 2)[0]
+    result: dict[str, Profile] = on_one | on_two
+    return result
+
+
+@pytest.mark.parametrize("name", [*ONE_RANK, *TWO_RANKS])
+def test_parts_add_up_and_change_nothing(name: str, profiles: dict[str, Profile]) -> None:
+    found = profiles[name]
+    assert found.same
+    assert found.clean
+    assert all(seconds >= 0 for seconds in found.intervals.seconds.values())
+    assert 0 < found.intervals.total_s <= found.wall_s
+    assert found.intervals.num_steps == NUM_STEPS
+    assert {span.phase for span in found.intervals.seconds} <= set(PHASES)
+    assert {span.part for span in found.intervals.seconds} <= {"", *PARTS}
+
+
+def per_step(found: Profile) -> Counter[Span]:
+    assert all(number % NUM_STEPS == 0 for number in found.intervals.entries.values())
+    return Counter({span: number // NUM_STEPS for span, number in found.intervals.entries.items()})
+
+
+def passes(reads: int, *, has_pre: bool = True, recomputed: bool = False) -> Counter[Span]:
+    """How often the parts of `reads` lookups per step are entered."""
+    forward = {KEYS, SELECTION, SCORES, ROWS, GATHER_SUM, WEIGHTING, OTHER} | ({GATHER_DOT} if has_pre else set())
+    backward = forward - {SELECTION, ROWS}
+    counts = Counter({Span(FORWARD, part): reads for part in forward})
+    counts.update({Span(BACKWARD, part): reads for part in backward})
+    counts[Span(FORWARD, PROJECTIONS)] = 2 * reads
+    counts[Span(BACKWARD, PROJECTIONS)] = (2 if has_pre else 1) * reads
+    counts[Span(BACKWARD, TABLE_GRADIENT)] = (2 if has_pre else 1) * reads
+    if recomputed:
+        counts.update({Span(BACKWARD, span.part): n for span, n in list(counts.items()) if span.phase == FORWARD})
+    return counts
+
+
+def of_passes(counts: Counter[Span]) -> Counter[Span]:
+    return Counter({s: n for s, n in counts.items() if s.phase in (FORWARD, BACKWARD) and s.part not in ("", EXCHANGE)})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # 4 layers x 2 microbatches.
+        ("v2", passes(8)),
+        ("recomputed", passes(8, recomputed=True)),
+        ("two heads, no pre-values", passes(8, has_pre=False)),
+        ("balance loss", passes(8)),
+        ("offloaded", passes(8)),
+        # A microbatch per rank.
+        ("memory 2", passes(4)),
+        ("tensor 2", passes(8)),
+        # Half of the layers.
+        ("pipeline 2", passes(4)),
+        # Twice the microbatches.
+        ("interleaved", passes(8, has_pre=False)),
+        ("dense", Counter()),
+        ("experts", Counter()),
+    ],
+)
+def test_every_part_is_entered_as_often_as_it_runs(
+    name: str, expected: Counter[Span], profiles: dict[str, Profile]
+) -> None:
+    assert of_passes(per_step(profiles[name])) == expected
+
+
+def test_phases_of_a_step(profiles: dict[str, Profile]) -> None:
+    found = per_step(profiles["v2"])
+    phases = {span.phase: number for span, number in found.items() if not span.part}
+    assert phases == {FORWARD: 2, BACKWARD: 2, REDUCTION: 1, CLIPPING: 3, OPTIMIZER: 1}
+    once = {span: number for span, number in found.items() if span.part and span.phase not in (FORWARD, BACKWARD)}
+    assert once == {
+        Span(REST, SINGULAR_VECTORS): 1,
+        Span(REST, ZEROING): 1,
+        # Reduced, and divided by the number of tokens.
+        Span(REDUCTION, TABLE_REDUCTION): 2,
+        Span(OPTIMIZER, TABLE_STEP): 1,
+    }
+    assert Span(MESSAGES, "") in per_step(profiles["pipeline 2"])
+
+
+def test_without_a_memory_no_part_is_met(profiles: dict[str, Profile]) -> None:
+    for name in ("dense", "experts"):
+        assert not any(span.part for span in profiles[name].intervals.seconds)
+
+
+def test_naive_gathers_keep_their_table_gradient_inside(profiles: dict[str, Profile]) -> None:
+    found = of_passes(per_step(profiles["naive"]))
+    expected = passes(8)
+    del expected[Span(BACKWARD, TABLE_GRADIENT)]
+    assert found == expected
+
+
+def test_the_exchange_is_marked_in_both_passes(profiles: dict[str, Profile]) -> None:
+    """Five collectives forward, four backward."""
+    found = per_step(profiles["memory 2"])
+    assert (found[Span(FORWARD, EXCHANGE)], found[Span(BACKWARD, EXCHANGE)]) == (5 * 4, 4 * 4)
+    assert EXCHANGE not in {span.part for span in per_step(profiles["v2"])}
+
+
+def test_models_are_gone_when_they_are_measured(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one needs the memory of the device."""
+    names = ("v2", "dense", "experts")
+
+    def measured(config: RunConfig) -> tuple[int, int, int]:
+        models: list[weakref.ref[Any]] = []
+
+        class Watched(step_profile.Contestant):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                models.extend(weakref.ref(part) for part in (*self.chunks, self.optimizer, self.chunks[0].buffers[0]))
+
+        monkeypatch.setattr(step_profile, "Contestant", Watched)
+        with joined(config) as groups:
+            (times,) = measure_steps([config], groups, vocab_size=VOCAB_SIZE, rounds=3, steps_per_round=2)
+        gc.collect()
+        return len(times.step_s), times.marked.num_steps, sum(model() is not None for model in models)
+
+    found = run_ranks(lambda: {name: measured(ONE_RANK[name]) for name in names}, 1)[0]
+    assert found == dict.fromkeys(names, (3, 6, 0))
+
+
+def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
+    """Against PyTorch's own count of what the layers' methods do, forward and backward."""
+
+    def counted(config: RunConfig) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        with tiny_run(config) as run:
+            for layer in run.bare[0].memory_layers:
+                x = torch.randn(64, config.model.hidden_size, requires_grad=True)
+                values = torch.randn(64, layer.memory.num_value_blocks * layer.memory.value_dim, requires_grad=True)
+                for part, compute in (
+                    (KEYS, lambda: sum(scores.sum() for scores in layer.key_scores(x))),  # noqa: B023
+                    (PROJECTIONS, lambda: layer.project(values, x).sum()),  # noqa: B023
+                    (PROJECTIONS, lambda: pre.sum() if (pre := layer.pre_input(x)) is not None else x.sum()),  # noqa: B023
+                ):
+                    with FlopCounterMode(display=False) as counter:
+                        compute().backward()
+                    sums[part] += counter.get_total_flops()
+        return dict(sums)
+
+    configs = {name: ONE_RANK[name] for name in ("v2", "two heads, no pre-values", "product keys")}
+    found = run_ranks(lambda: {name: counted(config) for name, config in configs.items()}, 1)[0]
+    for name, config in configs.items():
+        tokens = config.train.global_batch_size * config.train.sequence_length
+        costs = part_costs(config, 1)
+        for part in (KEYS, PROJECTIONS):
+            assert found[name][part] * tokens / 64 == costs[part].flops
+
+
+def test_bytes_of_tables() -> None:
+    """By hand: 128 tokens, 4 layers of 4 rows with 16 + 8 columns, 2 banks of 2 x 12^2 rows."""
+    costs = part_costs(SHARED, 1)
+    reads = 128 * 4 * 4
+    assert costs[GATHER_SUM].num_bytes == 2 * reads * 16 * 4
+    assert costs[GATHER_DOT].num_bytes == 2 * reads * 8 * 4
+    assert costs[TABLE_GRADIENT].num_bytes == reads * 24 * 8
+    elements = 2 * (2 * 144) * 24
+    assert costs[TABLE_STEP].num_bytes == elements * 28
+    assert costs[ZEROING].num_bytes == elements * 4
+    assert EXCHANGE not in costs
+    split = part_costs(on(SHARED, memory=2), 2)
+    assert split[GATHER_SUM].num_bytes == reads * 16 * 4
+    assert split[ZEROING].num_bytes == elements * 2
+    assert split[EXCHANGE].num_bytes
+    bf16 = part_costs(replace(SHARED, train=replace(SHARED.train, precision="bf16")), 1)
+    assert bf16[TABLE_STEP].num_bytes == elements * 30
+    assert bf16[GATHER_SUM].num_bytes == reads * 16 * 4
+    assert part_costs(replace(SHARED, model=ModelConfig()), 1) == {}
+    assert TABLE_STEP not in part_costs(ONE_RANK["offloaded"], 1)

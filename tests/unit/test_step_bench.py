@@ -1,0 +1,156 @@
+"""`megamem bench step`: the pairs that it derives, its arithmetic and what it prints; its refusals."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megamem.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.config.loader import load_config
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+from pretrain.step_costs import part_costs
+from pretrain.step_profile import GATHER_SUM, KEYS, StepTimes
+from pretrain.timeline import Intervals, Span
+from tools.cli import build_parser
+from tools.step_bench import Contender, block, known_peak, ratios, turns, with_pairs
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def config_of(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / name, overrides)
+
+
+@pytest.mark.parametrize("size", ["227m_1.2b", "1b_7b"])
+def test_pairs_cost_what_they_are_compared_with(size: str) -> None:
+    config = config_of(f"ultramemv2/{size}.yaml", "parallel.memory=8")
+    memory, dense, experts = with_pairs({"m": config}, 4096).values()
+    assert memory == Contender(config)
+    assert (dense.like, experts.like) == ("m", "m")
+    for contender in (dense, experts):
+        assert contender.config.model.memory is None
+        assert contender.config.train == config.train
+        validate(contender.config, 8)
+    rows, length = 50304, config.train.sequence_length
+    flops = forward_flops_per_token(config.model, rows, length)
+    assert forward_flops_per_token(dense.config.model, rows, length) == pytest.approx(flops, rel=0.004)
+    assert f"model.ffn_hidden_size {dense.config.model.ffn_hidden_size} (" in dense.derived
+    counts, of_experts = count_parameters(config.model, rows), count_parameters(experts.config.model, rows)
+    assert of_experts.active == pytest.approx(counts.active, rel=0.002)
+    # Ranks share them, so that their number is a multiple of 8: one of 61 to 68.
+    assert of_experts.total == pytest.approx(counts.total, rel=4 / 61)
+    assert experts.config.model.moe is not None
+    assert experts.config.model.moe.num_experts % 8 == 0
+    assert f"all parameters {of_experts.total / counts.total - 1:+.2%}" in experts.derived
+
+
+def test_only_a_memory_beside_a_dense_feed_forward_has_a_pair() -> None:
+    for name in ("quickstart_dense.yaml", "olmoe/227m_1.2b.yaml"):
+        with pytest.raises(ConfigError, match="--pair compares models of a memory"):
+            with_pairs({name: config_of(name)}, 4096)
+
+
+def test_a_pair_that_cannot_be_is_refused_by_name() -> None:
+    config = config_of("quickstart.yaml", "model.hidden_size=16", "model.ffn_hidden_size=8", "model.memory.key_dim=2")
+    with pytest.raises(ConfigError, match="small: no mixture of experts has"):
+        with_pairs({"small": config}, 4096)
+
+
+def test_configurations_of_one_layout_take_turns_on_a_cpu_only() -> None:
+    config = config_of("quickstart.yaml")
+    other = replace(config, parallel=replace(config.parallel, memory=2))
+    contenders = {"a": Contender(config), "b": Contender(other), "c": Contender(config)}
+    assert turns(contenders, on_gpu=False) == [["a", "c"], ["b"]]
+    assert turns(contenders, on_gpu=True) == [["a"], ["b"], ["c"]]
+
+
+def test_peaks_by_name() -> None:
+    names = (
+        "NVIDIA H200",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H100 PCIe",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA GeForce GT 1030",
+    )
+    assert [known_peak(name) for name in names] == [989, 989, 756, 312, None]
+
+
+def times(step_s: float = 0.5) -> StepTimes:
+    """Two marked steps of 0.6 s."""
+    seconds = {
+        Span("forward", ""): 0.4,
+        Span("forward", KEYS): 0.1,
+        Span("backward", KEYS): 0.2,
+        Span("backward", GATHER_SUM): 0.06,
+        Span("optimizer", ""): 0.44,
+    }
+    entries = Counter({Span("forward", KEYS): 8, Span("backward", KEYS): 8})
+    return StepTimes((2 * step_s, step_s, 0.9 * step_s), Intervals(seconds, entries, 2))
+
+
+def test_a_block_says_where_the_time_went() -> None:
+    config = config_of("quickstart.yaml")
+    lines = list(block("name", Contender(config, derived="from nothing"), times(), 4, 4096, 2.0))
+    text = "\n".join(lines)
+    assert lines[:2] == ["name", "  derived: from nothing"]
+    tflops = 2048 * training_flops_per_token(config.model, 4096, 256) / 0.5 / 4 / 1e12
+    assert f"step 500.00 ms (450.00 .. 1000.00), 4,096 tokens/s, {tflops:.3g} TFLOP/s per rank" in text
+    assert f"MFU {tflops / 2:.1%} of 2" in text
+    assert re.search(r"marked step +600\.00 ms +\(\+20\.0% on the step without marks\)", text)
+    assert re.search(r"forward +250\.00 ms +41\.7%", text)
+    assert re.search(r"backward +130\.00 ms +21\.7%", text)
+    assert re.search(r"optimizer +220\.00 ms +36\.7%", text)
+    assert "gradient reduction" not in text
+    assert re.search(r"the memory in it +180\.00 ms +30\.0%", text)
+    cost = part_costs(config, 4)[KEYS].flops
+    assert cost is not None
+    assert re.search(
+        rf"{KEYS} +150\.00 ms +25\.0% +50\.00 +100\.00 +8  {cost / 1e9:.4g} GFLOP, {cost / 0.15 / 1e12:.3g} TFLOP/s$",
+        text,
+        re.MULTILINE,
+    )
+    moved = part_costs(config, 4)[GATHER_SUM].num_bytes
+    assert moved is not None
+    assert f"{moved / 1e6:.4g} MB, {moved / 0.03 / 1e9:.3g} GB/s" in text
+
+
+def test_a_model_without_memory_has_phases_only() -> None:
+    text = "\n".join(block("name", Contender(config_of("quickstart_dense.yaml")), times(), 1, 4096, None))
+    assert "the memory in it" not in text
+    assert "derived" not in text
+    assert "MFU unknown" in text
+
+
+def test_ratios_to_the_first_and_to_the_pair() -> None:
+    config = config_of("quickstart.yaml")
+    contenders = {"m": Contender(config), "d": Contender(config, "derived", "m"), "other": Contender(config)}
+    assert list(ratios(contenders, {"m": 0.3, "d": 0.2, "other": 0.6})) == [
+        "step time over that of m",
+        "   1.000x  m",
+        "   0.667x  d",
+        "   2.000x  other",
+        "m takes 1.500 times as long as d",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["configs/quickstart.yaml", "--pair"], "--pair has no effect without `step`"),
+        (["kernels", "--peak-tflops", "3"], "--peak-tflops has no effect without `step`"),
+        (["step", "configs/quickstart.yaml", "--peak-tflops", "-3"], "--peak-tflops is -3: it must be above 0"),
+        (["step", "configs/quickstart.yaml", "--tokens", "3"], "--tokens has no effect without `kernels`"),
+        (["step"], "name at least one CONFIG"),
+        (["step", "configs/quickstart.yaml", "--rounds", "0"], "--rounds and --steps of at least 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(words: list[str], message: str) -> None:
+    args = build_parser().parse_args(["bench", *words])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        args.func(args)
