@@ -155,7 +155,7 @@ class Timeline:
             if wanting:
                 marked = list(args)
                 for index, tensor in zip(
-                    wanting, _LeaveInBackward.apply(self, part, *(args[i] for i in wanting)), strict=True
+                    wanting, _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting)), strict=True
                 ):
                     marked[index] = tensor
                 out = self._marked_result(part, function(*marked, **kwargs))
@@ -168,11 +168,11 @@ class Timeline:
 
     def _marked_result(self, part: str, out: Any) -> Any:
         if isinstance(out, Retrieved):
-            (scores,) = _EnterInBackward.apply(self, part, out.scores)
+            (scores,) = _MarkInBackward.apply(self.enter, part, out.scores)
             return replace(out, scores=scores)
         if isinstance(out, tuple):
-            return _EnterInBackward.apply(self, part, *out)
-        return _EnterInBackward.apply(self, part, out)[0] if out is not None else None
+            return _MarkInBackward.apply(self.enter, part, *out)
+        return _MarkInBackward.apply(self.enter, part, out)[0] if out is not None else None
 
     def _enter(self) -> None:
         self._entries[self._span] += 1
@@ -208,31 +208,19 @@ def _wants_gradient(arg: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(arg, Tensor) and arg.requires_grad and not is_weight
 
 
-class _LeaveInBackward(torch.autograd.Function):
-    """The identity on the arguments of a part; its backward pass is the last thing of the part's."""
+class _MarkInBackward(torch.autograd.Function):
+    """The identity on tensors at the edge of a part; its backward pass marks the edge, and computes nothing.
+
+    Around the arguments of a part it leaves it: that is the last thing of the part's backward pass. Around the results it enters it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, timeline: Timeline, part: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mark: Callable[[str], None], part: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.timeline, ctx.part = timeline, part
+        ctx.mark, ctx.part = mark, part
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        ctx.timeline.leave(ctx.part)
-        return None, None, *grads
-
-
-class _EnterInBackward(torch.autograd.Function):
-    """The identity on the results of a part; its backward pass is the first thing of the part's."""
-
-    @staticmethod
-    def forward(ctx: Any, timeline: Timeline, part: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.timeline, ctx.part = timeline, part
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        ctx.timeline.enter(ctx.part)
+        ctx.mark(ctx.part)
         return None, None, *grads
