@@ -1,8 +1,8 @@
 """What an implementation of the memory kernels consists of: two gathers and a scatter, without autograd.
 
 Both differentiable gathers are made of these three (`kernels/gather_sum/op.py`, `kernels/gather_dot/op.py`): the coefficient gradient of
-`gather_sum` is `dot_rows`, the vector gradient of `gather_dot` is `sum_rows`, and the table gradient of both is `accumulate`. Code that
-exchanges rows between ranks calls them as `Kernels.pieces`.
+`gather_sum` is `dot_rows`, the vector gradient of `gather_dot` is `sum_rows`, and the table gradient of both is `accumulate`. What wraps one
+of them and builds the gathers anew, as the step benchmark does, takes them from `Kernels.pieces`.
 
 Legend: R table rows, T tokens, J rows read per token, C column groups, W columns (C divides W), B blocks of entries.
 """

@@ -29,7 +29,7 @@ class Kernels:
     tucker_topk: TuckerTopk
     product_topk: ProductTopk
     pieces: Pieces
-    """The gathers without autograd, for code that exchanges rows between ranks."""
+    """What both gathers are made of, without autograd."""
     implementations: Mapping[Op, Implementation]
     """What was chosen for each op."""
 
