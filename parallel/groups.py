@@ -148,5 +148,19 @@ def initialise_groups(
 
 def replace_groups(sizes: ParallelSizes, *, device: torch.device, timeout_minutes: float, seed: int) -> ParallelGroups:
     """The groups of another layout over the same world. Those before, and what was built on them, must not be used again."""
-    parallel_state.destroy_model_parallel()
+    close_groups()
     return initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
+
+
+def close_groups() -> None:
+    """Close all groups but the world. Collective.
+
+    Megatron forgets its groups without closing them, and each keeps threads and connections.
+    """
+    # A rank that closed early would cut off those that are still in their last collective.
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)

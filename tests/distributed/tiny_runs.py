@@ -16,7 +16,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megamem.config import MemoryConfig, ModelConfig, SharingConfig
 from megamem.model import MemoryGPTModel
 from parallel.cpu import cuda_on_cpu
-from parallel.groups import ParallelGroups, initialise_groups
+from parallel.groups import ParallelGroups, close_groups, initialise_groups
 from pretrain.build import build_chunks, wrap_chunks
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.megatron import parallel_sizes
@@ -127,19 +127,11 @@ def joined(config: RunConfig) -> Iterator[ParallelGroups]:
         )
         try:
             yield groups
-        finally:
+        except BaseException:
+            # The other ranks may be anywhere: nothing is closed together.
             parallel_state.destroy_model_parallel()
-        # Not after an error: the other ranks may be anywhere, and the world ends.
-        _close_groups()
-
-
-def _close_groups() -> None:
-    """Close all groups but the world: Megatron forgets its groups without closing them, and each keeps threads and connections."""
-    world = torch.distributed.group.WORLD
-    torch.distributed.barrier()
-    for group in list(torch.distributed.distributed_c10d._world.pg_map):
-        if group is not world:
-            torch.distributed.destroy_process_group(group)
+            raise
+        close_groups()
 
 
 def build(
