@@ -4,8 +4,8 @@
 // Entry e is row ids[e] for token e / J, coefficients coef[e C .. e C + C), block block[e] (0 where block is null).
 //
 // A plain C interface: no header of PyTorch, so it compiles in seconds and serves every version of it. Every element is summed by one
-// thread in the order of the entries, without fused multiply-adds (-ffp-contract=off): the bits depend neither on the number of threads
-// nor on the width of the machine's vectors.
+// thread in the order of the entries, and no multiply-add is fused that would round otherwise (-ffp-contract=off): the bits depend neither on
+// the number of threads nor on the width of the machine's vectors.
 
 #include <algorithm>
 #include <cstdint>
@@ -56,8 +56,8 @@ struct sum_of<double> {
 };
 
 constexpr int64_t kCacheLine = 64;
-// Entries between asking for a row and using it: about one access to memory at the time that a row takes.
-constexpr int64_t kAhead = 8;
+// Entries between asking for a row and using it: a row takes about 10 ns, an access to memory that misses the TLB too 100 to 200.
+constexpr int64_t kAhead = 16;
 
 // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops the calls.
 template <bool kWrite>
@@ -105,65 +105,112 @@ inline void add_scaled(Sum* out, const Row* row, Sum scale, int64_t n) {
   for (; i < n; ++i) out[i] += scale * widen(row[i]);
 }
 
-// A token's rows of one column group: J ids and coefficients, of which `ids_end` ends the whole list of ids.
+// A token's rows of one column group: J ids and coefficients, of which `last_id` is the last of the whole list of ids.
 template <class Row, class Operand>
 struct Reads {
   const Row* table;
   const int64_t* ids;
-  const int64_t* ids_end;
+  const int64_t* last_id;
   const Operand* coef;
   int64_t J, C, W;
 
-  template <bool kAsk>
-  __attribute__((always_inline)) inline const Row* row(int64_t j) const {
-    if (kAsk && ids + j + kAhead < ids_end) prefetch_row<false>(table + ids[j + kAhead] * W, W * sizeof(Row));
-    return table + ids[j] * W;
+  const Row* row(int64_t j) const { return table + ids[j] * W; }
+  // The row that is read kAhead entries later; the last one, where the list ends before.
+  const Row* later_row(int64_t j) const { return table + *std::min(ids + j + kAhead, last_id) * W; }
+};
+
+// The weighted sum of a few columns, in registers.
+template <class Row>
+struct Sums {
+  using Sum = typename sum_of<Row>::type;
+  static constexpr int64_t kRegisters = 1, kColumns = kLanes;
+  lanes<Sum> all = {};
+
+  template <class Operand>
+  void add(const Row* row, Operand scale) {
+    all += static_cast<Sum>(widen(scale)) * load(row);
+  }
+  void store(Sum* out) const { std::memcpy(out, &all, sizeof all); }
+};
+
+// A word of 32 bits holds two columns of bf16. Left where they are, each becomes fp32 by one instruction.
+template <>
+struct Sums<bf16> {
+  typedef uint32_t words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  static constexpr int64_t kRegisters = 2, kColumns = 2 * kLanes;
+  lanes<float> even = {}, odd = {};
+
+  template <class Operand>
+  void add(const bf16* row, Operand scale) {
+    words pairs;
+    std::memcpy(&pairs, row, sizeof pairs);
+    add_product(even, scale, reinterpret_cast<lanes<float>>(pairs << 16));
+    add_product(odd, scale, reinterpret_cast<lanes<float>>(pairs & 0xffff0000u));
+  }
+  void store(float* out) const {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      out[2 * i] = even[i];
+      out[2 * i + 1] = odd[i];
+    }
+  }
+
+ private:
+  static void add_product(lanes<float>& sum, float scale, lanes<float> columns) { sum += scale * columns; }
+  // The product of two values of bf16 is exact in fp32: fused with the sum it has the same bits.
+  static void add_product(lanes<float>& sum, bf16 scale, lanes<float> columns) {
+#ifdef __AVX512F__
+    sum = reinterpret_cast<lanes<float>>(_mm512_fmadd_ps(_mm512_set1_ps(widen(scale)), reinterpret_cast<__m512>(columns),
+                                                         reinterpret_cast<__m512>(sum)));
+#else
+    sum += widen(scale) * columns;
+#endif
   }
 };
 
-// The weighted sum of kVectors x kLanes columns from `first` on; the sums stay in registers.
-template <int64_t kVectors, bool kAsk, class Row, class Operand, class Sum>
-inline void sum_vectors(Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
-  lanes<Sum> sums[kVectors] = {};
+// Vectors of sums that stay in registers: half of AVX-512's 32, or all that fit into others' 16 of half the width.
+#ifdef __AVX512F__
+constexpr int64_t kMostVectors = 16;
+#else
+constexpr int64_t kMostVectors = 6;
+#endif
+
+// The weighted sum of kCount x Sums::kColumns columns from `first` on.
+template <int64_t kCount, class Row, class Operand, class Sum>
+inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
+  constexpr int64_t kColumns = Sums<Row>::kColumns, kBytes = kCount * kColumns * sizeof(Row);
+  Sums<Row> sums[kCount];
   for (int64_t j = 0; j < reads.J; ++j) {
-    const Row* row = reads.template row<kAsk>(j) + first;
-    const Sum scale = widen(reads.coef[j * reads.C]);
-    for (int64_t k = 0; k < kVectors; ++k) sums[k] += scale * load(row + k * kLanes);
+    const Row* row = reads.row(j) + first;
+    prefetch_row<false>(reads.later_row(j) + first, kBytes);
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < kCount; ++k) sums[k].add(row + k * kColumns, reads.coef[j * reads.C]);
   }
-  std::memcpy(out + first, sums, sizeof sums);
+  for (int64_t k = 0; k < kCount; ++k) sums[k].store(out + first + k * kColumns);
 }
 
-template <bool kAsk, class Row, class Operand, class Sum>
-inline void sum_some(int64_t vectors, Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
-  switch (vectors) {
-    case 1: return sum_vectors<1, kAsk>(out, reads, first);
-    case 2: return sum_vectors<2, kAsk>(out, reads, first);
-    case 3: return sum_vectors<3, kAsk>(out, reads, first);
-    case 4: return sum_vectors<4, kAsk>(out, reads, first);
-    case 5: return sum_vectors<5, kAsk>(out, reads, first);
-    case 6: return sum_vectors<6, kAsk>(out, reads, first);
-    case 7: return sum_vectors<7, kAsk>(out, reads, first);
-    default: return sum_vectors<8, kAsk>(out, reads, first);
-  }
+// The same with `count` known when it runs, at most kMost.
+template <int64_t kMost, class Row, class Operand, class Sum>
+inline void sum_some(int64_t count, Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
+  if constexpr (kMost > 1)
+    if (count < kMost) return sum_some<kMost - 1>(count, out, reads, first);
+  sum_in_registers<kMost>(out, reads, first);
 }
 
-// Columns [0, n) of a token's weighted sum, all in one block of entries, in passes over its rows. The first pass asks for the whole of the
-// rows to come, if `ask`, and the others find them in the cache.
+// Columns [0, n) of a token's weighted sum, all in one block of entries, in passes over its rows.
 template <class Row, class Operand, class Sum>
-inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n, bool ask) {
+inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
+  constexpr int64_t kMost = kMostVectors / Sums<Row>::kRegisters, kColumns = Sums<Row>::kColumns;
   int64_t first = 0;
-  while (n - first >= kLanes) {
-    const int64_t vectors = std::min<int64_t>(8, (n - first) / kLanes);
-    if (ask && first == 0)
-      sum_some<true>(vectors, out, reads, first);
-    else
-      sum_some<false>(vectors, out, reads, first);
-    first += vectors * kLanes;
+  while (n - first >= kColumns) {
+    const int64_t count = std::min(kMost, (n - first) / kColumns);
+    sum_some<kMost>(count, out, reads, first);
+    first += count * kColumns;
   }
   if (first == n) return;
+  std::fill(out + first, out + n, Sum(0));
   for (int64_t j = 0; j < reads.J; ++j) {
-    const Row* row = ask && first == 0 ? reads.template row<true>(j) : reads.template row<false>(j);
-    add_scaled(out + first, row + first, static_cast<Sum>(widen(reads.coef[j * reads.C])), n - first);
+    prefetch_row<false>(reads.later_row(j) + first, (n - first) * sizeof(Row));
+    add_scaled(out + first, reads.row(j) + first, static_cast<Sum>(widen(reads.coef[j * reads.C])), n - first);
   }
 }
 
@@ -202,18 +249,19 @@ void sum_rows(const void* table_at, const int64_t* ids, const void* coef_at, con
     std::vector<Sum> sums(B * W);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < T; ++t) {
-      std::fill(sums.begin(), sums.end(), Sum(0));
-      if (block == nullptr)
+      if (block == nullptr) {
         for (int64_t c = 0; c < C; ++c)
           sum_columns(sums.data() + c * per_group,
-                      Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M, coef + t * J * C + c, J, C, W}, per_group, c == 0);
-      else
+                      Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M - 1, coef + t * J * C + c, J, C, W}, per_group);
+      } else {
+        std::fill(sums.begin(), sums.end(), Sum(0));
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
           if (e + kAhead < M) prefetch_row<false>(table + ids[e + kAhead] * W, W * sizeof(Row));
           for (int64_t c = 0; c < C; ++c)
             add_scaled(sums.data() + block[e] * W + c * per_group, table + ids[e] * W + c * per_group,
                        static_cast<Sum>(widen(coef[e * C + c])), per_group);
         }
+      }
       for (int64_t i = 0; i < B * W; ++i) out[t * B * W + i] = narrow<Row>(sums[i]);
     }
   }
