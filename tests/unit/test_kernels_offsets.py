@@ -1,0 +1,54 @@
+"""Rows past 2^32 elements, in every implementation. The tables have no memory but for the pages of the rows that are touched."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.implementations import Implementation, unavailable
+from kernels.select import Kernels, select_kernels
+
+# <asm-generic/mman-common.h>; Python's mmap names it from 3.13 on.
+MAP_NORESERVE = 0x4000
+NUM_NEAR, WIDTH = 40, 24
+NUM_FAR = 2**32 // WIDTH + NUM_NEAR + 1
+"""The last NUM_NEAR rows begin past 2^32 elements; an offset of 32 bits comes out among the first."""
+
+
+@pytest.fixture(params=["torch", "cpu", "triton"], scope="module")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    implementation: Implementation = request.param
+    if reason := unavailable(implementation, "cpu"):
+        pytest.skip(f"{implementation} {reason}")
+    return select_kernels(implementation, device_type="cpu")
+
+
+def zeros(dtype: torch.dtype) -> Tensor:
+    """[NUM_FAR, WIDTH], of pages that come into being when they are written."""
+    num_bytes = NUM_FAR * WIDTH * dtype.itemsize
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    return torch.frombuffer(buffer, dtype=dtype).view(NUM_FAR, WIDTH)
+
+
+def test_the_last_rows_of_a_large_table(kernels: Kernels) -> None:
+    g = torch.Generator().manual_seed(0)
+    near = torch.randn(NUM_NEAR, WIDTH, generator=g).bfloat16()
+    ids = torch.randint(0, NUM_NEAR, (5, 7), generator=g)
+    far_ids = ids + NUM_FAR - NUM_NEAR
+    coef = torch.randn(5, 7, 2, generator=g).bfloat16()
+    x = torch.randn(5, WIDTH, generator=g).bfloat16()
+    pieces = kernels.pieces
+
+    far = zeros(torch.bfloat16)
+    far[-NUM_NEAR:] = near
+    assert torch.equal(pieces.sum_rows(far, far_ids, coef), pieces.sum_rows(near, ids, coef))
+    assert torch.equal(pieces.dot_rows(far, far_ids, x, 2), pieces.dot_rows(near, ids, x, 2))
+
+    far_sums, near_sums = zeros(torch.float32), torch.zeros(NUM_NEAR, WIDTH)
+    pieces.accumulate(far_sums, far_ids, coef, x)
+    pieces.accumulate(near_sums, ids, coef, x)
+    assert torch.equal(far_sums[-NUM_NEAR:], near_sums)
+    assert not far_sums[: 2 * NUM_NEAR].any()
