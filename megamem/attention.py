@@ -14,10 +14,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 class SdpaCoreAttention(MegatronModule):
-    """Causal attention for the `core_attention` slot of Megatron's SelfAttention."""
+    """Causal attention for the `core_attention` slot of Megatron's SelfAttention, over whole sequences."""
 
     def __init__(
         self,
@@ -31,10 +32,6 @@ class SdpaCoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                "parallel.context is above 1, but PyTorch's attention sees one rank's tokens only: use model.implementation: transformer_engine"
-            )
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -64,13 +61,34 @@ class SdpaCoreAttention(MegatronModule):
         assert attention_mask is None
         assert attention_bias is None
         assert packed_seq_params is None
-        s, b, n, d = query.shape
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=key.shape[2] != n,
-        )
-        return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention, [s, b, n d], for the arguments of `forward`."""
+        return causal_attention(query, key, value, self.softmax_scale)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Attention of the last q of k tokens to all that are not behind them.
+
+    Args:
+        query: [q, b, n, d] of tokens k - q to k - 1.
+        key: [k, b, g, d] of tokens 0 to k - 1.
+        value: [k, b, g, d].
+        scale: of the scores; None: 1 / sqrt(d).
+
+    Returns:
+        [q, b, n d].
+    """
+    q, b, n, d = query.shape
+    k = key.shape[0]
+    out = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        attn_mask=None if q == k else causal_lower_right(q, k),
+        is_causal=q == k,
+        scale=scale,
+        enable_gqa=key.shape[2] != n,
+    )
+    return out.permute(2, 0, 1, 3).reshape(q, b, n * d)

@@ -94,6 +94,25 @@ LAYOUTS = {
     "pipeline 2 x virtual 2 x memory 2": Layout(
         PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
     ),
+    "context 2": Layout(SHARED, 2, {"context": 2}),
+    "context 2, full recomputation": Layout(PRIVATE, 2, {"context": 2, "recompute": "full"}, num_steps=5),
+    "context 2 x memory 2, small microbatches": Layout(
+        SHARED, 2, {"context": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
+    ),
+    "context 4": Layout(PRIVATE, 4, {"context": 4}, num_steps=5),
+    "tensor 2 x context 2": Layout(SHARED, 4, {"tensor": 2, "context": 2}, num_steps=5),
+    "tensor 2 x context 2 x memory 4, selective recomputation": Layout(
+        PRIVATE, 4, {"tensor": 2, "context": 2, "memory": 4, "recompute": "selective"}, num_steps=5
+    ),
+    "pipeline 2 x context 2": Layout(SHARED, 4, {"pipeline": 2, "context": 2, "micro_batch_size": 2}, num_steps=5),
+    "pipeline 2 x virtual 2 x context 2 x memory 2": Layout(
+        PRIVATE,
+        4,
+        {"pipeline": 2, "virtual_pipeline": 2, "context": 2, "memory": 2, "micro_batch_size": 1},
+        num_steps=5,
+    ),
+    "context 2 x data 2": Layout(SHARED, 4, {"context": 2}, num_steps=5),
+    "context 2 x data 2 x memory 4": Layout(SHARED, 4, {"context": 2, "memory": 4}, num_steps=5),
     "memory 8": Layout(SHARED, 8, {"memory": 8, "micro_batch_size": 1}, num_steps=5),
     "tensor 2 x pipeline 2 x data 2 x memory 2": Layout(
         SHARED, 8, {"tensor": 2, "pipeline": 2, "memory": 2, "micro_batch_size": 2}, num_steps=5
@@ -109,6 +128,15 @@ LAYOUTS = {
             "micro_batch_size": 1,
             "recompute": "full",
         },
+        num_steps=5,
+    ),
+    "tensor 2 x context 2 x data 2 x memory 4": Layout(
+        PRIVATE, 8, {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2}, num_steps=5
+    ),
+    "pipeline 2 x context 2 x data 2 x memory 4, full recomputation": Layout(
+        SHARED,
+        8,
+        {"pipeline": 2, "context": 2, "memory": 4, "micro_batch_size": 2, "recompute": "full"},
         num_steps=5,
     ),
 }
