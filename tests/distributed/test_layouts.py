@@ -94,7 +94,7 @@ LAYOUTS = {
     "pipeline 2 x virtual 2 x memory 2": Layout(
         PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
     ),
-    "context 2": Layout(SHARED, 2, {"context": 2}),
+    "context 2": Layout(SHARED, 2, {"context": 2}, num_steps=5),
     "context 2, full recomputation": Layout(PRIVATE, 2, {"context": 2, "recompute": "full"}, num_steps=5),
     "context 2 x memory 2, small microbatches": Layout(
         SHARED, 2, {"context": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
@@ -130,14 +130,9 @@ LAYOUTS = {
         },
         num_steps=5,
     ),
-    "tensor 2 x context 2 x data 2 x memory 4": Layout(
-        PRIVATE, 8, {"tensor": 2, "context": 2, "memory": 4, "micro_batch_size": 2}, num_steps=5
-    ),
-    "pipeline 2 x context 2 x data 2 x memory 4, full recomputation": Layout(
-        SHARED,
-        8,
-        {"pipeline": 2, "context": 2, "memory": 4, "micro_batch_size": 2, "recompute": "full"},
-        num_steps=5,
+    # One memory group over the ranks of all three.
+    "tensor 2 x context 2 x data 2 x memory 8": Layout(
+        SHARED, 8, {"tensor": 2, "context": 2, "memory": 8}, num_steps=5
     ),
 }
 PARALLEL = [name for name in LAYOUTS if not name.endswith("1 rank")]
