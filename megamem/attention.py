@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -64,7 +65,7 @@ class SdpaCoreAttention(MegatronModule):
         return self.attend(query, key, value)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention, [s, b, n d], for the arguments of `forward`."""
+        """Causal attention, [s, b, n d], of the query, key and value that `forward` describes."""
         return causal_attention(query, key, value, self.softmax_scale)
 
 
@@ -81,14 +82,23 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
         [q, b, n d].
     """
     q, b, n, d = query.shape
-    k = key.shape[0]
     out = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
-        attn_mask=None if q == k else causal_lower_right(q, k),
-        is_causal=q == k,
+        attn_mask=_mask(q, key.shape[0], query.device),
+        is_causal=q == key.shape[0],
         scale=scale,
         enable_gqa=key.shape[2] != n,
     )
     return out.permute(2, 0, 1, 3).reshape(q, b, n * d)
+
+
+def _mask(q: int, k: int, device: torch.device) -> Tensor | None:
+    """What the last q of k tokens may look at; None where `is_causal` says it, which aligns the first query to the first key."""
+    if q == k:
+        return None
+    if device.type == "cuda":
+        # A name for the mask: the fused kernels make none.
+        return causal_lower_right(q, k)
+    return torch.ones(q, k, dtype=torch.bool, device=device).tril(k - q)

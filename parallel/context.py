@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
-from megamem.attention import SdpaCoreAttention
+from megamem.attention import SdpaCoreAttention, causal_attention
 from parallel.exchange import sum_in_order
 
 
@@ -51,24 +52,26 @@ class ContextParallelAttention(SdpaCoreAttention):
     normalisers, which PyTorch's public function does not return.
     """
 
-    def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **megatron: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection, **megatron: Any) -> None:
         """Nothing to allocate.
 
         Args:
-            args: what Megatron hands to every attention core, as is `megatron`.
+            config: Megatron's config of the model.
             pg_collection: of which `cp` is the group.
+            megatron: what else Megatron hands to every attention core.
         """
-        super().__init__(*args, pg_collection=pg_collection, **megatron)
+        super().__init__(config, pg_collection=pg_collection, **megatron)
         self.group = pg_collection.cp
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention, [t, b, n d], of this rank's tokens [t, b, n or g, d]. Collective."""
         keys, values = gather_sequence(torch.stack((key, value), 1), self.group).unbind(1)
-        chunk, size = query.shape[0] // 2, self.group.size()
-        outs = []
-        for number, queries in zip((self.group.rank(), 2 * size - 1 - self.group.rank()), query.split(chunk), strict=True):
-            end = (number + 1) * chunk
-            outs.append(super().attend(queries, keys[:end], values[:end]))
+        rank, size, chunk = self.group.rank(), self.group.size(), query.shape[0] // 2
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)
+        outs = [
+            causal_attention(queries, keys[:end], values[:end], self.softmax_scale)
+            for queries, end in zip(query.split(chunk), ends, strict=True)
+        ]
         return torch.cat(outs)
 
 

@@ -68,7 +68,8 @@ def inputs(num_key_heads: int) -> list[Tensor]:
 
 
 def output_and_gradients(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, upstream: Tensor) -> list[Tensor]:
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, upstream: Tensor
+) -> list[Tensor]:
     out = attend(query, key, value)
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), upstream)]
 
