@@ -18,7 +18,8 @@ from megamem.config import MemoryConfig
 from megamem.sharing import BankSpec
 from parallel.packed_rows import RowFormat
 from parallel.sharded_bank import ShardedBank
-from parallel.traffic import attention_traffic, lookup_traffic, microbatch_traffic
+from parallel.traffic import lookup_traffic, microbatch_traffic
+from pretrain.throughput import attention_bytes
 
 GROUP = 3
 TOKENS = 7
@@ -158,18 +159,7 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
 
     for totals in run_ranks(main, 4):
         for config, total in zip(configs, totals, strict=True):
-            layout, train = config.parallel, config.train
-            per_pass = attention_traffic(
-                config.model,
-                context_size=layout.context,
-                tensor_size=layout.tensor,
-                num_tokens=train.micro_batch_size * train.sequence_length // layout.context,
-                element_bytes=4,
-            )
-            passes = 3 if train.recompute != "none" else 2
-            replicas = 4 // (layout.tensor * layout.context)
-            microbatches = train.global_batch_size // train.micro_batch_size // replicas
-            assert total == per_pass * passes * config.model.num_layers * microbatches
+            assert total == attention_bytes(config, 4)
             assert total > 0
 
 
