@@ -70,7 +70,7 @@ class SdpaCoreAttention(MegatronModule):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last q of k tokens to all that are not behind them.
+    """Attention of the last q of k tokens, each to itself and all before it.
 
     Args:
         query: [q, b, n, d] of tokens k - q to k - 1.

@@ -4,7 +4,7 @@ A sequence is cut into 2 C chunks, of which rank r holds chunks r and 2 C - 1 - 
 has little to look back at near the start and much near the end, and so every rank has the same work. Megatron cuts its rotary
 embedding alike, and sums gradients over data and context parallelism together.
 
-For attention every rank gathers the keys and values of the whole sequence, and lets its two chunks of queries look at what is not behind them.
+For attention every rank gathers the keys and values of the whole sequence, and lets its two chunks of queries attend to what they may.
 Backward sends each gradient to the rank of its token, where the contributions are added in the order of the ranks, in at least fp32: the
 bytes of a reduce-scatter, with rounding that depends on no algorithm of the communication library.
 

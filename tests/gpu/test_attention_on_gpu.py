@@ -25,14 +25,14 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     key, value = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (key, value))
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) / WIDTH**0.5
     q, k = scores.shape[-2:]
-    behind = torch.ones(q, k, dtype=torch.bool, device=scores.device).triu(k - q + 1)
-    return torch.einsum("bnst,tbnd->sbnd", scores.masked_fill(behind, -torch.inf).softmax(-1), value).flatten(2)
+    later = torch.ones(q, k, dtype=torch.bool, device=scores.device).triu(k - q + 1)
+    return torch.einsum("bnst,tbnd->sbnd", scores.masked_fill(later, -torch.inf).softmax(-1), value).flatten(2)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-3)], ids=str)
 @pytest.mark.parametrize("key_heads", [8, 2])
 @pytest.mark.parametrize("keys", [256, 1024])
-def test_the_last_queries_look_at_what_is_not_behind_them(
+def test_the_last_tokens_attend_to_themselves_and_all_before(
     gpu: torch.device, dtype: torch.dtype, tolerance: float, key_heads: int, keys: int
 ) -> None:
     parts = inputs(gpu, dtype, 256, keys, key_heads)
