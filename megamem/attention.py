@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 class SdpaCoreAttention(MegatronModule):
-    """Causal attention for the `core_attention` slot of Megatron's SelfAttention."""
+    """Causal attention for the `core_attention` slot of Megatron's SelfAttention, over whole sequences."""
 
     def __init__(
         self,
@@ -31,10 +33,6 @@ class SdpaCoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                "parallel.context is above 1, but PyTorch's attention sees one rank's tokens only: use model.implementation: transformer_engine"
-            )
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -64,13 +62,43 @@ class SdpaCoreAttention(MegatronModule):
         assert attention_mask is None
         assert attention_bias is None
         assert packed_seq_params is None
-        s, b, n, d = query.shape
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=key.shape[2] != n,
-        )
-        return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention, [s, b, n d], of the query, key and value that `forward` describes."""
+        return causal_attention(query, key, value, self.softmax_scale)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Attention of the last q of k tokens, each to itself and all before it.
+
+    Args:
+        query: [q, b, n, d] of tokens k - q to k - 1.
+        key: [k, b, g, d] of tokens 0 to k - 1.
+        value: [k, b, g, d].
+        scale: of the scores; None: 1 / sqrt(d).
+
+    Returns:
+        [q, b, n d].
+    """
+    q, b, n, d = query.shape
+    out = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        attn_mask=_mask(q, key.shape[0], query.device),
+        is_causal=q == key.shape[0],
+        scale=scale,
+        enable_gqa=key.shape[2] != n,
+    )
+    return out.permute(2, 0, 1, 3).reshape(q, b, n * d)
+
+
+def _mask(q: int, k: int, device: torch.device) -> Tensor | None:
+    """What the last q of k tokens may look at; None where `is_causal` says it, which aligns the first query to the first key."""
+    if q == k:
+        return None
+    if device.type == "cuda":
+        # A name for the mask: the fused kernels make none.
+        return causal_lower_right(q, k)
+    return torch.ones(q, k, dtype=torch.bool, device=device).tril(k - q)

@@ -38,6 +38,7 @@ def block_spec(
     *,
     config: TransformerConfig,
     implementation: Literal["local", "transformer_engine"],
+    attention_core: type[SdpaCoreAttention],
     qk_norm: bool,
     memory_of: MemoryMaker,
     memory_replaces_ffn: bool,
@@ -51,6 +52,7 @@ def block_spec(
         layers: global 0-based numbers of the chunk's layers.
         config: Megatron's config of the model; with `num_moe_experts` the feed-forward is a mixture of experts.
         implementation: Megatron's local linears with our norm and SDPA attention, or Transformer Engine's linears, norms and attention.
+        attention_core: what attends in the former.
         qk_norm: normalise queries and keys per head.
         memory_of: what each layer's memory is built by.
         memory_replaces_ffn: layers with a memory have no feed-forward.
@@ -74,7 +76,7 @@ def block_spec(
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
-            core_attention=provider.core_attention() if te else SdpaCoreAttention,
+            core_attention=provider.core_attention() if te else attention_core,
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=qk,
             k_layernorm=qk,

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from kernels.select import Kernels
+from megamem.attention import SdpaCoreAttention
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import FfnWithMemory
@@ -47,6 +48,7 @@ class MemoryGPTModel(GPTModel):
         sequence_length: int,
         groups: ProcessGroupCollection,
         make_bank: MakeBank,
+        attention_core: type[SdpaCoreAttention],
         kernels: Kernels,
         side_stream: SideStream,
         pre_process: bool,
@@ -64,6 +66,7 @@ class MemoryGPTModel(GPTModel):
             sequence_length: tokens per sequence.
             groups: Megatron's process groups.
             make_bank: builds the banks.
+            attention_core: what attends where Transformer Engine does not.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
             pre_process: whether this chunk holds the embedding.
@@ -94,6 +97,7 @@ class MemoryGPTModel(GPTModel):
                 layers,
                 config=config,
                 implementation=model.implementation,
+                attention_core=attention_core,
                 qk_norm=model.qk_norm,
                 memory_of=memory_of,
                 memory_replaces_ffn=model.memory is not None and model.memory.placement.position == "instead",

@@ -147,6 +147,9 @@ class _CudaNamesToCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.tensor and kwargs.get("pin_memory"):
+            # Pinned for a copy to the device that rotary embeddings make under context parallelism: there is none to copy to.
+            kwargs = {**kwargs, "pin_memory": False}
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

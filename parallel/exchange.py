@@ -156,7 +156,7 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return _sum(exchange.to_tokens(x), 0)
+        return sum_in_order(exchange.to_tokens(x), 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
@@ -178,9 +178,10 @@ class _SpreadCoefficients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         of_pieces = ctx.exchange.to_tokens(grads[0]).permute(1, 2, 0, 3)
         per_group = of_pieces.shape[2] * of_pieces.shape[3] // ctx.num_groups
-        return _sum(of_pieces.reshape(*of_pieces.shape[:2], ctx.num_groups, per_group), 3), None
+        return sum_in_order(of_pieces.reshape(*of_pieces.shape[:2], ctx.num_groups, per_group), 3), None
 
 
-def _sum(x: Tensor, dim: int) -> Tensor:
+def sum_in_order(x: Tensor, dim: int) -> Tensor:
+    """The sum over `dim`, in at least fp32, rounded once to the dtype of `x`."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.sum(dim, dtype=wide).to(x.dtype)

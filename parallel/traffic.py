@@ -1,7 +1,7 @@
-"""The bytes of the exchange, by formula. A test compares them with what the collectives are given.
+"""The bytes of the exchange and of attention across context-parallel ranks, by formula. A test compares them with what the collectives are given.
 
-Legend: G ranks of the group, T tokens of a rank, J rows read per token (heads x K), C scores per row, n = C / gcd(C, G), V value dim, P pre-value
-dim, B virtual blocks.
+Legend: G ranks of the memory group, C of the context-parallel group, T tokens of a rank, J rows read per token
+(heads x K), n coefficients per row and rank, V value dim, P pre-value dim, B virtual blocks, g key/value heads and d head dimension.
 """
 
 from __future__ import annotations
@@ -96,3 +96,22 @@ def microbatch_traffic(
         )
         total += forward_passes * lookup.forward + lookup.backward
     return total
+
+
+def attention_traffic(
+    model: ModelConfig, *, context_size: int, tensor_size: int, num_tokens: int, element_bytes: int
+) -> int:
+    """Bytes that one rank sends to the others of its context-parallel group for the attention of one layer.
+
+    (C - 1) T 2 g d / tensor_size x bytes per element, in every forward pass and in the backward pass: the keys and values of its tokens to all
+    others, and the gradients of theirs back. It receives as much.
+
+    Args:
+        model: whose key/value heads are split over tensor-parallel ranks.
+        context_size: C.
+        tensor_size: tensor-parallel ranks.
+        num_tokens: T, before sequence parallelism splits them over tensor-parallel ranks.
+        element_bytes: of activations, 2 in bf16.
+    """
+    heads = model.query_groups // tensor_size
+    return (context_size - 1) * num_tokens * 2 * heads * model.attention_head_dim * element_bytes

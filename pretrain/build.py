@@ -22,6 +22,7 @@ from kernels.select import Kernels, select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.side_stream import SideStream
+from parallel.context import attention_core
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
 from parallel.pipeline_layout import chunks_of_stage
@@ -76,6 +77,7 @@ def build_unset_chunks(
             sequence_length=config.train.sequence_length,
             groups=groups.megatron,
             make_bank=partial(make_bank, kernels=kernels, groups=groups.megatron),
+            attention_core=attention_core(groups.megatron),
             kernels=kernels,
             side_stream=side_stream,
             pre_process=chunk.has_embedding,

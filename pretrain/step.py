@@ -22,6 +22,7 @@ from megamem.losses import LOSS_NAMES
 from megamem.model import MemoryGPTModel
 from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.usage import block_number
+from parallel.context import own_tokens
 from parallel.groups import ParallelGroups
 from pretrain.optimizer import GradientNorms, MemoryOptimizer
 
@@ -151,13 +152,13 @@ def _schedule(
 
 def _forward_step(iterator: Iterator[Batch], chunk: Chunk) -> tuple[Tensor, Callable[[Tensor], Any]]:
     needs_data = get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
-    batch = next(iterator) if needs_data else {}
+    batch = own_tokens(next(iterator), unwrap(chunk).cp_group) if needs_data else {}
     output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
     return output, partial(_loss, batch.get("loss_mask"))
 
 
 def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Summed loss and number of targets of a microbatch: losses and loss_mask are [b, s]."""
+    """Summed loss and number of targets of this rank's tokens of a microbatch: losses and loss_mask are [b, tokens]."""
     assert loss_mask is not None
     total = (losses.float() * loss_mask).sum()
     num_tokens = loss_mask.sum()

@@ -25,7 +25,8 @@ examples:
   megamem bench kernels --tokens 2048 --dtypes bf16
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides apply to each.
-Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory), per optimizer step.
+Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and for attention across cut sequences (parallel.context, but for
+Transformer Engine's), per optimizer step.
 `step` before the configurations says where the time of a step goes: its phases, and each part of the memory.
 `kernels` in place of the configurations times the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.
 """
@@ -158,7 +159,7 @@ def _print(
 ) -> None:
     from megamem.formulas import count_parameters
     from parallel.layout import padded_size
-    from pretrain.throughput import exchanged_bytes
+    from pretrain.throughput import attention_bytes, exchanged_bytes
 
     print(f"{num_ranks} ranks, {amount}; tokens/s as median (lowest .. highest)")
     reference = results[next(iter(contestants))].median
@@ -167,9 +168,10 @@ def _print(
         rows = padded_size(config.model.vocab_size or vocab_size, config.model.vocab_size_multiple)
         counts = count_parameters(config.model, rows)
         tokens = config.train.global_batch_size * config.train.sequence_length
+        sent = exchanged_bytes(config, num_ranks) + attention_bytes(config, num_ranks)
         print(
             f"  {name:36} {result.median:12,.0f} ({min(result.tokens_per_s):,.0f} .. {max(result.tokens_per_s):,.0f})"
             f"  {result.median / reference:5.2f}x  {tokens / result.median:.3f} s/step  "
-            f"{exchanged_bytes(config, num_ranks) / 1e6:.2f} MB sent  "
+            f"{sent / 1e6:.2f} MB sent  "
             f"{counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active"
         )

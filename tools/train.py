@@ -108,10 +108,11 @@ def _headline(run: Run) -> str:
     offload = run.optimizer.describe_offload()
     kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, asdict(train.kernel_overrides), run.groups.device.type)
+    context = f"context {layout.context} x " if layout.context > 1 else ""
     kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""
     return (
         f"{run.config.name}: {counts.total / 1e6:.1f}M parameters ({kind}), {counts.active / 1e6:.2f}M active per token\n"
-        f"{run.groups.world_size} ranks (tensor {layout.tensor} x pipeline {layout.pipeline} x data {run.groups.data_size}), {train.precision}, "
+        f"{run.groups.world_size} ranks (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data {run.groups.data_size}), {train.precision}, "
         f"{train.num_steps} steps of {run.tokens_per_step:,} tokens{kernels}" + (f"\n{offload}" if offload else "")
     )
 

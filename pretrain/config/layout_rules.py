@@ -63,11 +63,6 @@ def _tensor(config: RunConfig) -> Iterator[str]:
 def _sequence(config: RunConfig) -> Iterator[str]:
     tensor, context = config.parallel.tensor, config.parallel.context
     length = config.train.sequence_length
-    if context > 1 and config.model.implementation != "transformer_engine":
-        yield (
-            f"parallel.context is {context}, but model.implementation {config.model.implementation} has no context-parallel attention: "
-            "use model.implementation: transformer_engine, or parallel.context: 1"
-        )
     # Context parallelism gives each rank two slices, one from either end, to balance causal attention; sequence parallelism
     # splits what a context rank holds over the tensor-parallel ranks.
     unit = math.lcm(2 * context if context > 1 else 1, tensor * context if tensor > 1 else 1)

@@ -25,7 +25,7 @@ class ParallelConfig:
     """What each of the pipeline x virtual_pipeline chunks holds, in the order of the depth: E the embedding, t a block, L the loss, | between chunks,
     x*3 or (..)*3 to repeat, as in Et|(ttt|)*2tL; null: equal numbers of blocks."""
     context: int = 1
-    """Context-parallel size (needs model.implementation: transformer_engine)."""
+    """Context-parallel size: ranks over which every sequence is cut, whose length is a multiple of 2 x context and of tensor x context. See docs/context-parallel.md."""
     memory: int = 1
     """G: ranks over which the columns of the memory tables, and the experts of a mixture, are split. Any divisor of tensor x context x data, across them."""
     overlap_memory: Annotated[bool, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = True

@@ -40,8 +40,8 @@ CASES: dict[str, RunConfig] = {
 STRIDES = {"shared tables": 1, "untied, two heads": 2, "tied": 1, "dense": 3, "bf16": 4}
 
 MEMORY_LAYOUTS: dict[str, dict[str, int]] = {
-    "data 4": {},
-    "memory 4": {"memory": 4},
+    "context 2 x data 2": {"context": 2},
+    "context 2 x data 2 x memory 4": {"context": 2, "memory": 4},
     "data 4 x memory 2": {"memory": 2},
     "tensor 2 x pipeline 2 x memory 2": {"tensor": 2, "pipeline": 2, "memory": 2},
 }

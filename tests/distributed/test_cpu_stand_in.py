@@ -75,6 +75,11 @@ def test_it_may_be_nested() -> None:
     assert snapshot() == before
 
 
+def test_nothing_is_pinned_for_a_device_that_is_not_there() -> None:
+    with cuda_on_cpu():
+        assert not torch.tensor([1, 2], device="cpu", pin_memory=True).is_pinned()
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 3)], ids=str)
 def test_devices_named_cuda_are_the_cpu(device: str | torch.device) -> None:
     with cuda_on_cpu():

@@ -94,6 +94,23 @@ LAYOUTS = {
     "pipeline 2 x virtual 2 x memory 2": Layout(
         PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
     ),
+    "context 2": Layout(SHARED, 2, {"context": 2}, num_steps=5),
+    "context 2, full recomputation": Layout(PRIVATE, 2, {"context": 2, "recompute": "full"}, num_steps=5),
+    "context 2 x memory 2, small microbatches": Layout(
+        SHARED, 2, {"context": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
+    ),
+    "tensor 2 x context 2": Layout(SHARED, 4, {"tensor": 2, "context": 2}, num_steps=5),
+    "pipeline 2 x context 2": Layout(SHARED, 4, {"pipeline": 2, "context": 2, "micro_batch_size": 2}, num_steps=5),
+    "pipeline 2 x virtual 2 x context 2 x memory 2": Layout(
+        PRIVATE,
+        4,
+        {"pipeline": 2, "virtual_pipeline": 2, "context": 2, "memory": 2, "micro_batch_size": 1},
+        num_steps=5,
+    ),
+    "context 2 x data 2": Layout(SHARED, 4, {"context": 2}, num_steps=5),
+    "context 2 x data 2 x memory 4, selective recomputation": Layout(
+        PRIVATE, 4, {"context": 2, "memory": 4, "recompute": "selective"}, num_steps=5
+    ),
     "memory 8": Layout(SHARED, 8, {"memory": 8, "micro_batch_size": 1}, num_steps=5),
     "tensor 2 x pipeline 2 x data 2 x memory 2": Layout(
         SHARED, 8, {"tensor": 2, "pipeline": 2, "memory": 2, "micro_batch_size": 2}, num_steps=5
@@ -110,6 +127,10 @@ LAYOUTS = {
             "recompute": "full",
         },
         num_steps=5,
+    ),
+    # One memory group over the ranks of all three.
+    "tensor 2 x context 2 x data 2 x memory 8": Layout(
+        SHARED, 8, {"tensor": 2, "context": 2, "memory": 8}, num_steps=5
     ),
 }
 PARALLEL = [name for name in LAYOUTS if not name.endswith("1 rank")]
@@ -362,18 +383,23 @@ def test_naive_kernels_train_the_same_model(run_ranks: Any, outcomes: dict[str, 
 def test_bf16_follows_fp32(run_ranks: Any, outcomes: dict[str, list[Outcome]]) -> None:
     """Loosely, because selections differ: bf16 weights move with their fp32 copies, through every exchange of gradients."""
 
-    def main() -> list[tuple[float, float]]:
-        config = on(replace(SHARED, train=replace(SHARED.train, precision="bf16")), tensor=2, pipeline=2)
-        with tiny_run(config) as run:
-            assert {p.dtype for bare in run.bare for p in bare.parameters()} == {torch.bfloat16}
-            assert {b.dtype for bare in run.bare for b in bare.buffers()} == {torch.float32}
-            return run.train(5)
+    layouts = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2, "memory": 4})
 
-    history = run_ranks(main, 4)[0]
+    def main() -> list[list[tuple[float, float]]]:
+        histories = []
+        for layout in layouts:
+            config = on(replace(SHARED, train=replace(SHARED.train, precision="bf16")), **layout)
+            with tiny_run(config) as run:
+                assert {p.dtype for bare in run.bare for p in bare.parameters()} == {torch.bfloat16}
+                assert {b.dtype for bare in run.bare for b in bare.buffers()} == {torch.float32}
+                histories.append(run.train(5))
+        return histories
+
     expected = outcomes["shared, 1 rank"][0].history
-    for (loss, norm), (loss_fp32, norm_fp32) in zip(history, expected, strict=False):
-        assert loss == pytest.approx(loss_fp32, rel=1e-2)
-        assert norm == pytest.approx(norm_fp32, rel=0.1)
+    for history in run_ranks(main, 4)[0]:
+        for (loss, norm), (loss_fp32, norm_fp32) in zip(history, expected, strict=False):
+            assert loss == pytest.approx(loss_fp32, rel=1e-2)
+            assert norm == pytest.approx(norm_fp32, rel=0.1)
 
 
 def test_the_memory_can_be_switched_off(run_ranks: Any) -> None:

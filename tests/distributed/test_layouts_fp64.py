@@ -1,6 +1,6 @@
-"""In fp64, split tables train to the same parameters to ten digits: what is left of a difference in fp32 is rounding and nothing else.
+"""In fp64, split tables and cut sequences train to the same parameters to ten digits: what is left of a difference in fp32 is rounding and nothing else.
 
-Megatron's distributed optimizer knows no fp64, so these runs take plain gradient steps on what its schedules, its DDP and our exchange put
+Megatron's distributed optimizer knows no fp64, so these runs take plain gradient steps on what its schedules, its DDP and our collectives put
 into the gradient buffers. Its cross entropy is in fp32, whose sum over a vocabulary that tensor-parallel ranks share differs in the seventh
 digit: layouts with tensor parallelism are compared in `test_layouts.py`.
 """
@@ -26,7 +26,8 @@ LEARNING_RATE = 0.05
 NAMES = [
     name
     for name, layout in LAYOUTS.items()
-    if "tensor" not in layout.axes and ("memory" in layout.axes or name in (layout.reference, "data 2", "pipeline 2"))
+    if "tensor" not in layout.axes
+    and (layout.axes.keys() & {"memory", "context"} or name in (layout.reference, "data 2", "pipeline 2"))
 ]
 
 

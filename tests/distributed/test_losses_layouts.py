@@ -35,6 +35,11 @@ LAYOUTS: dict[str, tuple[int, Callable[[], RunConfig]]] = {
     "tensor 2": (2, lambda: on(WITH_LOSSES, tensor=2)),
     "memory 2": (2, lambda: on(WITH_LOSSES, memory=2)),
     "tensor 2 x memory 2, recomputed": (2, lambda: on(WITH_LOSSES, tensor=2, memory=2, recompute="full")),
+    "context 2": (2, lambda: on(WITH_LOSSES, context=2)),
+    "tensor 2 x context 2 x memory 4, recomputed": (
+        4,
+        lambda: on(WITH_LOSSES, tensor=2, context=2, memory=4, recompute="full"),
+    ),
     "tensor 2, pipeline 2, recomputed": (4, lambda: on(WITH_LOSSES, tensor=2, pipeline=2, recompute="full")),
 }
 

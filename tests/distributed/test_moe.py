@@ -38,8 +38,14 @@ TWO_RANKS = (
     {},
     {"memory": 2},
     {"tensor": 2, "memory": 2},
+    {"context": 2, "memory": 2},
 )
-FOUR_RANKS = ({"tensor": 2, "memory": 4}, {"pipeline": 2, "memory": 2}, {"tensor": 2, "pipeline": 2})
+FOUR_RANKS = (
+    {"tensor": 2, "memory": 4},
+    {"pipeline": 2, "memory": 2},
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "context": 2, "memory": 4},
+)
 
 
 def on(config: RunConfig, layout: dict[str, int], recompute: str = "none") -> RunConfig:
@@ -73,10 +79,10 @@ def test_memories_stand_beside_experts_and_in_their_place(run_ranks: Any) -> Non
     )
     instead = replace(MOE, model=replace(MOE.model, memory=memory))
     configs = (beside, instead)
-    layouts = (*TWO_RANKS[:2], *TWO_RANKS[-2:])
+    layouts = (*TWO_RANKS[:2], *TWO_RANKS[-3:])
     (alone,) = run_ranks(lambda: [train(config) for config in configs], 1)
     two = run_ranks(lambda: [[train(on(config, layout)) for layout in layouts] for config in configs], 2)
-    four = run_ranks(lambda: [[train(on(config, FOUR_RANKS[0], "full"))] for config in configs], 4)
+    four = run_ranks(lambda: [[train(on(config, FOUR_RANKS[i], "full")) for i in (0, -1)] for config in configs], 4)
     for by_layout in (two[0], four[0]):
         for runs, expected in zip(by_layout, alone, strict=True):
             for run in runs:

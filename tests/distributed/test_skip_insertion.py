@@ -137,7 +137,7 @@ def train(config: RunConfig) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("spans", "layouts"),
     [
-        (SPANS, [{"tensor": 2}, {"pipeline": 2}, {}]),
+        (SPANS, [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]),
         (SHORT_SPANS, [{"pipeline": 2, "virtual_pipeline": 2}]),
     ],
 )

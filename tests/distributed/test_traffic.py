@@ -19,6 +19,7 @@ from megamem.sharing import BankSpec
 from parallel.packed_rows import RowFormat
 from parallel.sharded_bank import ShardedBank
 from parallel.traffic import lookup_traffic, microbatch_traffic
+from pretrain.throughput import attention_bytes
 
 GROUP = 3
 TOKENS = 7
@@ -42,11 +43,13 @@ def sent_bytes(group: dist.ProcessGroup) -> Iterator[list[int]]:
             sent.append((group.size() - 1) * x.nbytes)
         return gather(out, x, **rest)
 
-    def counted_exchange(out: Tensor, x: Tensor, receive: list[int], send: list[int], **rest: Any) -> Any:
+    def counted_exchange(out: Tensor, x: Tensor, *splits: list[int], **rest: Any) -> Any:
         if rest.get("group") is group:
+            # Without sizes, equal parts.
+            send = splits[1] if splits else [x.shape[0] // group.size()] * group.size()
             to_others = sum(count for rank, count in enumerate(send) if rank != group.rank())
             sent.append(to_others * x[:1].nbytes)
-        return exchange(out, x, receive, send, **rest)
+        return exchange(out, x, *splits, **rest)
 
     dist.all_gather_into_tensor, dist.all_to_all_single = counted_gather, counted_exchange
     try:
@@ -134,6 +137,30 @@ def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
                 forward_passes=2 if train.recompute == "full" else 1,
             )
             assert total == expected * train.global_batch_size // train.micro_batch_size // data_size
+
+
+def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> None:
+    """Grouped queries travel as few heads as there are; recomputation gathers again."""
+    configs = [
+        on(SHARED, tensor=2, context=2),
+        on(SHARED, context=2, micro_batch_size=2, memory=4),
+        on(PRIVATE, context=4, recompute="selective"),
+        on(PRIVATE, tensor=2, context=2, recompute="full"),
+    ]
+
+    def main() -> list[int]:
+        totals = []
+        for config in configs:
+            with tiny_run(config) as run:
+                with sent_bytes(run.groups.megatron.cp) as sent:
+                    run.train(1)
+                totals.append(sum(sent))
+        return totals
+
+    for totals in run_ranks(main, 4):
+        for config, total in zip(configs, totals, strict=True):
+            assert total == attention_bytes(config, 4)
+            assert total > 0
 
 
 @pytest.mark.parametrize(

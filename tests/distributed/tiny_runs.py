@@ -93,6 +93,7 @@ def on(
     tensor: int = 1,
     pipeline: int = 1,
     virtual_pipeline: int = 1,
+    context: int = 1,
     memory: int = 1,
     micro_batch_size: int = 4,
     recompute: Literal["none", "full", "selective"] = "none",
@@ -100,7 +101,9 @@ def on(
     """The same run on another layout."""
     return replace(
         config,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline, memory=memory),
+        parallel=ParallelConfig(
+            tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline, context=context, memory=memory
+        ),
         train=replace(config.train, micro_batch_size=micro_batch_size, recompute=recompute),
     )
 

@@ -27,7 +27,7 @@ import pretrain.loop
             ("train.global_batch_size is 12", "parallel.virtual_pipeline 2"),
         ),
         (("parallel.virtual_pipeline=2",), ("parallel.virtual_pipeline", "parallel.pipeline is above 1")),
-        (("parallel.context=2",), ("parallel.context is 2", "transformer_engine")),
+        (("parallel.context=2", "train.sequence_length=30"), ("train.sequence_length is 30", "use 28 or 32")),
         (("model.vocab_size=200",), ("model.vocab_size is 200", "257")),
         (("--nproc", 0), ("--nproc", "0 ranks")),
         (("--nprok", 2), ("--nprok", "--nproc")),

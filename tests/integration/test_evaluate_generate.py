@@ -151,3 +151,24 @@ def test_a_run_on_uneven_stages_is_evaluated_and_goes_on_on_even_ones(
     split = megamem(*common, "parallel.pipeline_layout=Ettt|tL", "train.num_steps=5")
     assert split.code == 2
     assert "splits blocks 2..3" in split.output
+
+
+def test_a_run_on_cut_sequences_is_evaluated_and_goes_on_on_whole_ones(
+    megamem: Megamem, config_file: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    common = ("train", config_file, "--run-dir", run, "parallel.memory=2", "train.sequence_length=64")
+    cut = megamem(*common, "parallel.context=2", "train.num_steps=3", "evaluation.max_sequences=null")
+    assert cut.code == 0, cut.output
+    assert "2 ranks (tensor 1 x pipeline 1 x context 2 x data 1)" in cut.output
+    (trained,) = evaluations(run)
+    for options in (("--own-layout",), ("--nproc", 1)):
+        row = evaluate(megamem, run, *options)
+        assert row["validation_loss"] == pytest.approx(trained["validation_loss"], rel=1e-5)
+        assert row["validation_tokens"] == trained["validation_tokens"]
+    assert len(generate(megamem, run)) > len("def \n")
+    whole = megamem(*common, "train.num_steps=4")
+    assert whole.code == 0, whole.output
+    assert "changed since: " in whole.output
+    assert "parallel.context: 2 -> 1" in whole.output
+    assert [row["step"] for row in evaluations(run)] == [3, 4]

@@ -1,6 +1,6 @@
-"""Nothing in a training step of the memory waits for the device, or makes a tensor whose shape depends on data.
+"""Nothing in a training step of the memory, or in attention, waits for the device, or makes a tensor whose shape depends on data.
 
-Two nets: the source is searched for calls that do, and the memory of one of 512 ranks runs forward and backward on fake tensors, which have no
+Two nets: the source is searched for calls that do, and the memory and attention of one of 512 ranks run forward and backward on fake tensors, which have no
 data to look at.
 """
 
@@ -34,7 +34,7 @@ OUTSIDE_OF_STEPS = {
 STEP_PATH = [
     *sorted((REPOSITORY / "megamem").rglob("*.py")),
     *sorted((REPOSITORY / "kernels").rglob("*.py")),
-    *(REPOSITORY / "parallel" / name for name in ("exchange.py", "sharded_bank.py", "packed_rows.py")),
+    *(REPOSITORY / "parallel" / name for name in ("context.py", "exchange.py", "sharded_bank.py", "packed_rows.py")),
 ]
 FILES = [path for path in STEP_PATH if path.relative_to(REPOSITORY).as_posix() not in OUTSIDE_OF_STEPS]
 
@@ -105,19 +105,19 @@ MODELS = {
 
 
 def config_of(memory: MemoryConfig) -> RunConfig:
-    """TP 8 x PP 4 x DP 16, tables over 64 ranks."""
+    """TP 8 x CP 2 x PP 4 x DP 8, tables over 64 ranks."""
     model = ModelConfig(
         num_layers=8, hidden_size=256, num_attention_heads=8, ffn_hidden_size=512, vocab_size=1024, memory=memory
     )
     return RunConfig(
         model=model,
-        parallel=ParallelConfig(tensor=8, pipeline=4, memory=64),
+        parallel=ParallelConfig(tensor=8, context=2, pipeline=4, memory=64),
         train=TrainConfig(sequence_length=1024, micro_batch_size=1, precision="bf16"),
     )
 
 
 def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
-    """Forward and backward of every memory layer of a rank's stage on fake tensors; the shape of its table."""
+    """Forward and backward of every memory layer and an attention of a rank's stage on fake tensors; the shape of its table."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -145,8 +145,8 @@ def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 (chunk,) = build.build_chunks(config_of(memory), groups, vocab_size=1024)
                 chunk.begin_step()
-                # A microbatch's 1024 tokens over 8 tensor-parallel ranks.
-                hidden = torch.randn(128, 1, 256, dtype=torch.bfloat16, requires_grad=True)
+                # A microbatch's 1024 tokens over 8 tensor- and 2 context-parallel ranks.
+                hidden = torch.randn(64, 1, 256, dtype=torch.bfloat16, requires_grad=True)
                 for table in chunk.banks.parameters():
                     table.main_grad = torch.zeros(table.shape)
                 out = hidden
@@ -156,6 +156,10 @@ def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
                 assert hidden.grad is not None
                 assert all(p.grad is not None for layer in chunk.memory_layers for p in layer.parameters())
                 assert all(table.grad_added_to_main_grad for table in chunk.banks.parameters())
+                # Of a context-parallel rank's tokens, one of 8 heads.
+                heads = torch.randn(3, 512, 1, 1, 32, dtype=torch.bfloat16, requires_grad=True)
+                chunk.decoder.layers[0].self_attention.core_attention(*heads, None).sum().backward()
+                assert heads.grad is not None
                 shapes[name] = tuple(next(iter(chunk.banks.values())).values.shape)
     dist.destroy_process_group()
     return shapes

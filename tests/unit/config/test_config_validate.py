@@ -187,16 +187,18 @@ def test_what_cannot_run(settings: Mapping[str, Any], world_size: int | None, me
     assert refusal(settings, world_size) == message
 
 
-def test_context_parallelism_needs_transformer_engine_and_whole_slices() -> None:
-    message = refusal({"parallel.context": 2, "parallel.tensor": 2, "train.sequence_length": 258})
-    assert (
-        "parallel.context is 2, but model.implementation local has no context-parallel attention: "
-        "use model.implementation: transformer_engine, or parallel.context: 1"
-    ) in message
-    assert (
-        "train.sequence_length is 258, which must be a multiple of 4 with parallel.tensor 2 and context 2: use 256 or 260"
-        in message
-    )
+@pytest.mark.parametrize(
+    ("tensor", "context", "length", "message"),
+    [
+        (1, 2, 258, "must be a multiple of 4 with parallel.tensor 1 and context 2: use 256 or 260"),
+        (2, 2, 258, "must be a multiple of 4 with parallel.tensor 2 and context 2: use 256 or 260"),
+        (4, 2, 260, "must be a multiple of 8 with parallel.tensor 4 and context 2: use 256 or 264"),
+        (1, 4, 6, "must be a multiple of 8 with parallel.tensor 1 and context 4: use 8"),
+    ],
+)
+def test_sequences_are_cut_into_equal_parts(tensor: int, context: int, length: int, message: str) -> None:
+    sizes = {"parallel.tensor": tensor, "parallel.context": context, "train.sequence_length": length}
+    assert refusal(sizes) == f"train.sequence_length is {length}, which {message}"
 
 
 def test_a_memory_group_must_split_the_tables_and_the_ranks_evenly() -> None:

@@ -1,0 +1,62 @@
+"""Which ranks of a layout make a group: Megatron's own, asked of every rank of 16 without starting them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from parallel.cpu import cuda_on_cpu
+from parallel.groups import ParallelSizes, initialise_groups
+from parallel.launch import launch_ranks
+
+WORLD, STAGE = 16, 8
+MEMORY_SIZES = (2, 4, 8)
+NAMES = ("tp", "cp", "ep", "expt_dp", "dp_cp", "tp_cp", "tp_dp_cp")
+
+
+def groups_of_every_rank(memory: int) -> list[dict[str, list[int]]]:
+    """Global ranks in the groups of each rank, on tensor 2 x context 2 x data 2 x pipeline 2."""
+    sizes = ParallelSizes(tensor=2, context=2, pipeline=2, memory=memory)
+    found = []
+    for rank in range(WORLD):
+        dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+        with cuda_on_cpu():
+            megatron = initialise_groups(sizes, device=torch.device("cpu"), timeout_minutes=1, seed=1).megatron
+            found.append({name: dist.get_process_group_ranks(getattr(megatron, name)) for name in NAMES})
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_size() -> dict[int, Any]:
+    # In a fork: a process can have but one world.
+    (found,) = launch_ranks(lambda: {memory: groups_of_every_rank(memory) for memory in MEMORY_SIZES}, 1, timeout_s=120)
+    return found
+
+
+@pytest.mark.parametrize("memory", MEMORY_SIZES)
+def test_a_memory_group_is_consecutive_ranks_over_tensor_context_and_data(by_size: Any, memory: int) -> None:
+    for rank, groups in enumerate(by_size[memory]):
+        first, stage = rank // memory * memory, rank // STAGE * STAGE
+        assert groups["ep"] == list(range(first, first + memory))
+        # The same columns are everywhere in the stage at the same place of a group.
+        assert groups["expt_dp"] == list(range(stage + rank % memory, stage + STAGE, memory))
+
+
+@pytest.mark.parametrize("memory", MEMORY_SIZES)
+def test_the_other_groups_do_not_depend_on_it(by_size: Any, memory: int) -> None:
+    for rank, groups in enumerate(by_size[memory]):
+        stage = rank // STAGE * STAGE
+        tensor, context, data = rank % 2, rank // 2 % 2, rank // 4 % 2
+        place = stage + 4 * data
+        assert groups["tp"] == [place + 2 * context, place + 2 * context + 1]
+        assert groups["cp"] == [place + tensor, place + tensor + 2]
+        assert groups["tp_cp"] == list(range(place, place + 4))
+        assert groups["dp_cp"] == list(range(stage + tensor, stage + STAGE, 2))
+        assert groups["tp_dp_cp"] == list(range(stage, stage + STAGE))

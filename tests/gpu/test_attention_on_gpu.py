@@ -1,0 +1,55 @@
+"""Attention of a sequence's last tokens on a GPU: what its definition says, without a mask in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamem.attention import causal_attention
+
+HEADS, WIDTH = 8, 64
+
+
+def inputs(gpu: torch.device, dtype: torch.dtype, queries: int, keys: int, key_heads: int) -> list[Tensor]:
+    """Query, key and value, one sequence of them."""
+    generator = torch.Generator(gpu).manual_seed(0)
+    sizes = ((queries, HEADS), (keys, key_heads), (keys, key_heads))
+    return [
+        torch.randn(tokens, 1, heads, WIDTH, generator=generator, device=gpu).to(dtype).requires_grad_()
+        for tokens, heads in sizes
+    ]
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key, value = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (key, value))
+    scores = torch.einsum("sbnd,tbnd->bnst", query, key) / WIDTH**0.5
+    q, k = scores.shape[-2:]
+    later = torch.ones(q, k, dtype=torch.bool, device=scores.device).triu(k - q + 1)
+    return torch.einsum("bnst,tbnd->sbnd", scores.masked_fill(later, -torch.inf).softmax(-1), value).flatten(2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-3)], ids=str)
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("keys", [256, 1024])
+def test_the_last_tokens_attend_to_themselves_and_all_before(
+    gpu: torch.device, dtype: torch.dtype, tolerance: float, key_heads: int, keys: int
+) -> None:
+    parts = inputs(gpu, dtype, 256, keys, key_heads)
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    out, expected = causal_attention(*parts, None), plain_attention(*wide)
+    upstream = torch.randn_like(expected)
+    gradients = torch.autograd.grad(out, parts, upstream.to(dtype))
+    for actual, plain in zip(
+        (out, *gradients), (expected, *torch.autograd.grad(expected, wide, upstream)), strict=True
+    ):
+        assert float((actual - plain).abs().max()) <= tolerance * float(plain.abs().max())
+
+
+def test_no_mask_is_made(gpu: torch.device) -> None:
+    queries, keys = 8192, 32768
+    parts = inputs(gpu, torch.bfloat16, queries, keys, 2)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    causal_attention(*parts, None).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < queries * keys
