@@ -56,14 +56,15 @@ struct sum_of<double> {
 };
 
 constexpr int64_t kCacheLine = 64;
-// Entries between asking for a row and using it: a row takes about 10 ns, an access to memory that misses the TLB too 100 to 200.
-constexpr int64_t kAhead = 16;
+// Entries between asking for a row and using it: a row takes about 10 ns, an access to memory that misses the TLB too 100 to 200. Rows that are
+// written come in the order of their pages, take longer, and have to leave the cache again.
+constexpr int64_t kAhead = 24, kAheadOfWrites = 6;
 
+// Asks for a row, in the second level of cache: more lines can be on their way there than to the first.
 // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops the calls.
-template <bool kWrite>
 __attribute__((always_inline)) inline void prefetch_row(const void* row, int64_t bytes) {
   const char* first = static_cast<const char*>(row);
-  for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(first + at, kWrite, 3);
+  for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(first + at, 0, 2);
 }
 
 // Sixteen elements at a time, whatever the machine's vectors are.
@@ -181,7 +182,7 @@ inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t
   Sums<Row> sums[kCount];
   for (int64_t j = 0; j < reads.J; ++j) {
     const Row* row = reads.row(j) + first;
-    prefetch_row<false>(reads.later_row(j) + first, kBytes);
+    prefetch_row(reads.later_row(j) + first, kBytes);
 #pragma GCC unroll 16
     for (int64_t k = 0; k < kCount; ++k) sums[k].add(row + k * kColumns, reads.coef[j * reads.C]);
   }
@@ -209,7 +210,7 @@ inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
   if (first == n) return;
   std::fill(out + first, out + n, Sum(0));
   for (int64_t j = 0; j < reads.J; ++j) {
-    prefetch_row<false>(reads.later_row(j) + first, (n - first) * sizeof(Row));
+    prefetch_row(reads.later_row(j) + first, (n - first) * sizeof(Row));
     add_scaled(out + first, reads.row(j) + first, static_cast<Sum>(widen(reads.coef[j * reads.C])), n - first);
   }
 }
@@ -256,7 +257,7 @@ void sum_rows(const void* table_at, const int64_t* ids, const void* coef_at, con
       } else {
         std::fill(sums.begin(), sums.end(), Sum(0));
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
-          if (e + kAhead < M) prefetch_row<false>(table + ids[e + kAhead] * W, W * sizeof(Row));
+          if (e + kAhead < M) prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
           for (int64_t c = 0; c < C; ++c)
             add_scaled(sums.data() + block[e] * W + c * per_group, table + ids[e] * W + c * per_group,
                        static_cast<Sum>(widen(coef[e * C + c])), per_group);
@@ -283,7 +284,7 @@ void dot_rows(const void* table_at, const int64_t* ids, const void* x_at, const 
     for (int64_t t = 0; t < T; ++t) {
       for (int64_t i = 0; i < B * W; ++i) vectors[i] = widen(x[t * B * W + i]);
       for (int64_t e = t * J; e < (t + 1) * J; ++e) {
-        if (e + kAhead < M) prefetch_row<false>(table + ids[e + kAhead] * W, W * sizeof(Row));
+        if (e + kAhead < M) prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
         const Sum* vector = vectors.data() + (block == nullptr ? 0 : block[e] * W);
         for (int64_t c = 0; c < C; ++c)
           out[e * C + c] = narrow<Operand>(dot(table + ids[e] * W + c * per_group, vector + c * per_group, per_group));
@@ -308,7 +309,8 @@ void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef
   using Sum = typename sum_of<Row>::type;
   const int64_t per_group = W / C;
   for (int64_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) prefetch_row<true>(accumulator + ids[order[i + kAhead]] * W + first, (last - first) * sizeof(Row));
+    if (i + kAheadOfWrites < count)
+      prefetch_row(accumulator + ids[order[i + kAheadOfWrites]] * W + first, (last - first) * sizeof(Row));
     const int64_t e = order[i];
     Row* row = accumulator + ids[e] * W;
     const Operand* vector = vec + (e / J * B + (block == nullptr ? 0 : block[e])) * W;
