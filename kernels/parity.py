@@ -1,14 +1,16 @@
-"""Whether an implementation of the memory kernels computes what its twins do: outputs, every gradient, and accumulation into `main_grad`.
+"""Whether an implementation of the memory kernels computes what its twins do: outputs, every gradient, accumulation into `main_grad`, and selections.
 
 Run by the tests on every implementation and device, and by the benchmark before it reports a figure.
 
-Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns, B blocks of entries.
+Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns, B blocks of entries. Of selections: H heads, N keys per
+side, M rows (and columns) kept by the first stage, K retrieved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +18,11 @@ from torch import Tensor
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_sum import naive as naive_sum
 from kernels.pieces import Gather
+from kernels.product_topk import naive as naive_product
 from kernels.select import Kernels
+from kernels.tucker_topk import naive as naive_tucker
+
+_Select: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """Largest error over the largest element of the reference, which the twins compute from the same inputs in float64."""
@@ -50,6 +56,27 @@ PARITY_SHAPES = (
 )
 
 
+@dataclass(frozen=True)
+class SelectionShape:
+    """One selection; with `levels` above 0 that many distinct scores per unit, so that equal ones decide."""
+
+    tokens: int
+    heads: int
+    keys: int
+    row_top_k: int
+    top_k: int
+    levels: int = 0
+
+
+SELECTION_SHAPES = (
+    SelectionShape(tokens=3, heads=2, keys=33, row_top_k=5, top_k=7),
+    SelectionShape(tokens=2, heads=1, keys=100, row_top_k=33, top_k=80, levels=2),
+    # The largest of the papers.
+    SelectionShape(tokens=1, heads=1, keys=150, row_top_k=128, top_k=768, levels=8),
+    SelectionShape(tokens=0, heads=1, keys=20, row_top_k=5, top_k=7),
+)
+
+
 def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.dtype) -> Iterator[str]:
     """What differs from the twins, in words; nothing if all is well.
 
@@ -74,6 +101,33 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
                 error = _relative_error(actual[part], expected)
                 if not error <= tolerance:
                     yield f"{name} {shape} {dtype}: {part} is off by {error:.1e} of its largest element, more than {tolerance:.0e}"
+
+
+def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
+    """Where a selection takes other slots than its twin, or in another order, in words; nothing if all is well.
+
+    Args:
+        kernels: to look at.
+        device: where to run them; the twins run on the CPU. Scores are fp32.
+    """
+    for shape in SELECTION_SHAPES:
+        g = torch.Generator().manual_seed(0)
+        scores = torch.randn(2, 2, shape.tokens, shape.heads, shape.keys, generator=g)
+        core, directions = torch.rand(shape.heads, 2, 2, generator=g), torch.rand(2, shape.heads, 2, generator=g)
+        if shape.levels:
+            scores = (scores * shape.levels).round() / shape.levels
+        # With the strides that the layers give them.
+        rows, columns = scores.permute(0, 2, 3, 4, 1).unbind(0)
+        sizes = (shape.row_top_k, shape.top_k)
+        comparisons: tuple[tuple[str, _Select, _Select, tuple[Tensor, ...]], ...] = (
+            ("tucker_topk", kernels.tucker_topk, naive_tucker.tucker_topk, (rows, columns, core, *directions)),
+            ("product_topk", kernels.product_topk, naive_product.product_topk, (rows[..., 0], columns[..., 0])),
+        )
+        for name, select, twin, operands in comparisons:
+            actual = select(*(tensor.to(device) for tensor in operands), *sizes)
+            for part, ours, twins in zip(("first stage", "slots"), actual, twin(*operands, *sizes), strict=True):
+                if not torch.equal(ours.cpu(), twins):
+                    yield f"{name} {shape}: {part} differ from the twin's"
 
 
 def _draw(shape: ParityShape, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:

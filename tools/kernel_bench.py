@@ -1,4 +1,4 @@
-"""`megamem bench kernels`: the memory kernels beside PyTorch's own operations and the speed of a copy.
+"""`megamem bench kernels`: the memory kernels beside PyTorch's own operations, the speed of a copy, and the products of retrieval.
 
 Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError, UserError
+from tools import retrieval_bench
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[shape.name for shape in SHAPES],
         metavar="NAME",
-        help="227m, 1b, shard (default: 227m)",
+        help="tables and retrievals of models: 227m, 1b, shard (default: 227m)",
     )
     options.add_argument(
         "--tokens", nargs="+", type=int, metavar="N", help="tokens per call (default: 1 2048; 32768 too on a GPU)"
@@ -83,7 +84,7 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
     import torch
 
     from kernels.implementations import KernelUnavailableError, describe
-    from kernels.parity import parity_problems
+    from kernels.parity import parity_problems, selection_problems
     from kernels.select import select_kernels
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,6 +97,7 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     names = args.dtypes or list(dtypes)
     problems = [problem for name in names for problem in parity_problems(kernels, device, dtypes[name])]
+    problems += selection_problems(kernels, device)
     if problems:
         raise UserError("no figures, because the kernels are wrong here: " + "; ".join(problems))
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
@@ -103,7 +105,8 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
         f"memory kernels {describe(kernels.implementations)}, torch {torch.__version__}, {where}; equal to their naive twins"
     )
     print(
-        f"least time of {args.rounds} rounds, in turns; GB/s of the bytes that must move, and their share of the copy's"
+        f"least time of {args.rounds} rounds, in turns; GB/s of the bytes that must move, and their share of the copy's; "
+        f"of retrieval, the ratio to the time of the products of queries and keys"
     )
     default_tokens = [1, 2048] if device.type == "cpu" else [1, 64, 2048, 32768]
     for shape in (shape for shape in SHAPES if shape.name in (args.shapes or ["227m"])):
@@ -111,6 +114,10 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
             for tokens in args.tokens or default_tokens:
                 for spread in ("uniform", "zipf"):
                     _report(shape, args.rows or shape.rows, name, dtypes[name], tokens, spread, kernels, device, args)
+                for retrieval in retrieval_bench.RETRIEVALS[shape.name]:
+                    found = retrieval_bench.contenders(retrieval, dtypes[name], tokens, kernels, device)
+                    seconds = least_seconds(found, args.rounds, device)
+                    print("\n".join(retrieval_bench.lines(retrieval, name, tokens, seconds)))
     return 0
 
 
