@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from kernels.pieces import GatherPair
     from kernels.select import Kernels
 
 _COPY_BYTES = 1 << 28
@@ -36,13 +37,15 @@ class KernelShape:
     width: int
     reads: int
     groups: int
+    pre_width: int
+    """Columns of the pre-values that are read by the same rows; 0 where ranks share them, which read no pairs."""
 
 
 # Of the UltraMemV2 paper (configs/ultramemv2): values of the 227M and 1B models, and a shard of the 120B model's.
 SHAPES = (
-    KernelShape("227m", rows=648_000, width=192, reads=32, groups=2),
-    KernelShape("1b", rows=2_437_632, width=768, reads=128, groups=2),
-    KernelShape("shard", rows=8_000_000, width=24, reads=256, groups=2),
+    KernelShape("227m", rows=648_000, width=192, reads=32, groups=2, pre_width=192),
+    KernelShape("1b", rows=2_437_632, width=768, reads=128, groups=2, pre_width=384),
+    KernelShape("shard", rows=8_000_000, width=24, reads=256, groups=2, pre_width=0),
 )
 
 
@@ -151,7 +154,7 @@ def _report(
     print(f"\n{shape.name}: {rows:,} x {shape.width} {dtype_name}, {tokens} tokens x {shape.reads} rows, {spread}")
     for name, best in seconds.items():
         speed = num_bytes[name] / best
-        print(f"  {name:44} {best * 1e3:10.3f} ms {speed / 1e9:9.1f} GB/s {speed / copy:6.0%}")
+        print(f"  {name:50} {best * 1e3:10.3f} ms {speed / 1e9:9.1f} GB/s {speed / copy:6.0%}")
 
 
 def _contenders(
@@ -220,11 +223,59 @@ def _contenders(
         contenders["naive, compiled, forward and backward"] = both(twin, dense, coef, grad_sum)
     element = table.element_size()
     entries = tokens * reads
+    forward, backward = _least_bytes(entries, tokens, element, groups, width)
+    pair_forward, pair_backward = _least_bytes(entries, tokens, element, groups, width + shape.pre_width)
+    pairs: dict[str, Callable[[], Any]] = {}
+    if shape.pre_width:
+        pre_values = torch.nn.Parameter(normal(rows, shape.pre_width))
+        pre_values.main_grad = torch.zeros(rows, shape.pre_width, device=device)  # type: ignore[attr-defined]
+        x_of_pair = normal(tokens, shape.pre_width)
+        pairs = _pair_contenders(kernels, (pre_values, table), next_ids, (x_of_pair, coef), grad_sum)
+    num_bytes = {name: forward + backward * ("backward" in name) for name in contenders}
+    num_bytes |= {name: pair_forward + pair_backward * ("backward" in name) for name in pairs}
+    return contenders | pairs, {**num_bytes, "copy": 2 * _COPY_BYTES}
+
+
+def _pair_contenders(
+    kernels: Kernels,
+    tables: tuple[Tensor, Tensor],
+    next_ids: Callable[[], Tensor],
+    operands: tuple[Tensor, Tensor],
+    gradient: Tensor,
+) -> dict[str, Callable[[], Any]]:
+    """Pre-values and values read by the same rows: the pair, and the two gathers one after the other."""
+    import torch
+
+    from kernels.gather_pair.op import separate_gathers
+
+    def both(pair: GatherPair) -> Callable[[], None]:
+        x, scores = (operand.detach().clone().requires_grad_() for operand in operands)
+
+        def step() -> None:
+            out = pair(*tables, next_ids().view(gradient.shape[0], -1), x, scores)
+            for leaf in (x, scores, *tables):
+                leaf.grad = None
+            out.backward(gradient)
+
+        return step
+
+    def forward(pair: GatherPair) -> Callable[[], Tensor]:
+        return torch.no_grad()(lambda: pair(*tables, next_ids(), *operands))
+
+    in_turn = separate_gathers(kernels.gather_dot, kernels.gather_sum)
+    return {
+        "gather_pair": forward(kernels.gather_pair),
+        "gather_dot, then gather_sum": forward(in_turn),
+        "gather_pair, forward and backward": both(kernels.gather_pair),
+        "gather_dot, then gather_sum, forward and backward": both(in_turn),
+    }
+
+
+def _least_bytes(entries: int, tokens: int, element: int, groups: int, width: int) -> tuple[int, int]:
+    """Bytes that a gather must move in forward, and in backward: rows of `width` columns in all tables that are read by the same ids."""
     forward = entries * (width * element + 8 + element * groups) + tokens * width * element
     # Backward: the other gather, and reading and writing fp32 rows of the accumulator.
-    backward = forward + entries * (8 * width + 8) + tokens * width * element
-    num_bytes = {name: forward + backward * ("backward" in name) for name in contenders}
-    return contenders, {**num_bytes, "copy": 2 * _COPY_BYTES}
+    return forward, forward + entries * (8 * width + 8) + tokens * width * element
 
 
 def least_seconds(contenders: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:

@@ -122,7 +122,7 @@ def lines(case: Retrieval, dtype_name: str, tokens: int, seconds: Mapping[str, f
     ]
     for name, best in seconds.items():
         rate = f" {case.score_flops(tokens) / best / 1e12:8.3f} TFLOP/s" if name == SCORES else ""
-        found.append(f"  {name:44} {best * 1e3:10.3f} ms {best / seconds[SCORES]:8.2f}x{rate}")
+        found.append(f"  {name:50} {best * 1e3:10.3f} ms {best / seconds[SCORES]:8.2f}x{rate}")
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,9 @@ from kernels.implementations import Implementation, unavailable
 from kernels.pieces import GatherPair
 from kernels.select import Kernels, select_kernels
 from kernels.tiles import part_length
+from megamem.bank import Bank
+from megamem.config import MemoryConfig
+from megamem.sharing import BankSpec
 from tests.unit.test_kernels import main_grad_table, wide
 
 # Largest error over the largest element of the reference, in float64. Between the gathers there may be two more roundings than in one of them.
@@ -346,3 +349,31 @@ def test_few_tokens_are_cut_into_parts(tokens: int, reads: int) -> None:
     assert (num_parts - 1) * part < reads
     assert tokens * num_parts <= max(tokens, 2 * 256)
     assert num_parts == 1 if tokens >= 256 else part >= 16
+
+
+def test_a_bank_of_whole_tables_reads_in_pairs() -> None:
+    """With its activation and blocks; and without pre-values by one gather."""
+    seen: list[Any] = []
+
+    def recorded(*arguments: Any) -> Tensor:
+        seen.append(arguments[5:])
+        return twin(*arguments)
+
+    kernels = replace(select_kernels("torch"), gather_pair=recorded)
+    g = torch.Generator().manual_seed(0)
+    rows, block = torch.randint(0, 16, (3, 5), generator=g), torch.randint(0, 4, (3, 5), generator=g)
+    scores, x = torch.randn(3, 5, 2, generator=g), torch.randn(3, 6, generator=g)
+    for pre_dim in (6, 0):
+        memory = MemoryConfig(num_keys=4, top_k=4, value_dim=8, pre_value_dim=pre_dim)
+        spec = BankSpec(0, 16, (0,))
+        bank = Bank(spec, memory, kernels, dtype=torch.float32, device="cpu", replica_rank=0)
+        for table in bank.parameters():
+            torch.nn.init.normal_(table, generator=g)
+        out = bank.read(rows, scores, x if pre_dim else None, block, 4)
+        coef = scores
+        if bank.pre_values is not None:
+            coef = scores * naive_dot.gather_dot(bank.pre_values, rows, x).unsqueeze(2)
+        torch.testing.assert_close(out, naive_sum.gather_sum(bank.values, rows, coef, block, 4))
+    assert len(seen) == 1
+    assert seen[0][0] == "none"
+    assert seen[0][2] == 4
