@@ -138,6 +138,26 @@ class PairGradients(Protocol):
         ...
 
 
+def check_contiguous(rows: Tensor) -> None:
+    """Refuses tables whose rows a kernel would not find.
+
+    Raises:
+        ValueError: they are not contiguous.
+    """
+    if not rows.is_contiguous():
+        raise ValueError(f"the table's strides are {rows.stride()}: the memory kernels need contiguous rows")
+
+
+def empty_sums(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, num_blocks: int) -> Tensor:
+    """Room for what `SumRows` returns, and all of it that `torch.compile` wants to know."""
+    return table.new_empty(ids.shape[0], num_blocks * table.shape[1])
+
+
+def empty_products(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
+    """The same of `DotRows`."""
+    return x.new_empty(*ids.shape, num_groups)
+
+
 @dataclass(frozen=True)
 class Pieces:
     """One implementation of each."""

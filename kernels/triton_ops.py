@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.gather_dot.triton_kernel import gather_dot_kernel
 from kernels.gather_sum.triton_kernel import gather_sum_kernel
+from kernels.pieces import check_contiguous, empty_products, empty_sums
 from kernels.row_order import shared_order
 from kernels.segment_accumulate.triton_kernel import segment_accumulate_kernel
 from kernels.tiles import accumulate_tile, gather_tile, run_length
@@ -30,16 +31,6 @@ def on_device_of(rows: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(rows.device) if rows.is_cuda else nullcontext()
 
 
-def check_contiguous(rows: Tensor) -> None:
-    """Refuses tables whose rows the kernels cannot find.
-
-    Raises:
-        ValueError: they are not contiguous.
-    """
-    if not rows.is_contiguous():
-        raise ValueError(f"the table's strides are {rows.stride()}: the memory kernels need contiguous rows")
-
-
 @torch.library.custom_op(
     "megamem::triton_sum_rows",
     mutates_args=(),
@@ -49,7 +40,7 @@ def _sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, nu
     check_contiguous(table)
     tokens, reads, groups = coef.shape
     width = table.shape[1]
-    out = table.new_empty(tokens, num_blocks * width)
+    out = empty_sums(table, ids, coef, block, num_blocks)
     tile = gather_tile(width // groups, reads, tokens * groups * num_blocks)
     grid = (tokens, num_blocks * groups * tile.column_blocks(width // groups))
     if out.numel() == 0:
@@ -74,9 +65,7 @@ def _sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, nu
     return out
 
 
-@_sum_rows.register_fake
-def _(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, num_blocks: int) -> Tensor:
-    return table.new_empty(ids.shape[0], num_blocks * table.shape[1])
+_sum_rows.register_fake(empty_sums)
 
 
 def sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None = None, num_blocks: int = 1) -> Tensor:
@@ -94,7 +83,7 @@ def _dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Ten
     check_contiguous(table)
     tokens, reads = ids.shape
     width = table.shape[1]
-    out = x.new_empty(tokens, reads, num_groups)
+    out = empty_products(table, ids, x, num_groups, block)
     if out.numel() == 0:
         return out
     tile = gather_tile(width // num_groups, reads, tokens * num_groups)
@@ -118,9 +107,7 @@ def _dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Ten
     return out
 
 
-@_dot_rows.register_fake
-def _(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
-    return x.new_empty(*ids.shape, num_groups)
+_dot_rows.register_fake(empty_products)
 
 
 def dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.gather_pair.weighting import Activation, weighted
 from kernels.pieces import Gather, GatherPair, Pieces
-from kernels.segment_accumulate.op import table_gradient
+from kernels.segment_accumulate.op import apply_gather, table_gradient
 
 
 def differentiable_gather_pair(pieces: Pieces) -> GatherPair:
@@ -30,8 +30,7 @@ def differentiable_gather_pair(pieces: Pieces) -> GatherPair:
         block: Tensor | None = None,
         num_blocks: int = 1,
     ) -> Tensor:
-        out: Tensor = _GatherPair.apply(pre_values, values, ids, x, scores, activation, block, num_blocks, pieces)
-        return out
+        return apply_gather(_GatherPair, pre_values, values, ids, x, scores, activation, block, num_blocks, pieces)
 
     return gather_pair
 

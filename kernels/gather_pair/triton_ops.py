@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_parts_kernel
 from kernels.gather_pair.weighting import Activation
+from kernels.pieces import check_contiguous
 from kernels.tiles import columns_of, pair_tile, part_length
-from kernels.triton_ops import check_contiguous, on_device_of, sum_dtype
+from kernels.triton_ops import on_device_of, sum_dtype
 
 
 @dataclass(frozen=True)
