@@ -72,6 +72,12 @@ def part_length(num_tokens: int, num_reads: int) -> int:
     return max(_MIN_PART, _power_of_two(-(-num_reads // num_parts)))
 
 
+def parts_tile(width: int) -> tuple[int, int]:
+    """Columns and warps of a program that adds up what the parts of a token have in scratch: 16 bytes of fp32 per thread."""
+    columns = min(256, columns_of(width))
+    return columns, max(1, columns // (4 * _WARP))
+
+
 def accumulate_tile(width: int) -> Tile:
     """Of `segment_accumulate`: fewer entries, because all of a tile wait for its longest run."""
     columns = columns_of(width)

@@ -137,7 +137,7 @@ def gather_pair_gradients_kernel(
 
 
 @triton.jit
-def sum_of_parts_kernel(parts, out, S, W, COLUMNS: tl.constexpr):
+def sum_of_parts_kernel(parts, out, S, W: tl.constexpr, COLUMNS: tl.constexpr):
     """out[t, w] = sum_s parts[t, s, w], in the order of s; the grid is (T, column blocks)."""
     t = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

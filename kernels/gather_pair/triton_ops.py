@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_parts_kernel
 from kernels.gather_pair.weighting import Activation
 from kernels.pieces import check_contiguous
-from kernels.tiles import columns_of, pair_tile, part_length
+from kernels.tiles import pair_tile, part_length, parts_tile
 from kernels.triton_ops import on_device_of, sum_dtype
 
 
@@ -237,8 +237,8 @@ def _add_parts(parts: Tensor, out: Tensor) -> None:
     if parts is out:
         return
     width = out.shape[1]
-    columns = min(256, columns_of(width))
+    columns, num_warps = parts_tile(width)
     with on_device_of(out):
         sum_of_parts_kernel[(out.shape[0], -(-width // columns))](
-            parts, out, parts.shape[1], width, COLUMNS=columns, num_warps=max(1, columns // 32)
+            parts, out, parts.shape[1], W=width, COLUMNS=columns, num_warps=num_warps
         )

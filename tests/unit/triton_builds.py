@@ -69,8 +69,9 @@ def pair_sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, 
     """The kernels of a pair, likewise; `kernels/gather_pair/triton_ops.py` launches them."""
     import triton.language as tl
 
-    from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel
+    from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_parts_kernel
     from kernels.gather_pair.triton_ops import launch_of
+    from kernels.tiles import parts_tile
 
     row, sums = f"*{shape.dtype}", "*fp32"
     common = {"C": shape.groups, "P": shape.pre_width, "V": shape.width, "B": shape.blocks, "SUM": tl.float32}
@@ -88,6 +89,9 @@ def pair_sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, 
         warps = constants.pop("num_warps")
         written = {"grad_scores": row, "grad_products": sums, "coef": sums, "grad_x": out}
         yield gather_pair_gradients_kernel, {**read, "products": sums, "grad_out": row, **written}, constants, warps
+    width = shape.blocks * shape.width
+    columns, warps = parts_tile(width)
+    yield sum_of_parts_kernel, {"parts": sums, "out": row, "S": "i32"}, {"W": width, "COLUMNS": columns}, warps
 
 
 def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
