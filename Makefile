@@ -58,7 +58,7 @@ minimum:  ## after adding tests: raise the number below which the suite counts a
 	@$(INSTALL) requirements/test.txt
 	@$(PYTEST) --collect-only --quiet --raise-collected-minimum | tail -n 2
 
-bench-gpu:  ## the memory kernels on this machine's GPU: tests and speed; then where a step's time goes. PYTHON must have a CUDA build of torch, and Triton
+bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and speed; then where a step's time goes. PYTHON must have a CUDA build of torch, and Triton
 	"$(PYTHON)" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench-gpu: this machine has no GPU that torch can use")'
 	"$(PYTHON)" -m pytest -q tests/gpu
 	"$(PYTHON)" -m tools.cli bench kernels --shapes 227m 1b shard --rounds 20 --compile-naive

@@ -4,6 +4,9 @@ The rule of `auto`: Triton's kernels for tables on a GPU with Triton installed, 
 PyTorch's own operations otherwise. The selections (`tucker_topk`, `product_topk`) have no C++ kernels: where `train.kernels` is cpu, or
 auto means it, they are PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
 
+`gather_pair` is `gather_dot` and `gather_sum` by the same rows. Where one of those is overridden and the pair is not, it is these two, one after
+the other.
+
 Imports no torch: configurations are checked without it.
 """
 
@@ -18,7 +21,7 @@ from typing import Literal, get_args
 Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
 """auto: see above; triton; cpu (C++); torch (its operations, without large temporaries); naive: the oracles, by PyTorch's autograd."""
 
-Op = Literal["gather_sum", "gather_dot", "segment_accumulate", "tucker_topk", "product_topk"]
+Op = Literal["gather_sum", "gather_dot", "gather_pair", "segment_accumulate", "tucker_topk", "product_topk"]
 OPS: tuple[Op, ...] = get_args(Op)
 SELECTIONS: tuple[Op, ...] = ("tucker_topk", "product_topk")
 
@@ -30,7 +33,7 @@ class KernelUnavailableError(ValueError):
 def resolve(
     implementation: Implementation, overrides: Mapping[str, Implementation | None] | None, device_type: str
 ) -> dict[Op, Implementation]:
-    """The implementation of each op, `auto` replaced by what its rule says here.
+    """The implementation of each op, `auto` replaced by what its rule says here; none of a pair that is two gathers one after the other.
 
     Args:
         implementation: of every op.
@@ -43,6 +46,8 @@ def resolve(
     overrides = overrides or {}
     assert set(overrides) <= set(OPS), overrides
     wanted = {op: overrides.get(op) or implementation for op in OPS}
+    if overrides.get("gather_pair") is None and (overrides.get("gather_sum") or overrides.get("gather_dot")):
+        del wanted["gather_pair"]
     chosen = {op: automatic(device_type) if name == "auto" else name for op, name in wanted.items()}
     for op in SELECTIONS:
         if overrides.get(op) == "cpu":

@@ -14,6 +14,8 @@ _WARP = 32
 _MAX_COLUMNS = 1024
 # Fewer programs than a GPU can keep in flight: then each takes more entries at once.
 _FEW_PROGRAMS = 256
+# Entries for which a program of its own, and a row of scratch, still pay.
+_MIN_PART = 16
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,41 @@ def columns_of(width: int) -> int:
     return columns
 
 
-def gather_tile(width: int, num_reads: int, num_programs: int) -> Tile:
+def gather_tile(width: int, num_reads: int, num_programs: int, per_thread: int = _PER_THREAD) -> Tile:
     """Of `gather_sum` and `gather_dot`.
 
     Args:
         width: columns of a coefficient group.
         num_reads: J.
         num_programs: there would be with one program per token and column group.
+        per_thread: elements of a tile.
     """
     columns = columns_of(width)
     num_warps = 8 if num_programs < _FEW_PROGRAMS else 4
-    entries = max(1, num_warps * _WARP * _PER_THREAD // columns)
+    entries = max(1, num_warps * _WARP * per_thread // columns)
     return Tile(min(entries, _power_of_two(num_reads)), columns, num_warps)
+
+
+def pair_tile(width: int, num_reads: int, num_programs: int) -> Tile:
+    """Of both halves of `gather_pair`, forward and backward; arguments as of `gather_tile`.
+
+    Half a tile, because a program may have the rows of two coefficient groups, or the blocks of its entries, in registers as well.
+    """
+    return gather_tile(width, num_reads, num_programs, _PER_THREAD // 2)
+
+
+def part_length(num_tokens: int, num_reads: int) -> int:
+    """Entries of a token that one program of `gather_pair` takes: all of them, unless there are too few tokens to keep a GPU busy."""
+    if num_tokens >= _FEW_PROGRAMS:
+        return num_reads
+    num_parts = -(-_FEW_PROGRAMS // max(1, num_tokens))
+    return max(_MIN_PART, _power_of_two(-(-num_reads // num_parts)))
+
+
+def parts_tile(width: int) -> tuple[int, int]:
+    """Columns and warps of a program that adds up what the parts of a token have in scratch: 16 bytes of fp32 per thread."""
+    columns = min(256, columns_of(width))
+    return columns, max(1, columns // (4 * _WARP))
 
 
 def accumulate_tile(width: int) -> Tile:

@@ -15,23 +15,20 @@ from torch import Tensor
 
 from kernels.gather_dot.triton_kernel import gather_dot_kernel
 from kernels.gather_sum.triton_kernel import gather_sum_kernel
+from kernels.pieces import check_contiguous, empty_products, empty_sums
 from kernels.row_order import shared_order
 from kernels.segment_accumulate.triton_kernel import segment_accumulate_kernel
 from kernels.tiles import accumulate_tile, gather_tile, run_length
 
 
-def _sum_dtype(rows: Tensor) -> tl.dtype:
+def sum_dtype(rows: Tensor) -> tl.dtype:
+    """What rows of this type are added up in."""
     return tl.float64 if rows.dtype == torch.float64 else tl.float32
 
 
-def _on_device_of(rows: Tensor) -> AbstractContextManager[object]:
+def on_device_of(rows: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
     return torch.cuda.device(rows.device) if rows.is_cuda else nullcontext()
-
-
-def _check(rows: Tensor) -> None:
-    if not rows.is_contiguous():
-        raise ValueError(f"the table's strides are {rows.stride()}: the memory kernels need contiguous rows")
 
 
 @torch.library.custom_op(
@@ -40,16 +37,16 @@ def _check(rows: Tensor) -> None:
     schema="(Tensor table, Tensor ids, Tensor coef, Tensor? block, int num_blocks) -> Tensor",
 )
 def _sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, num_blocks: int) -> Tensor:
-    _check(table)
+    check_contiguous(table)
     tokens, reads, groups = coef.shape
     width = table.shape[1]
-    out = table.new_empty(tokens, num_blocks * width)
+    out = empty_sums(table, ids, coef, block, num_blocks)
     tile = gather_tile(width // groups, reads, tokens * groups * num_blocks)
     grid = (tokens, num_blocks * groups * tile.column_blocks(width // groups))
     if out.numel() == 0:
         return out
     ids, coef = ids.contiguous(), coef.contiguous()
-    with _on_device_of(table):
+    with on_device_of(table):
         gather_sum_kernel[grid](
             table,
             ids,
@@ -62,15 +59,13 @@ def _sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, nu
             B=num_blocks,
             ENTRIES=tile.entries,
             COLUMNS=tile.columns,
-            SUM=_sum_dtype(table),
+            SUM=sum_dtype(table),
             num_warps=tile.num_warps,
         )
     return out
 
 
-@_sum_rows.register_fake
-def _(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, num_blocks: int) -> Tensor:
-    return table.new_empty(ids.shape[0], num_blocks * table.shape[1])
+_sum_rows.register_fake(empty_sums)
 
 
 def sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None = None, num_blocks: int = 1) -> Tensor:
@@ -85,15 +80,15 @@ def sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None = No
     schema="(Tensor table, Tensor ids, Tensor x, int num_groups, Tensor? block) -> Tensor",
 )
 def _dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
-    _check(table)
+    check_contiguous(table)
     tokens, reads = ids.shape
     width = table.shape[1]
-    out = x.new_empty(tokens, reads, num_groups)
+    out = empty_products(table, ids, x, num_groups, block)
     if out.numel() == 0:
         return out
     tile = gather_tile(width // num_groups, reads, tokens * num_groups)
     ids, x = ids.contiguous(), x.contiguous()
-    with _on_device_of(table):
+    with on_device_of(table):
         gather_dot_kernel[(tokens, -(-reads // tile.entries), num_groups)](
             table,
             ids,
@@ -106,15 +101,13 @@ def _dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Ten
             B=1 if block is None else x.shape[1] // width,
             ENTRIES=tile.entries,
             COLUMNS=tile.columns,
-            SUM=_sum_dtype(table),
+            SUM=sum_dtype(table),
             num_warps=tile.num_warps,
         )
     return out
 
 
-@_dot_rows.register_fake
-def _(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
-    return x.new_empty(*ids.shape, num_groups)
+_dot_rows.register_fake(empty_products)
 
 
 def dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None = None) -> Tensor:
@@ -141,7 +134,7 @@ def sort_by_row(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def _accumulate(
     accumulator: Tensor, sorted_rows: Tensor, order: Tensor, coef: Tensor, vec: Tensor, block: Tensor | None
 ) -> None:
-    _check(accumulator)
+    check_contiguous(accumulator)
     reads, groups = coef.shape[1:]
     width = accumulator.shape[1]
     num_blocks = 1 if block is None else vec.shape[1] // width
@@ -156,7 +149,7 @@ def _accumulate(
     while True:
         num_longer = -(-num_items // longest)
         longer_pieces = accumulator.new_empty(num_longer, width, dtype=sums)
-        with _on_device_of(accumulator):
+        with on_device_of(accumulator):
             segment_accumulate_kernel[(-(-num_items // tile.entries), groups * tile.column_blocks(width // groups))](
                 accumulator,
                 sorted_rows,
@@ -178,7 +171,7 @@ def _accumulate(
                 B=num_blocks,
                 ITEMS=tile.entries,
                 COLUMNS=tile.columns,
-                SUM=_sum_dtype(accumulator),
+                SUM=sum_dtype(accumulator),
                 num_warps=tile.num_warps,
             )
         # A piece belongs to a run that began before it: the first piece does not exist, so one alone needs no further level.

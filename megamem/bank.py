@@ -7,13 +7,13 @@ B virtual blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch import Tensor, nn
 
+from kernels.gather_pair.weighting import Activation, weighted
 from kernels.select import Kernels
 from megamem.config import MemoryConfig
 from megamem.sharing import BankSpec
@@ -89,7 +89,7 @@ class Bank(nn.Module):
         Args:
             spec: size and readers.
             memory: widths and activation.
-            kernels: the two gathers.
+            kernels: the gathers.
             dtype: of the tables.
             device: where they live.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
@@ -98,7 +98,7 @@ class Bank(nn.Module):
         super().__init__()
         self.spec = spec
         self.kernels = kernels
-        self.activation: Literal["none", "gelu"] = memory.pre_activation
+        self.activation: Activation = memory.pre_activation
         self.replica_rank, self.columns = replica_rank, columns
         self.values = self._table(memory.value_dim, dtype, device)
         self.pre_values = self._table(memory.pre_dim, dtype, device) if memory.pre_dim else None
@@ -119,17 +119,16 @@ class Bank(nn.Module):
         num_blocks: int = 1,
     ) -> Tensor:
         """See `TableLookup.read`."""
-        coef = scores
-        if self.pre_values is not None:
-            assert pre_input is not None
-            coef = self.weighted(scores, self.kernels.gather_dot(self.pre_values, rows, pre_input))
-        return self.kernels.gather_sum(self.values, rows, coef, block, num_blocks)
+        if self.pre_values is None:
+            return self.kernels.gather_sum(self.values, rows, scores, block, num_blocks)
+        assert pre_input is not None
+        return self.kernels.gather_pair(
+            self.pre_values, self.values, rows, pre_input, scores, self.activation, block, num_blocks
+        )
 
     def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
         """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values [T, J]."""
-        if self.activation == "gelu":
-            products = F.gelu(products)
-        return scores * products.unsqueeze(2)
+        return weighted(scores, products, self.activation)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -15,6 +15,7 @@ from pretrain.megatron import parameter_dtype
 from pretrain.step_profile import (
     EXCHANGE,
     GATHER_DOT,
+    GATHER_PAIR,
     GATHER_SUM,
     KEYS,
     PROJECTIONS,
@@ -67,6 +68,7 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[str, Cost]:
         SELECTION: Cost(num_bytes=forwards * tokens * _selection_bytes(memory, model)),
         GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * memory.pre_dim * element),
         GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * memory.value_dim * element),
+        GATHER_PAIR: Cost(num_bytes=(forwards + 1) * reads * (memory.pre_dim + memory.value_dim) * element),
         TABLE_GRADIENT: Cost(num_bytes=2 * 4 * reads * (memory.pre_dim + memory.value_dim)),
         EXCHANGE: Cost(num_bytes=exchanged_bytes(config, num_ranks)),
         ZEROING: Cost(num_bytes=4 * tables / (config.parallel.pipeline * config.parallel.memory)),

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from kernels.gather_dot.op import differentiable_gather_dot
-from kernels.gather_sum.op import differentiable_gather_sum
-from kernels.select import Kernels
+from kernels.select import Kernels, differentiable_gathers, differentiable_pair
 from megamem.bank import Bank
 from megamem.block import FfnWithMemory
 from megamem.layers.layer import MemoryLayer
@@ -36,7 +34,8 @@ PHASES = (FORWARD, BACKWARD, MESSAGES, REDUCTION, CLIPPING, OPTIMIZER, REST)
 """The phases of a step, in the order of a report. What recomputes activations belongs to backward; zeroing gradients to the rest."""
 
 KEYS, SELECTION, SCORES, ROWS = "queries and key scores", "selection", "scores of the selected", "row ids"
-GATHER_DOT, GATHER_SUM, WEIGHTING, EXCHANGE = "gather_dot", "gather_sum", "weighting", "exchange"
+GATHER_DOT, GATHER_SUM, GATHER_PAIR = "gather_dot", "gather_sum", "gather_pair"
+WEIGHTING, EXCHANGE = "weighting", "exchange"
 PROJECTIONS, TABLE_GRADIENT, OTHER = "projections", "table gradient", "other"
 SINGULAR_VECTORS, ZEROING, TABLE_REDUCTION, TABLE_STEP = (
     "singular vectors",
@@ -51,6 +50,7 @@ PARTS = (
     ROWS,
     GATHER_DOT,
     GATHER_SUM,
+    GATHER_PAIR,
     WEIGHTING,
     EXCHANGE,
     TABLE_GRADIENT,
@@ -215,14 +215,20 @@ class _Hooks:
 
     def _marked_kernels(self, kernels: Kernels) -> Kernels:
         """The same kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
-        mark, names = self._timeline, kernels.implementations
+        mark, chosen = self._timeline, kernels.implementations
         pieces = replace(kernels.pieces, accumulate=mark.part(TABLE_GRADIENT, kernels.pieces.accumulate))
-        gather_sum = kernels.gather_sum if names["gather_sum"] == "naive" else differentiable_gather_sum(pieces)
-        gather_dot = kernels.gather_dot if names["gather_dot"] == "naive" else differentiable_gather_dot(pieces)
+        gather_sum, gather_dot = differentiable_gathers(chosen, pieces)
+        gather_sum, gather_dot = (
+            mark.differentiable(GATHER_SUM, gather_sum),
+            mark.differentiable(GATHER_DOT, gather_dot),
+        )
+        gather_pair = differentiable_pair(chosen, pieces, gather_sum, gather_dot)
         return replace(
             kernels,
-            gather_sum=mark.differentiable(GATHER_SUM, gather_sum),
-            gather_dot=mark.differentiable(GATHER_DOT, gather_dot),
+            gather_sum=gather_sum,
+            gather_dot=gather_dot,
+            # Two gathers one after the other have their marks.
+            gather_pair=mark.differentiable(GATHER_PAIR, gather_pair) if "gather_pair" in chosen else gather_pair,
             tucker_topk=mark.part(SELECTION, kernels.tucker_topk),
             product_topk=mark.part(SELECTION, kernels.product_topk),
             pieces=pieces,

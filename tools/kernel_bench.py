@@ -1,4 +1,4 @@
-"""`megamem bench kernels`: the memory kernels beside PyTorch's own operations and the speed of a copy.
+"""`megamem bench kernels`: the memory kernels beside PyTorch's own operations, the speed of a copy, and the products of retrieval.
 
 Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns.
 """
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError, UserError
+from tools import retrieval_bench
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from kernels.pieces import GatherPair
     from kernels.select import Kernels
 
 _COPY_BYTES = 1 << 28
@@ -35,13 +37,15 @@ class KernelShape:
     width: int
     reads: int
     groups: int
+    pre_width: int
+    """Columns of the pre-values that are read by the same rows; 0 where ranks share them, which read no pairs."""
 
 
 # Of the UltraMemV2 paper (configs/ultramemv2): values of the 227M and 1B models, and a shard of the 120B model's.
 SHAPES = (
-    KernelShape("227m", rows=648_000, width=192, reads=32, groups=2),
-    KernelShape("1b", rows=2_437_632, width=768, reads=128, groups=2),
-    KernelShape("shard", rows=8_000_000, width=24, reads=256, groups=2),
+    KernelShape("227m", rows=648_000, width=192, reads=32, groups=2, pre_width=192),
+    KernelShape("1b", rows=2_437_632, width=768, reads=128, groups=2, pre_width=384),
+    KernelShape("shard", rows=8_000_000, width=24, reads=256, groups=2, pre_width=0),
 )
 
 
@@ -53,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[shape.name for shape in SHAPES],
         metavar="NAME",
-        help="227m, 1b, shard (default: 227m)",
+        help="tables and retrievals of models: 227m, 1b, shard (default: 227m)",
     )
     options.add_argument(
         "--tokens", nargs="+", type=int, metavar="N", help="tokens per call (default: 1 2048; 32768 too on a GPU)"
@@ -83,7 +87,7 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
     import torch
 
     from kernels.implementations import KernelUnavailableError, describe
-    from kernels.parity import parity_problems
+    from kernels.parity import parity_problems, selection_problems
     from kernels.select import select_kernels
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,6 +100,7 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     names = args.dtypes or list(dtypes)
     problems = [problem for name in names for problem in parity_problems(kernels, device, dtypes[name])]
+    problems += selection_problems(kernels, device)
     if problems:
         raise UserError("no figures, because the kernels are wrong here: " + "; ".join(problems))
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
@@ -103,7 +108,8 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
         f"memory kernels {describe(kernels.implementations)}, torch {torch.__version__}, {where}; equal to their naive twins"
     )
     print(
-        f"least time of {args.rounds} rounds, in turns; GB/s of the bytes that must move, and their share of the copy's"
+        f"least time of {args.rounds} rounds, in turns; GB/s of the bytes that must move, and their share of the copy's; "
+        f"of retrieval, the ratio to the time of the products of queries and keys"
     )
     default_tokens = [1, 2048] if device.type == "cpu" else [1, 64, 2048, 32768]
     for shape in (shape for shape in SHAPES if shape.name in (args.shapes or ["227m"])):
@@ -111,6 +117,10 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
             for tokens in args.tokens or default_tokens:
                 for spread in ("uniform", "zipf"):
                     _report(shape, args.rows or shape.rows, name, dtypes[name], tokens, spread, kernels, device, args)
+                for retrieval in retrieval_bench.RETRIEVALS[shape.name]:
+                    found = retrieval_bench.contenders(retrieval, dtypes[name], tokens, kernels, device)
+                    seconds = least_seconds(found, args.rounds, device)
+                    print("\n".join(retrieval_bench.lines(retrieval, name, tokens, seconds)))
     return 0
 
 
@@ -144,7 +154,7 @@ def _report(
     print(f"\n{shape.name}: {rows:,} x {shape.width} {dtype_name}, {tokens} tokens x {shape.reads} rows, {spread}")
     for name, best in seconds.items():
         speed = num_bytes[name] / best
-        print(f"  {name:44} {best * 1e3:10.3f} ms {speed / 1e9:9.1f} GB/s {speed / copy:6.0%}")
+        print(f"  {name:50} {best * 1e3:10.3f} ms {speed / 1e9:9.1f} GB/s {speed / copy:6.0%}")
 
 
 def _contenders(
@@ -213,11 +223,59 @@ def _contenders(
         contenders["naive, compiled, forward and backward"] = both(twin, dense, coef, grad_sum)
     element = table.element_size()
     entries = tokens * reads
+    forward, backward = _least_bytes(entries, tokens, element, groups, width)
+    pair_forward, pair_backward = _least_bytes(entries, tokens, element, groups, width + shape.pre_width)
+    pairs: dict[str, Callable[[], Any]] = {}
+    if shape.pre_width:
+        pre_values = torch.nn.Parameter(normal(rows, shape.pre_width))
+        pre_values.main_grad = torch.zeros(rows, shape.pre_width, device=device)  # type: ignore[attr-defined]
+        x_of_pair = normal(tokens, shape.pre_width)
+        pairs = _pair_contenders(kernels, (pre_values, table), next_ids, (x_of_pair, coef), grad_sum)
+    num_bytes = {name: forward + backward * ("backward" in name) for name in contenders}
+    num_bytes |= {name: pair_forward + pair_backward * ("backward" in name) for name in pairs}
+    return contenders | pairs, {**num_bytes, "copy": 2 * _COPY_BYTES}
+
+
+def _pair_contenders(
+    kernels: Kernels,
+    tables: tuple[Tensor, Tensor],
+    next_ids: Callable[[], Tensor],
+    operands: tuple[Tensor, Tensor],
+    gradient: Tensor,
+) -> dict[str, Callable[[], Any]]:
+    """Pre-values and values read by the same rows: the pair, and the two gathers one after the other."""
+    import torch
+
+    from kernels.gather_pair.op import separate_gathers
+
+    def both(pair: GatherPair) -> Callable[[], None]:
+        x, scores = (operand.detach().clone().requires_grad_() for operand in operands)
+
+        def step() -> None:
+            out = pair(*tables, next_ids().view(gradient.shape[0], -1), x, scores)
+            for leaf in (x, scores, *tables):
+                leaf.grad = None
+            out.backward(gradient)
+
+        return step
+
+    def forward(pair: GatherPair) -> Callable[[], Tensor]:
+        return torch.no_grad()(lambda: pair(*tables, next_ids(), *operands))
+
+    in_turn = separate_gathers(kernels.gather_dot, kernels.gather_sum)
+    return {
+        "gather_pair": forward(kernels.gather_pair),
+        "gather_dot, then gather_sum": forward(in_turn),
+        "gather_pair, forward and backward": both(kernels.gather_pair),
+        "gather_dot, then gather_sum, forward and backward": both(in_turn),
+    }
+
+
+def _least_bytes(entries: int, tokens: int, element: int, groups: int, width: int) -> tuple[int, int]:
+    """Bytes that a gather must move in forward, and in backward: rows of `width` columns in all tables that are read by the same ids."""
     forward = entries * (width * element + 8 + element * groups) + tokens * width * element
     # Backward: the other gather, and reading and writing fp32 rows of the accumulator.
-    backward = forward + entries * (8 * width + 8) + tokens * width * element
-    num_bytes = {name: forward + backward * ("backward" in name) for name in contenders}
-    return contenders, {**num_bytes, "copy": 2 * _COPY_BYTES}
+    return forward, forward + entries * (8 * width + 8) + tokens * width * element
 
 
 def least_seconds(contenders: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:

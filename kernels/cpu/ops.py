@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import library
+from kernels.pieces import check_contiguous, empty_products, empty_sums
 from kernels.row_order import shared_order
 
 # Row and operand types that are compiled; the numbers are those of `dispatch` in rows.cpp.
@@ -44,8 +45,7 @@ def _check(rows: Tensor, ids: Tensor) -> None:
         raise ValueError(
             f"the memory kernels in C++ take tensors on the CPU, and the table is on {rows.device}: use triton or torch"
         )
-    if not rows.is_contiguous():
-        raise ValueError(f"the table's strides are {rows.stride()}: the memory kernels need contiguous rows")
+    check_contiguous(rows)
     if ids.numel() >= _MAX_ENTRIES:
         raise ValueError(
             f"{ids.numel()} rows are read at once, and the memory kernels in C++ count to 2^31: use smaller microbatches"
@@ -62,7 +62,7 @@ def _sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, nu
     tokens, reads, groups = coef.shape
     pair, coef = _pair(table, coef)
     ids, block = ids.contiguous(), None if block is None else block.contiguous()
-    out = table.new_empty(tokens, num_blocks * table.shape[1])
+    out = empty_sums(table, ids, coef, block, num_blocks)
     sizes = (tokens, reads, groups, table.shape[1], num_blocks)
     library().megamem_sum_rows(
         pair, _at(table), _at(ids), _at(coef), _at(block), _at(out), *sizes, torch.get_num_threads()
@@ -70,9 +70,7 @@ def _sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, nu
     return out
 
 
-@_sum_rows.register_fake
-def _(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None, num_blocks: int) -> Tensor:
-    return table.new_empty(ids.shape[0], num_blocks * table.shape[1])
+_sum_rows.register_fake(empty_sums)
 
 
 def sum_rows(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None = None, num_blocks: int = 1) -> Tensor:
@@ -91,7 +89,7 @@ def _dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Ten
     dtype = x.dtype
     pair, x = _pair(table, x)
     ids, block = ids.contiguous(), None if block is None else block.contiguous()
-    out = x.new_empty(*ids.shape, num_groups)
+    out = empty_products(table, ids, x, num_groups, block)
     sizes = (*ids.shape, num_groups, table.shape[1], x.shape[1] // table.shape[1])
     library().megamem_dot_rows(
         pair, _at(table), _at(ids), _at(x), _at(block), _at(out), *sizes, torch.get_num_threads()
@@ -99,9 +97,7 @@ def _dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Ten
     return out.to(dtype)
 
 
-@_dot_rows.register_fake
-def _(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
-    return x.new_empty(*ids.shape, num_groups)
+_dot_rows.register_fake(empty_products)
 
 
 def dot_rows(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.pieces import Gather, Pieces
-from kernels.segment_accumulate.op import table_gradient
+from kernels.segment_accumulate.op import apply_gather, table_gradient
 
 
 def differentiable_gather_dot(pieces: Pieces) -> Gather:
@@ -20,8 +20,7 @@ def differentiable_gather_dot(pieces: Pieces) -> Gather:
     def gather_dot(
         table: Tensor, ids: Tensor, x: Tensor, /, block: Tensor | None = None, num_blocks: int = 1
     ) -> Tensor:
-        out: Tensor = _GatherDot.apply(table, ids, x, block, num_blocks, pieces)
-        return out
+        return apply_gather(_GatherDot, table, ids, x, block, num_blocks, pieces)
 
     return gather_dot
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.pieces import Gather, Pieces
-from kernels.segment_accumulate.op import table_gradient
+from kernels.segment_accumulate.op import apply_gather, table_gradient
 
 
 def differentiable_gather_sum(pieces: Pieces) -> Gather:
@@ -20,8 +20,7 @@ def differentiable_gather_sum(pieces: Pieces) -> Gather:
     def gather_sum(
         table: Tensor, ids: Tensor, coef: Tensor, /, block: Tensor | None = None, num_blocks: int = 1
     ) -> Tensor:
-        out: Tensor = _GatherSum.apply(table, ids, coef, block, num_blocks, pieces)
-        return out
+        return apply_gather(_GatherSum, table, ids, coef, block, num_blocks, pieces)
 
     return gather_sum
 

@@ -5,13 +5,36 @@ Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernels.pieces import Accumulate
 from kernels.segment_accumulate.forward import segment_accumulate
 
-__all__ = ["segment_accumulate", "table_gradient"]
+__all__ = ["apply_gather", "segment_accumulate", "table_gradient"]
+
+
+def apply_gather(gather: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """`gather.apply(*arguments)`; where `torch.compile` traces, as a call that it leaves alone if a table carries a `main_grad`.
+
+    Backward then writes to an attribute of a parameter, and returns a sparse tensor: neither can be traced. With `fullgraph=True` that is an
+    error, which says so.
+    """
+    if torch.compiler.is_compiling() and any(isinstance(a, Tensor) and hasattr(a, "main_grad") for a in arguments):
+        out: Tensor = _apply_untraced(gather, *arguments)
+    else:
+        out = gather.apply(*arguments)
+    return out
+
+
+@torch.compiler.disable(
+    reason="backward of a gather adds to the main_grad of its table, which cannot be traced: compile without fullgraph=True"
+)
+def _apply_untraced(gather: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    out: Tensor = gather.apply(*arguments)
+    return out
 
 
 def table_gradient(

@@ -42,6 +42,8 @@ class KernelOverridesConfig:
     """Weighted sums of table rows; null: train.kernels."""
     gather_dot: Implementation | None = None
     """Products of table rows with a vector; null: train.kernels."""
+    gather_pair: Implementation | None = None
+    """Products of pre-values, activation, scores and sums of values in one (parallel.memory 1); null: train.kernels, or gather_dot and then gather_sum where one of them is set."""
     segment_accumulate: Implementation | None = None
     """Gradients of tables; null: train.kernels."""
     tucker_topk: Implementation | None = None

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megamem.config import ModelConfig, MoEConfig
 from parallel.exchange import Exchange
 from pretrain import step_profile
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import KernelOverridesConfig, RunConfig
 from pretrain.step import unwrap
 from pretrain.step_costs import part_costs
 from pretrain.step_profile import (
@@ -26,6 +26,7 @@ from pretrain.step_profile import (
     EXCHANGE,
     FORWARD,
     GATHER_DOT,
+    GATHER_PAIR,
     GATHER_SUM,
     KEYS,
     MESSAGES,
@@ -68,6 +69,10 @@ ONE_RANK = {
     "two heads, no pre-values": PRIVATE,
     "balance loss": memory(SHARED, key_balance_weight=0.1),
     "naive": replace(SHARED, train=replace(SHARED.train, kernels="naive")),
+    "two gathers": replace(
+        SHARED,
+        train=replace(SHARED.train, kernel_overrides=KernelOverridesConfig(gather_sum="auto", gather_dot="auto")),
+    ),
     "product keys": model(SHARED, memory=replace(MEMORY, kind="memory_plus", pre_value_dim=0)),
     "peer": model(SHARED, memory=replace(MEMORY, kind="peer", value_dim=32, pre_value_dim=0)),
     "offloaded": replace(SHARED, optimizer=replace(SHARED.optimizer, value_offload="cpu")),
@@ -153,9 +158,10 @@ def per_step(found: Profile) -> Counter[Span]:
     return Counter({span: number // NUM_STEPS for span, number in found.intervals.entries.items()})
 
 
-def passes(reads: int, *, has_pre: bool = True, recomputed: bool = False) -> Counter[Span]:
-    """How often the parts of `reads` lookups per step are entered."""
-    forward = {KEYS, SELECTION, SCORES, ROWS, GATHER_SUM, WEIGHTING, OTHER} | ({GATHER_DOT} if has_pre else set())
+def passes(reads: int, *, has_pre: bool = True, paired: bool = True, recomputed: bool = False) -> Counter[Span]:
+    """How often the parts of `reads` lookups per step are entered; `paired` if they read values and pre-values in one."""
+    gathers = {GATHER_PAIR} if has_pre and paired else {GATHER_SUM, GATHER_DOT} if has_pre else {GATHER_SUM}
+    forward = {KEYS, SELECTION, SCORES, ROWS, WEIGHTING, OTHER} | gathers
     backward = forward - {SELECTION, ROWS}
     counts = Counter({Span(FORWARD, part): reads for part in forward})
     counts.update({Span(BACKWARD, part): reads for part in backward})
@@ -180,9 +186,10 @@ def of_passes(counts: Counter[Span]) -> Counter[Span]:
         ("two heads, no pre-values", passes(8, has_pre=False)),
         ("balance loss", passes(8)),
         ("offloaded", passes(8)),
+        ("two gathers", passes(8, paired=False)),
         # A microbatch per rank.
-        ("memory 2", passes(4)),
-        ("tensor 2", passes(8)),
+        ("memory 2", passes(4, paired=False)),
+        ("tensor 2", passes(8, paired=False)),
         # Half of the layers.
         ("pipeline 2", passes(4)),
         # Twice the microbatches.
@@ -287,6 +294,7 @@ def test_bytes_of_tables() -> None:
     reads = 128 * 4 * 4
     assert costs[GATHER_SUM].num_bytes == 2 * reads * 16 * 4
     assert costs[GATHER_DOT].num_bytes == 2 * reads * 8 * 4
+    assert costs[GATHER_PAIR].num_bytes == 2 * reads * (16 + 8) * 4
     assert costs[TABLE_GRADIENT].num_bytes == reads * 24 * 8
     elements = 2 * (2 * 144) * 24
     assert costs[TABLE_STEP].num_bytes == elements * 28

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gather_dot.naive import dot_rows
+from kernels.gather_pair.forward import pair_of_gathers
+from kernels.gather_sum.naive import gather_sum
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import parity_problems
+from kernels.parity import TOLERANCE, parity_problems
 from kernels.select import Kernels, select_kernels
 
 
@@ -41,6 +44,13 @@ def test_offsets_past_two_to_the_31(kernels: Kernels, gpu: torch.device) -> None
     pieces = kernels.pieces
     assert torch.equal(pieces.sum_rows(table, far, coef), pieces.sum_rows(last, ids, coef))
     assert torch.equal(pieces.dot_rows(table, far, x, 1), pieces.dot_rows(last, ids, x, 1))
+    far_pair, far_products = pieces.pair(table, table, far, x, coef, "gelu")
+    near_pair, near_products = pieces.pair(last, last, ids, x, coef, "gelu")
+    assert torch.equal(far_pair, near_pair)
+    assert torch.equal(far_products, near_products)
+    far_gradients = pieces.pair_gradients(table, table, far, coef, far_products, x, "gelu")
+    near_gradients = pieces.pair_gradients(last, last, ids, coef, near_products, x, "gelu")
+    assert all(torch.equal(a, b) for a, b in zip(far_gradients, near_gradients, strict=True))
     del table
     far_sums = torch.zeros(num_rows, width, device=gpu)
     near_sums = torch.zeros(1000, width, device=gpu)
@@ -67,6 +77,31 @@ def test_repeats_are_bit_identical(kernels: Kernels, gpu: torch.device) -> None:
     assert all(torch.equal(run(), first) for _ in range(5))
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pair_reads_what_it_has_written(kernels: Kernels, gpu: torch.device, tokens: int, dtype: torch.dtype) -> None:
+    """Many programs at once, each of which reads products back that its other threads have written: any too early is another sum."""
+    generator = torch.Generator(gpu).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, device=gpu, generator=generator).to(dtype)
+
+    pre_values, values = normal(2000, 320), normal(2000, 960)
+    ids = torch.randint(0, 2000, (tokens, 250), device=gpu, generator=generator)
+    x, scores, gradient = normal(tokens, 320), normal(tokens, 250, 2), normal(tokens, 960)
+    run = kernels.pieces.pair, kernels.pieces.pair_gradients
+    twins = pair_of_gathers(gather_sum, dot_rows)
+    wide = [tensor.double() for tensor in (pre_values, values, x, scores, gradient)]
+    expected, products = twins[0](wide[0], wide[1], ids, wide[2], wide[3], "gelu")
+    expected_gradients = twins[1](wide[0], wide[1], ids, wide[3], products, wide[4], "gelu")
+    for _ in range(5):
+        out, products = run[0](pre_values, values, ids, x, scores, "gelu")
+        gradients = run[1](pre_values, values, ids, scores, products, gradient, "gelu")
+        for actual, reference in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+            error = (actual.double() - reference).abs().max() / reference.abs().max()
+            assert error <= 2 * TOLERANCE[dtype]
+
+
 def test_nothing_waits_for_the_device(kernels: Kernels, gpu: torch.device) -> None:
     if kernels.implementations["segment_accumulate"] == "torch":
         pytest.skip("index_put_ of PyTorch may wait; the Triton kernels may not")
@@ -79,6 +114,7 @@ def test_nothing_waits_for_the_device(kernels: Kernels, gpu: torch.device) -> No
     def step() -> None:
         products = kernels.gather_dot(table, ids, x)
         kernels.gather_sum(table, ids, coef * products.unsqueeze(2)).sum().backward()
+        kernels.gather_pair(table, table, ids, x, coef, "gelu").sum().backward()
 
     step()
     torch.cuda.set_sync_debug_mode("error")

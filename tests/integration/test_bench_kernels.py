@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kernels import select
+from megamem.sharing import plan_sharing
+from pretrain.config.loader import load_config
 from pretrain.errors import ConfigError, UserError
 from tools.cli import build_parser, main
 from tools.kernel_bench import draw_ids
+from tools.retrieval_bench import RETRIEVALS
 
+REPOSITORY = Path(__file__).parents[2]
 SMALL = ["bench", "kernels", "--rows", "500", "--tokens", "3", "--rounds", "1"]
 
 
@@ -28,8 +35,59 @@ def test_it_reports_every_contender(implementation: str, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "equal to their naive twins" in out
     assert re.search(r"227m: 500 x 192 bf16, 3 tokens x 32 rows, zipf", out)
-    for name in ("copy", "gather_sum", "gather_dot", "embedding_bag", "gather_sum, forward and backward"):
+    timed = ("copy", "gather_sum", "gather_dot", "gather_pair", "embedding_bag")
+    for name in (*timed, "gather_sum, forward and backward", "gather_dot, then gather_sum, forward and backward"):
         assert len(re.findall(rf"^  {name} +[0-9.]+ ms +[0-9.]+ GB/s +[0-9]+%$", out, re.MULTILINE)) == 2
+    for model, selection, size in (
+        ("ultramemv2", "tucker_topk", "1 heads x 804"),
+        ("memory_plus", "product_topk", "2 heads x 1138"),
+    ):
+        assert f"{model}/227m_1.2b: {selection}, bf16 products, 3 tokens x {size} keys per side" in out
+        for name in (f"key scores, then {selection}, torch", f"{selection}, torch"):
+            assert len(re.findall(rf"^  {name} +[0-9.]+ ms +[0-9.]+x$", out, re.MULTILINE)) == 1
+    assert len(re.findall(r"^  key scores +[0-9.]+ ms +1.00x +[0-9.]+ TFLOP/s$", out, re.MULTILINE)) == 2
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
+)
+def test_triton_kernels_are_reported_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """In Triton's interpreter where there is no GPU."""
+    assert main([*SMALL, "--tokens", "1", "--kernels", "triton", "--dtypes", "fp32"]) == 0
+    out = capsys.readouterr().out
+    for selection in ("tucker_topk", "product_topk"):
+        for implementation in ("triton", "torch"):
+            assert len(re.findall(rf"^  {selection}, {implementation} +[0-9.]+ ms +[0-9.]+x$", out, re.MULTILINE)) == 1
+
+
+def test_retrievals_are_those_of_the_models() -> None:
+    for case in itertools.chain(*RETRIEVALS.values()):
+        model = load_config(REPOSITORY / "configs" / f"{case.model}.yaml").model
+        memory = model.memory
+        assert memory is not None
+        assert case.keys == memory.expansion * plan_sharing(memory, model.num_layers).views[0].num_keys
+        assert case.selection == ("tucker_topk" if memory.has_tucker_cores else "product_topk")
+        assert (case.key_dim, case.heads, case.row_top_k, case.top_k) == (
+            memory.key_dim,
+            memory.num_heads,
+            memory.row_top_k,
+            memory.top_k,
+        )
+        assert case.rank == (memory.tucker_rank if memory.has_tucker_cores else 0)
+
+
+def test_wrong_selections_get_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin's slots in another order."""
+    good = select.select_kernels("torch")
+
+    def reversed_slots(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        stage_ids, slots = good.product_topk(*args)
+        return stage_ids, slots.flip(3)
+
+    monkeypatch.setattr(select, "select_kernels", lambda *a, **k: replace(good, product_topk=reversed_slots))
+    args = parsed(*SMALL)
+    with pytest.raises(UserError, match="no figures, because the kernels are wrong here: product_topk"):
+        args.func(args)
 
 
 def test_wrong_kernels_get_no_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

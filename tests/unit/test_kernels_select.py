@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.cpu import build
 from kernels.gather_dot import naive as naive_dot
+from kernels.gather_pair import naive as naive_pair
 from kernels.gather_sum import naive as naive_sum
 from kernels.implementations import KernelUnavailableError, automatic, compiler, resolve, unavailable
-from kernels.select import select_kernels
+from kernels.select import differentiable_gathers, differentiable_pair, select_kernels
 
 REPOSITORY = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(compiler() is None, reason=str(unavailable("cpu", "cpu")))
@@ -42,6 +45,7 @@ def test_overrides_are_for_single_ops() -> None:
     assert resolve("torch", {"gather_dot": "naive", "gather_sum": None}, "cpu") == {
         "gather_sum": "torch",
         "gather_dot": "naive",
+        # No pair: it is the two above.
         "segment_accumulate": "torch",
         "tucker_topk": "torch",
         "product_topk": "torch",
@@ -50,6 +54,33 @@ def test_overrides_are_for_single_ops() -> None:
     assert mixed.gather_sum is naive_sum.gather_sum
     assert mixed.gather_dot is not naive_dot.gather_dot
     assert select_kernels("naive").gather_dot is naive_dot.gather_dot
+
+
+def test_a_pair_is_its_gathers_where_one_of_them_is_overridden() -> None:
+    """And an op of its own where it is named, or nothing is."""
+    assert resolve("auto", {}, "cpu")["gather_pair"] == automatic("cpu")
+    assert resolve("torch", {"gather_dot": "naive", "gather_pair": "naive"}, "cpu")["gather_pair"] == "naive"
+    assert resolve("torch", {"gather_pair": "naive"}, "cpu")["gather_dot"] == "torch"
+    assert select_kernels("naive").gather_pair is naive_pair.gather_pair
+    assert select_kernels("torch", {"gather_pair": "naive"}).gather_pair is naive_pair.gather_pair
+    calls = []
+
+    def counted(table: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        calls.append(table.shape)
+        return naive_dot.dot_rows(table, *operands)
+
+    for overrides, expected in (({}, 0), ({"gather_sum": "torch"}, 1)):
+        kernels = select_kernels("torch", overrides)
+        gathers = differentiable_gathers(kernels.implementations, replace(kernels.pieces, dot_rows=counted))
+        pair = differentiable_pair(kernels.implementations, kernels.pieces, *gathers)
+        pair(
+            torch.ones(2, 4),
+            torch.ones(2, 6),
+            torch.zeros(1, 3, dtype=torch.int64),
+            torch.ones(1, 4),
+            torch.ones(1, 3, 1),
+        )
+        assert len(calls) == expected
 
 
 def test_what_cannot_run_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

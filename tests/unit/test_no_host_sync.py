@@ -25,7 +25,6 @@ KNOWN_TO_THE_HOST = {"rank", "size"}
 
 OUTSIDE_OF_STEPS = {
     "kernels/parity.py",
-    "kernels/retrieval_speed.py",
     "megamem/calibration.py",
     "megamem/initialisation.py",
     "megamem/initial_outputs.py",
