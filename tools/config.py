@@ -278,6 +278,8 @@ def _initialisation_section(model: ModelConfig, memory: MemoryConfig, seed: int)
             figures.insert(0, f"score gain {layer.calibration.gain:.4g}, sigma_s {layer.calibration.sigma_s:.3g}")
         if layer.predicted_std is not None:
             figures.append(f"predicted by Eq. 22 {layer.predicted_std:.4g}")
+        if layer.ffn_std is not None:
+            figures.append(f"of its feed-forward measured {layer.ffn_std:.4g}")
         lines.append(f"memory of block {layer.block}: {', '.join(figures)}")
     lines.append(
         f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} random tokens of mean square 1, "
