@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -107,8 +107,10 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_have_the_variance_that_the_choice_promises(name: str) -> None:
+def test_outputs_have_the_variance_that_the_choice_promises(name: str, record_property: Any) -> None:
     sample = measure(MODELS[name])
+    for choice, ratios in sample.ratios.items():
+        record_property(choice, f"{fmean(ratios):.3f} +- {standard_error(ratios):.3f}")
     for choice in CHOICES:
         assert fmean(sample.ratios[choice]) == pytest.approx(1, abs=TOLERANCE), choice
     assert sample.ffn == pytest.approx(swiglu_ffn_variance(MODELS[name]), rel=TOLERANCE)
