@@ -225,13 +225,15 @@ def test_a_model_computes_what_the_release_computes(
     errors, sensitivities = on_a_rank(run_ranks, compare)
     record_property("worst_error", max(errors.values()))
     tolerance = dict.fromkeys(errors, TOLERANCE[dtype])
+    if sensitivities:
+        record_property("worst_sensitivity", max(sensitivities.values()))
     for gradient in (key for key in sensitivities if key.startswith("grad ")):
         tolerance[gradient] = max(tolerance[gradient], SENSITIVITY_FACTOR * sensitivities[gradient])
     assert not {key: error for key, error in errors.items() if not error <= tolerance[key]}
 
 
 def test_in_float32_the_exception_keeps_to_the_tolerance_with_values_as_initialised(
-    golden_dir: Path, run_ranks: Any
+    golden_dir: Path, run_ranks: Any, record_property: Any
 ) -> None:
     """Against float64, which the recorded tensors hold."""
     case = Case.read(golden_dir, ILL_CONDITIONED)
@@ -246,4 +248,5 @@ def test_in_float32_the_exception_keeps_to_the_tolerance_with_values_as_initiali
         return relative_errors(narrow, wide)
 
     errors = on_a_rank(run_ranks, compare)
+    record_property("worst_error", max(errors.values()))
     assert not {key: error for key, error in errors.items() if not error <= TOLERANCE[torch.float32]}
