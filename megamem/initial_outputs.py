@@ -73,7 +73,7 @@ def measure_initial_outputs(
         model: with a memory.
         seed: the run's seed.
         most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
-        choices: of `initialisation`, by which each of the layers is measured, with the same random numbers; none: the model's own.
+        choices: of `initialisation` (Tucker-scored memories), by which each of the layers is measured on the same random numbers; none: the model's own.
     """
     assert model.memory is not None
     outputs = []
@@ -104,7 +104,7 @@ class _LayerAlone:
         self.tokens = sample_tokens(num_tokens, model.hidden_size, seed, self.layer.name)
         self.drawn: dict[str, Distribution] = {}
         self.scores: ScoreCalibration | None = None
-        self.ffn_std = measure_ffn(model, self.block, seed=seed) if _has_dense_ffn(model, memory) else None
+        self.ffn_std = _measure_ffn(model, self.block, seed=seed) if _has_dense_ffn(model, memory) else None
 
     @torch.no_grad()
     def measure(self, initialisation: Initialisation) -> InitialOutput:
@@ -140,7 +140,7 @@ def _has_dense_ffn(model: ModelConfig, memory: MemoryConfig) -> bool:
 
 
 @torch.no_grad()
-def measure_ffn(model: ModelConfig, block: int, *, seed: int) -> float:
+def _measure_ffn(model: ModelConfig, block: int, *, seed: int) -> float:
     """Standard deviation of the output of a block's SwiGLU, from its first inner units: F / units times the variance that they give it."""
     inner, width = model.ffn_hidden_size, model.hidden_size
     units = min(inner, _FFN_UNITS)
