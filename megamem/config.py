@@ -28,6 +28,7 @@ class EffectiveWhen:
 
 
 MemoryKind = Literal["ultramem_v2", "ultramem", "pkm", "memory_plus", "peer"]
+Initialisation = Literal["paper", "matched", "released"]
 
 
 def _only_for(*kinds: MemoryKind) -> EffectiveWhen:
@@ -146,7 +147,7 @@ class MemoryConfig:
     """Project the summed values from value_dim to hidden_size (the other kinds but peer always do)."""
     output_gate: Annotated[bool, _only_for("pkm", "memory_plus")] = False
     """Multiply the output by a sigmoid of the input, one scalar per token (Meta's mem_gated)."""
-    initialisation: Annotated[Literal["paper", "matched", "released"], _only_for("ultramem_v2", "ultramem")] = "paper"
+    initialisation: Annotated[Initialisation, _only_for("ultramem_v2", "ultramem")] = "paper"
     """paper: sigma_V of Eq. 26 with calibrated score gain; matched: the same with the SwiGLU's true variance, a third of Eq. 25's; released: the public constants (as always with product keys)."""
     tucker_penalty_weight: Annotated[
         float,

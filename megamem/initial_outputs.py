@@ -1,36 +1,40 @@
-"""What single memory layers put out at initialisation: predicted and measured, without building a model or filling a table.
+"""What memory layers and feed-forwards put out at initialisation: predicted and measured, without building a model or filling a table.
 
 A layer is built on its own, with the weights that a run with this seed gives it, and reads random tokens of mean square 1, as a norm
-delivers them. The rows that they hit are drawn by the tables' own generator, so the figures are those of the run's own tables.
+delivers them. The rows that they hit are drawn by the tables' own generator, so the figures are those of the run's own tables. Of a wide
+feed-forward some inner units are drawn, for all of them are alike.
 
-Legend: T tokens, J rows read per token, D hidden size.
+Legend: T tokens, J rows read per token, D hidden size, F inner width of the feed-forward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.calibration import ScoreCalibration, calibrate_scores
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import Initialisation, MemoryConfig, ModelConfig
 from megamem.initial_variance import memory_variance
-from megamem.initialisation import initialise_layer, table_std
+from megamem.initialisation import Distribution, draw_layer, draw_part, set_gains, table_std
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.registry import layer_class
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.random_fill import fill_normal, normal_rows
 from megamem.sharing import BankSpec, plan_sharing
 
-# Table elements that are drawn per layer, and the bounds that they put on the sample.
-_SAMPLE_ELEMENTS = 1 << 22
-_FEWEST_TOKENS, _MOST_TOKENS = 16, 128
+# Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens that read them.
+_SAMPLE_READS = 1 << 13
+_FEWEST_TOKENS, _MOST_TOKENS = 24, 1024
+# The sample of a feed-forward.
+_FFN_UNITS, _FFN_TOKENS = 512, 256
 
 
 @dataclass(frozen=True)
@@ -39,23 +43,28 @@ class InitialOutput:
 
     Attributes:
         block: that it belongs to.
+        initialisation: the choice it was measured with.
         calibration: of its scores; None where its gains are constants.
         table_std: sigma_V, of its values and pre-values.
         predicted_std: of its output, by Eq. 22; None with product keys, whose softmaxed scores it does not describe.
         measured_std: over the sample.
+        ffn_std: of the output of the block's dense feed-forward, measured; None with a mixture of experts, and where the memory replaces it.
         num_tokens: the sample.
     """
 
     block: int
+    initialisation: Initialisation
     calibration: ScoreCalibration | None
     table_std: float
     predicted_std: float | None
     measured_std: float
+    ffn_std: float | None
     num_tokens: int
 
 
-@torch.no_grad()
-def measure_initial_outputs(model: ModelConfig, *, seed: int, most_layers: int) -> list[InitialOutput]:
+def measure_initial_outputs(
+    model: ModelConfig, *, seed: int, most_layers: int, choices: Sequence[Initialisation] = ()
+) -> list[InitialOutput]:
     """Build and measure memory layers one after the other.
 
     sigma_V is that of the measured layer's own sigma_s. In a run the layers that share a bank agree on one, from the mean square of theirs.
@@ -64,8 +73,14 @@ def measure_initial_outputs(model: ModelConfig, *, seed: int, most_layers: int) 
         model: with a memory.
         seed: the run's seed.
         most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
+        choices: of `initialisation` (Tucker-scored memories), by which each of the layers is measured on the same random numbers; none: the model's own.
     """
-    return [_measure(model, index, seed) for index in spread(len(model.memory_spans), most_layers)]
+    assert model.memory is not None
+    outputs = []
+    for index in spread(len(model.memory_spans), most_layers):
+        alone = _LayerAlone(model, model.memory, index, seed)
+        outputs += [alone.measure(choice) for choice in choices or [model.memory.initialisation]]
+    return outputs
 
 
 def spread(count: int, most: int) -> Sequence[int]:
@@ -77,42 +92,91 @@ def spread(count: int, most: int) -> Sequence[int]:
     return [round(step * (count - 1) / (most - 1)) for step in range(most)]
 
 
-def _measure(model: ModelConfig, index: int, seed: int) -> InitialOutput:
-    memory = model.memory
-    assert memory is not None
-    tables = _DrawnTables(memory, seed)
-    layer = _build_layer(model, memory, index, tables, seed)
-    calibration = initialise_layer(layer, model, seed=seed)
-    tables.std = table_std(model, memory, [calibration.sigma_s] if calibration is not None else [])
-    per_token = memory.num_heads * memory.top_k * (memory.value_dim + memory.pre_dim)
-    num_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, _SAMPLE_ELEMENTS // per_token))
-    out = layer(sample_tokens(num_tokens, model.hidden_size, seed, layer.name))
-    predicted = _predicted_std(layer, model, tables.std, seed) if isinstance(layer, UltraMemV2Layer) else None
-    return InitialOutput(
-        block=model.memory_spans[index].read,
-        calibration=calibration,
-        table_std=tables.std,
-        predicted_std=predicted,
-        measured_std=float(out.double().square().mean().sqrt()),
-        num_tokens=num_tokens,
-    )
+class _LayerAlone:
+    """A memory layer in no model. What its initialisations have in common is drawn once."""
+
+    def __init__(self, model: ModelConfig, memory: MemoryConfig, index: int, seed: int) -> None:
+        self.model, self.memory, self.seed = model, memory, seed
+        self.block = model.memory_spans[index].read
+        self.tables = _DrawnTables(memory, seed)
+        self.layer = _build_layer(model, memory, index, self.tables, seed)
+        num_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, _SAMPLE_READS // (memory.num_heads * memory.top_k)))
+        self.tokens = sample_tokens(num_tokens, model.hidden_size, seed, self.layer.name)
+        self.drawn: dict[str, Distribution] = {}
+        self.scores: ScoreCalibration | None = None
+        self.ffn_std = _measure_ffn(model, self.block, seed=seed) if _has_dense_ffn(model, memory) else None
+
+    @torch.no_grad()
+    def measure(self, initialisation: Initialisation) -> InitialOutput:
+        layer, tables = self.layer, self.tables
+        memory = replace(self.memory, initialisation=initialisation)
+        model = replace(self.model, memory=memory)
+        draw_layer(layer, model, seed=self.seed, drawn=self.drawn)
+        calibration, predicted = None, None
+        if isinstance(layer, UltraMemV2Layer):
+            if self.scores is None:
+                self.scores = calibrate_scores(memory, layer.num_keys, layer.cores, seed=self.seed, name=layer.name)
+            if initialisation != "released":
+                calibration = self.scores
+                set_gains(layer, calibration)
+        tables.std = table_std(model, memory, [calibration.sigma_s] if calibration is not None else [])
+        if isinstance(layer, UltraMemV2Layer):
+            assert self.scores is not None
+            predicted = _predicted_std(layer, model, memory, tables.std, self.scores)
+        return InitialOutput(
+            block=self.block,
+            initialisation=initialisation,
+            calibration=calibration,
+            table_std=tables.std,
+            predicted_std=predicted,
+            measured_std=_root_mean_square(layer(self.tokens)),
+            ffn_std=self.ffn_std,
+            num_tokens=len(self.tokens),
+        )
 
 
-def _predicted_std(layer: UltraMemV2Layer, model: ModelConfig, sigma_v: float, seed: int) -> float:
+def _has_dense_ffn(model: ModelConfig, memory: MemoryConfig) -> bool:
+    return model.moe is None and memory.placement.position == "beside"
+
+
+@torch.no_grad()
+def _measure_ffn(model: ModelConfig, block: int, *, seed: int) -> float:
+    """Standard deviation of the output of a block's SwiGLU, from its first inner units: F / units times the variance that they give it."""
+    inner, width = model.ffn_hidden_size, model.hidden_size
+    units = min(inner, _FFN_UNITS)
+    name = f"decoder.layers.{block}.mlp.ffn"
+
+    def draw(part: str, shape: tuple[int, int], global_shape: tuple[int, int], first_row: int = 0) -> Tensor:
+        return draw_part(
+            shape, f"{name}.{part}.weight", model, seed=seed, global_shape=global_shape, offset=(first_row, 0)
+        )
+
+    gate, up = (draw("linear_fc1", (units, width), (2 * inner, width), first) for first in (0, inner))
+    down = draw("linear_fc2", (width, units), (width, inner))
+    tokens = sample_tokens(_FFN_TOKENS, width, seed, name).squeeze(1)
+    out = F.linear(F.silu(F.linear(tokens, gate)) * F.linear(tokens, up), down)
+    return math.sqrt(inner / units) * _root_mean_square(out)
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _predicted_std(
+    layer: UltraMemV2Layer, model: ModelConfig, memory: MemoryConfig, sigma_v: float, scores: ScoreCalibration
+) -> float:
     """Eq. 22 with the layer's own gains and projections, so that it covers the release's constants too.
 
     A score is a product of a row and a column score, and each of those of a query and a key: it grows with the square of both gains.
     """
-    memory = layer.memory
-    calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)
-    mean_score = float(layer.query_norm.mean() * layer.keys_norm.mean()) ** 2 / calibration.gain**4
+    mean_score = float(layer.query_norm.mean() * layer.keys_norm.mean()) ** 2 / scores.gain**4
     pre = layer.pre_value_proj
     return math.sqrt(
         memory_variance(
             model,
             memory,
             sigma_v=sigma_v,
-            score_square=mean_score**2 * (1 + calibration.sigma_s**2),
+            score_square=mean_score**2 * (1 + scores.sigma_s**2),
             pre_input_variance=0.0 if pre is None else model.hidden_size * float(pre.square().mean()),
             value_proj_variance=float(layer.value_proj.square().mean()),
         )
@@ -164,6 +228,7 @@ class _DrawnTables:
         self.memory, self.seed = memory, seed
         self.bank = 0
         self.std = 1.0
+        self._drawn: dict[str, tuple[Tensor, Tensor]] = {}
 
     def read(
         self,
@@ -175,9 +240,23 @@ class _DrawnTables:
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)
-        spec = BankSpec(self.bank, len(wanted), ())
-        part = Bank(spec, self.memory, select_kernels("naive"), dtype=torch.float32, device="cpu", replica_rank=0)
+        part = Bank(
+            BankSpec(self.bank, len(wanted), ()),
+            self.memory,
+            select_kernels("naive"),
+            dtype=torch.float32,
+            device="cpu",
+            replica_rank=0,
+        )
         for name, table in part.named_parameters():
-            name = f"banks.{self.bank}.{name}"
-            table.copy_(normal_rows(wanted, seed=self.seed, name=name, std=self.std, width=table.shape[1]))
+            table.copy_(self._standard_normal(name, wanted, table.shape[1])).mul_(self.std)
         return part.read(places, scores, pre_input, block, num_blocks)
+
+    def _standard_normal(self, table: str, rows: Tensor, width: int) -> Tensor:
+        """[n, width]: rows of a table for a standard deviation of 1; those of the last call are not drawn again."""
+        before = self._drawn.get(table)
+        if before is None or not torch.equal(before[0], rows):
+            name = f"banks.{self.bank}.{table}"
+            before = rows, normal_rows(rows, seed=self.seed, name=name, std=1.0, width=width)
+            self._drawn[table] = before
+        return before[1]

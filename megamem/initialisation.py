@@ -144,20 +144,47 @@ def _symmetric(bound: float) -> Uniform:
 
 def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
     data, skip = shard.data, shard.prepend_axis_num
-    where = {
-        "seed": seed,
-        "name": shard.key,
-        "global_shape": shard.global_shape[skip:],
-        "offset": shard.global_offset[skip:],
-    }
+    _fill(data, shard.key, distribution, seed, shard.global_shape[skip:], shard.global_offset[skip:])
+
+
+def _fill(
+    part: Tensor, name: str, distribution: Distribution, seed: int, global_shape: Sequence[int], offset: Sequence[int]
+) -> None:
+    where = {"seed": seed, "name": name, "global_shape": global_shape, "offset": offset}
     with torch.no_grad():
         match distribution:
             case Normal(std):
-                fill_normal(data, std=std, **where)
+                fill_normal(part, std=std, **where)  # type: ignore[arg-type]
             case Uniform(high, low):
-                fill_uniform(data, low=low, high=high, **where)
+                fill_uniform(part, low=low, high=high, **where)  # type: ignore[arg-type]
             case Constant(value):
-                data.fill_(value)
+                part.fill_(value)
+
+
+def draw_part(
+    shape: Sequence[int],
+    name: str,
+    model: ModelConfig,
+    *,
+    seed: int,
+    global_shape: Sequence[int],
+    offset: Sequence[int],
+) -> Tensor:
+    """A part of a parameter of the model, fp32, as `initialise` fills it on a rank that holds this part.
+
+    Args:
+        shape: of the part.
+        name: the parameter's global name.
+        model: the model's config.
+        seed: the run's seed.
+        global_shape: of the parameter.
+        offset: where the part starts in it, per dimension.
+    """
+    distribution = _distribution(name, model)
+    assert distribution is not None, f"{name} is not drawn by itself"
+    part = torch.empty(*shape)
+    _fill(part, name, distribution, seed, global_shape, offset)
+    return part
 
 
 def _initialise_memory(
@@ -175,18 +202,24 @@ def _initialise_memory(
             _draw(entry, Normal(std), seed)
 
 
-def initialise_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int) -> ScoreCalibration | None:
-    """Fill a memory layer that is in no model, as `initialise` fills the one of that name.
+def draw_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int, drawn: dict[str, Distribution]) -> None:
+    """Fill a memory layer that is in no model as `initialise` fills the one of that name, but for calibrated gains.
 
-    Returns:
-        The calibration that its gains come from, or None where they are constants.
+    Args:
+        layer: of any kind.
+        model: its config.
+        seed: the run's seed.
+        drawn: the random numbers that the layer's parameters hold already, which are not drawn again; kept up to date.
     """
     assert model.memory is not None
     for part, parameter in layer.named_parameters():
         distribution = _memory_distribution(part, model, model.memory)
-        if distribution is not None:
-            _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{part}", parameter), distribution, seed)
-    return _calibrate(layer, model.memory, seed) if isinstance(layer, UltraMemV2Layer) else None
+        if distribution is None or (distribution == drawn.get(part) and not isinstance(distribution, Constant)):
+            continue
+        _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{part}", parameter), distribution, seed)
+        drawn[part] = distribution
+    if isinstance(layer, UltraMemV2Layer):
+        _first_singular_vectors(layer)
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
@@ -200,16 +233,25 @@ def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]
 
 def _calibrate(layer: UltraMemV2Layer, memory: MemoryConfig, seed: int) -> ScoreCalibration | None:
     """Set the singular vectors and, unless they are the release's constants, the gains."""
-    layer.u.zero_()
-    layer.v.zero_()
-    layer.update_singular_vectors()
+    _first_singular_vectors(layer)
     if memory.initialisation == "released":
         return None
     calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)
-    with torch.no_grad():
-        layer.query_norm.fill_(calibration.gain)
-        layer.keys_norm.fill_(calibration.gain)
+    set_gains(layer, calibration)
     return calibration
+
+
+def _first_singular_vectors(layer: UltraMemV2Layer) -> None:
+    layer.u.zero_()
+    layer.v.zero_()
+    layer.update_singular_vectors()
+
+
+@torch.no_grad()
+def set_gains(layer: UltraMemV2Layer, calibration: ScoreCalibration) -> None:
+    """Give the norms of a layer's queries and keys the gain at which its mean retrieved score is 1."""
+    layer.query_norm.fill_(calibration.gain)
+    layer.keys_norm.fill_(calibration.gain)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

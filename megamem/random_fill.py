@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megamem.hashing import key_of, mix
 
-# Temporaries of the fill are a few int64 and float64 tensors of this many elements.
-_CHUNK_ELEMENTS = 1 << 20
+# Temporaries of the fill are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a CPU.
+_CHUNK_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}
 
 
 def fill_normal(
@@ -50,7 +50,7 @@ def normal_rows(rows: Tensor, *, seed: int, name: str, std: float, width: int) -
     key = key_of(seed, name)
     out = torch.empty(len(rows), width, device=rows.device)
     columns = torch.arange(width, dtype=torch.int64, device=rows.device)
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // width)
+    rows_per_chunk = _rows_per_chunk(width, rows.device)
     for part, into in zip(rows.split(rows_per_chunk), out.split(rows_per_chunk), strict=True):
         into.copy_(_standard_normal(mix(part.unsqueeze(1) * width + columns, key)) * std)
     return out
@@ -82,16 +82,40 @@ def _unit(bits: Tensor) -> Tensor:
 
 def _fill(out, seed, name, global_shape, offset, transform) -> None:  # type: ignore[no-untyped-def]
     key = key_of(seed, name)
-    row_shape = out.shape[1:]
-    row_index = _row_index(row_shape, global_shape[1:], offset[1:], out.device)
+    shape, global_shape, offset = _merge_whole_dims(out, global_shape, offset)
+    rows_of_out = out.view(shape)
+    row_index = _row_index(shape[1:], global_shape[1:], offset[1:], out.device)
     row_stride = math.prod(global_shape[1:])
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, row_index.numel()))
+    rows_per_chunk = _rows_per_chunk(row_index.numel(), out.device)
     with torch.no_grad():
-        for start in range(0, out.shape[0], rows_per_chunk):
-            stop = min(start + rows_per_chunk, out.shape[0])
+        for start in range(0, shape[0], rows_per_chunk):
+            stop = min(start + rows_per_chunk, shape[0])
             rows = torch.arange(start, stop, dtype=torch.int64, device=out.device) + offset[0]
             counter = rows.unsqueeze(1) * row_stride + row_index
-            out[start:stop].copy_(transform(mix(counter, key)).view(stop - start, *row_shape))
+            rows_of_out[start:stop].copy_(transform(mix(counter, key)).view(stop - start, *shape[1:]))
+
+
+def _rows_per_chunk(row_elements: int, device: torch.device) -> int:
+    return max(1, _CHUNK_ELEMENTS[device.type] // max(1, row_elements))
+
+
+def _merge_whole_dims(
+    out: Tensor, global_shape: Sequence[int], offset: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """Shape, global shape and offset of the same numbers in the same order, with a dimension that is not split merged into the one before.
+
+    Keys [H, 2, N, d, R] of a single head would else be one row, and the temporaries as large as they are. Views that skip stay as they are.
+    """
+    merged = [(out.shape[0], global_shape[0], offset[0])]
+    for dim in range(1, out.dim()):
+        size, global_size = out.shape[dim], global_shape[dim]
+        if size == global_size and out.stride(dim - 1) == size * out.stride(dim):
+            local, whole, start = merged.pop()
+            merged.append((local * size, whole * size, start * size))
+        else:
+            merged.append((size, global_size, offset[dim]))
+    shape, global_shape, offset = (list(column) for column in zip(*merged, strict=True))
+    return shape, global_shape, offset
 
 
 def _row_index(

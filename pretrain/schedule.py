@@ -22,7 +22,8 @@ def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
     """
     peak, low, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
     if step < warmup:
-        return peak * (step + 1) / warmup
+        start = optimizer.warmup_start
+        return peak * ((step + 1) / warmup if start is None else start + (1 - start) * step / warmup)
     match optimizer.schedule:
         case "constant":
             return peak
@@ -48,7 +49,7 @@ def value_multiplier(step: int, optimizer: OptimizerConfig, train: TrainConfig) 
 def group_settings(step: int, optimizer: OptimizerConfig, train: TrainConfig) -> dict[GroupName, tuple[float, float]]:
     """(learning rate, weight decay) of every group at a step."""
     lr = backbone_lr(step, optimizer, train.num_steps)
-    value_lr = lr * value_multiplier(step, optimizer, train)
+    value_lr = lr * value_multiplier(step, optimizer, train) if optimizer.value_lr is None else optimizer.value_lr
     pre_multiplier = optimizer.pre_value_lr_multiplier
     table_decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
     return {

@@ -59,6 +59,12 @@ def add_parser(subparsers: Any) -> None:
     show.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (not needed with --keys)")
     show.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
     show.add_argument("--explain", action="store_true", help="put the help text of each key above it")
+    show.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="measure the initial outputs of so many memory layers (default: 4, fewer where their keys are many: some seconds)",
+    )
     show.add_argument("--keys", action="store_true", help="list every key there is with type, default and help instead")
     show.set_defaults(func=run_show)
     check = actions.add_parser(
@@ -119,9 +125,13 @@ def run_show(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise ConfigError("config show needs the path of a configuration, or --keys")
+    if args.layers is not None and args.layers < 1:
+        raise ConfigError(f"--layers is {args.layers}: it must be at least 1")
     config = load_config(args.config, args.overrides)
+    if args.layers is not None and config.model.memory is None:
+        raise ConfigError(f"--layers has no effect: {args.config} has no memory. Leave it out, or set model.memory")
     # Before anything is printed: they may find that the configuration cannot be initialised.
-    sections = extra_sections(config)
+    sections = extra_sections(config, args.layers)
     print("\n".join(explained_lines(config)) if args.explain else to_yaml(config).rstrip())
     for section in sections:
         print("\n" + "\n".join(f"# {line}" for line in (f"{section.title}:", *(f"  {line}" for line in section.lines))))
@@ -191,11 +201,16 @@ class Section:
     lines: tuple[str, ...]
 
 
-def extra_sections(config: RunConfig) -> list[Section]:
-    """What a reader of a configuration wants to know besides its keys. Each further summary is one more element."""
+def extra_sections(config: RunConfig, measured_layers: int | None = None) -> list[Section]:
+    """What a reader of a configuration wants to know besides its keys. Each further summary is one more element.
+
+    Args:
+        config: of any kind.
+        measured_layers: memory layers whose initial outputs are measured; None: as many as take some seconds.
+    """
     sections = [_length_section(config), _model_section(config)]
     if config.model.memory is not None:
-        sections.append(_initialisation_section(config.model, config.model.memory, config.seed))
+        sections.append(_initialisation_section(config.model, config.model.memory, config.seed, measured_layers))
     if config.parallel.pipeline_layout is not None:
         sections.append(_pipeline_section(config))
     return sections
@@ -251,7 +266,9 @@ def _model_section(config: RunConfig) -> Section:
     return Section("parameters", tuple(lines))
 
 
-def _initialisation_section(model: ModelConfig, memory: MemoryConfig, seed: int) -> Section:
+def _initialisation_section(
+    model: ModelConfig, memory: MemoryConfig, seed: int, measured_layers: int | None
+) -> Section:
     """Standard deviations at initialisation: by the closed formulas, and measured on single layers."""
     # Not at the top of the file: torch and Megatron take seconds to load, and nothing else here needs them.
     from megamem.initial_outputs import measure_initial_outputs
@@ -262,7 +279,8 @@ def _initialisation_section(model: ModelConfig, memory: MemoryConfig, seed: int)
         with warnings.catch_warnings():
             # Of Megatron, about optional packages.
             warnings.simplefilter("ignore")
-            most_layers = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_KEY_ELEMENTS // key_elements))
+            few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_KEY_ELEMENTS // key_elements))
+            most_layers = few if measured_layers is None else measured_layers
             measured = measure_initial_outputs(model, seed=seed, most_layers=most_layers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -278,6 +296,8 @@ def _initialisation_section(model: ModelConfig, memory: MemoryConfig, seed: int)
             figures.insert(0, f"score gain {layer.calibration.gain:.4g}, sigma_s {layer.calibration.sigma_s:.3g}")
         if layer.predicted_std is not None:
             figures.append(f"predicted by Eq. 22 {layer.predicted_std:.4g}")
+        if layer.ffn_std is not None:
+            figures.append(f"of its feed-forward measured {layer.ffn_std:.4g}")
         lines.append(f"memory of block {layer.block}: {', '.join(figures)}")
     lines.append(
         f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} random tokens of mean square 1, "

@@ -107,6 +107,7 @@ RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("optimizer.value_weight_decay", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_clip_grad", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_offload", _has_memory, "model.memory is set"),
+    CrossRule("optimizer.value_lr", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_lr_multiplier", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_lr_end_multiplier", _has_memory, "model.memory is set"),
     CrossRule("optimizer.value_lr_decay_tokens", _has_memory, "model.memory is set"),

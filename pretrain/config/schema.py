@@ -89,7 +89,11 @@ class OptimizerConfig:
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """After warm-up: constant; cosine to min_lr over the run; or warm-up, stable, linear decay to min_lr (wsd)."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from lr / warmup_steps."""
+    """Steps of linear warm-up, after which the learning rate is lr."""
+    warmup_start: Annotated[
+        float | None, EffectiveWhen(lambda c: c.warmup_steps > 0, "optimizer.warmup_steps is above 0")
+    ] = None
+    """Share of lr at the first step, from which warm-up reaches lr at the step that follows it (0.1 in UltraMemV2's public code); null: 1 / warmup_steps, and lr at the last step of the warm-up."""
     decay_steps: Annotated[int, EffectiveWhen(lambda c: c.schedule == "wsd", "optimizer.schedule is wsd")] = 0
     """Steps of the final linear decay of the wsd schedule."""
     weight_decay: float = 0.1
@@ -109,12 +113,22 @@ class OptimizerConfig:
     value_offload: Literal["none", "cpu"] = "none"
     """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes per element that a rank owns,
     by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW; none: on the device. See docs/offload.md."""
-    value_lr_multiplier: float = 1.0
+    value_lr: float | None = None
+    """Learning rate of values and pre-values at every step, whatever the backbone's (1e-3 for Memory+ in UltraMemV2's public code); null: value_lr_multiplier times the backbone's."""
+    value_lr_multiplier: Annotated[float, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")] = (
+        1.0
+    )
     """Learning rate of values and pre-values over that of the backbone, at the start."""
-    value_lr_end_multiplier: float | None = None
+    value_lr_end_multiplier: Annotated[
+        float | None, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")
+    ] = None
     """The same after value_lr_decay_tokens; null: constant."""
     value_lr_decay_tokens: Annotated[
-        int, EffectiveWhen(lambda c: c.value_lr_end_multiplier is not None, "optimizer.value_lr_end_multiplier is set")
+        int,
+        EffectiveWhen(
+            lambda c: c.value_lr_end_multiplier is not None and c.value_lr is None,
+            "optimizer.value_lr_end_multiplier is set and optimizer.value_lr is null",
+        ),
     ] = 0
     """Tokens over which the multiplier goes linearly from its start to its end; 0: the whole run."""
     pre_value_lr_multiplier: float | None = None

@@ -38,6 +38,7 @@ _NOT_NEGATIVE = (
     "seed",
     "optimizer.min_lr",
     "optimizer.warmup_steps",
+    "optimizer.warmup_start",
     "optimizer.decay_steps",
     "optimizer.weight_decay",
     "optimizer.value_weight_decay",
@@ -45,6 +46,7 @@ _NOT_NEGATIVE = (
     "optimizer.beta2",
     "optimizer.clip_grad",
     "optimizer.value_clip_grad",
+    "optimizer.value_lr",
     "optimizer.value_lr_multiplier",
     "optimizer.value_lr_end_multiplier",
     "optimizer.value_lr_decay_tokens",
@@ -151,6 +153,8 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             "optimizer.decay_steps is 0, and optimizer.schedule wsd ends with a decay of that many steps: "
             "set it, or use schedule: constant"
         )
+    if optimizer.warmup_start is not None and optimizer.warmup_start > 1:
+        yield f"optimizer.warmup_start is {optimizer.warmup_start}: it is a share of optimizer.lr, so use at most 1"
     decay_steps = optimizer.decay_steps if optimizer.schedule == "wsd" else 0
     if optimizer.warmup_steps + decay_steps > num_steps:
         decay = f" and optimizer.decay_steps {decay_steps}" if decay_steps else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,20 @@ from megamem.config import MemoryConfig, ModelConfig, PlacementConfig, SharingCo
 from megamem.model import MemoryGPTModel
 from megamem.released_names import from_released
 from parallel.cpu import cuda_on_cpu
-from parallel.groups import ParallelSizes, initialise_groups
+from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
 
 CASES = ("e2e_v2_perrank_full", "e2e_memory_plus")
-# Largest error over the largest element of the reference: of what forward computes, and of gradients. Backward through four blocks makes
-# one rounding about 500 times larger, in either precision.
-TOLERANCE = {torch.float64: (1e-9, 1e-9), torch.float32: (1e-5, 1e-4)}
+# Largest error over the largest element of the reference.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+# The one exception: gradients in float32 of a case whose values and pre-values are ten times as large as the release initialises them. A memory's
+# output is a polynomial of third degree in its normalised input, and through four blocks of it one rounding of each weight changes gradients
+# by up to 7e-5. They are held to `SENSITIVITY_FACTOR` times what such roundings do to the same gradient in float64; without the factor of
+# ten they keep to 1e-5 as well (the last test).
+ILL_CONDITIONED = "e2e_v2_perrank_full"
+SENSITIVITY_FACTOR, NUM_ROUNDINGS = 2, 8
+UNIT_ROUNDOFF = 2.0**-24
 
 
 def run_config(released: dict[str, Any]) -> RunConfig:
@@ -106,58 +114,139 @@ def capture_streams(model: MemoryGPTModel) -> dict[str, Tensor]:
     return streams
 
 
-def errors_of(tensors: dict[str, Tensor], released: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
-    """Build, load, run forward and backward, and compare everything that was recorded."""
-    config = run_config(released)
-    with cuda_on_cpu():
-        groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
-        (model,) = build_chunks(config, groups, vocab_size=released["vocab_size"], dtype=dtype)
-        recorded = {
-            name.removeprefix(prefix): t
-            for name, t in tensors.items()
-            for prefix in ("param.", "buffer.")
-            if name.startswith(prefix)
+@dataclass(frozen=True)
+class Case:
+    """A recorded case: the released config, and its tensors."""
+
+    released: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @staticmethod
+    def read(folder: Path, name: str) -> Case:
+        released = json.loads((folder / f"{name}.json").read_text())["config"]
+        return Case(released, load_file(folder / f"{name}.safetensors"))
+
+    def recorded(self) -> dict[str, Tensor]:
+        """What the release computed, with gradients as `grad <our name>`."""
+        gradients = {name.removeprefix("grad."): t for name, t in self.tensors.items() if name.startswith("grad.")}
+        inputs = ("param.", "buffer.", "grad.", "input_ids")
+        return {name: t for name, t in self.tensors.items() if not name.startswith(inputs)} | {
+            f"grad {name}": t for name, t in from_released(gradients, run_config(self.released).model).items()
         }
-        load(model, from_released(recorded, config.model))
-        # Megatron computes the frequencies in fp32 whatever the model's dtype.
-        rope, width = model.rotary_pos_emb, config.model.attention_head_dim
-        rope.inv_freq = config.model.rotary_base ** -(torch.arange(0, width, 2, dtype=dtype) / width)
-        streams = capture_streams(model)
-        ids = tensors["input_ids"]
-        batch, length = ids.shape
-        logits = model(ids, torch.arange(length).expand(batch, -1), None)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / ids.numel()
-        loss.backward()
-    actual = {"logits": logits, "loss": loss, **streams}
-    errors = {name: relative_error(value, tensors[name]) for name, value in actual.items()}
-    gradients = from_released(
-        {name.removeprefix("grad."): t for name, t in tensors.items() if name.startswith("grad.")}, config.model
-    )
-    parameters = dict(model.named_parameters())
-    assert set(gradients) == set(parameters)
-    for name, parameter in parameters.items():
+
+
+def compute(
+    case: Case,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    change: Callable[[MemoryGPTModel], None] = lambda _: None,
+) -> dict[str, Tensor]:
+    """Build, load, `change`, run forward and backward: everything that was recorded."""
+    released, tensors = case.released, case.tensors
+    config = run_config(released)
+    (model,) = build_chunks(config, groups, vocab_size=released["vocab_size"], dtype=dtype)
+    recorded = {
+        name.removeprefix(prefix): t
+        for name, t in tensors.items()
+        for prefix in ("param.", "buffer.")
+        if name.startswith(prefix)
+    }
+    load(model, from_released(recorded, config.model))
+    # Megatron computes the frequencies in fp32 whatever the model's dtype.
+    rope, width = model.rotary_pos_emb, config.model.attention_head_dim
+    rope.inv_freq = config.model.rotary_base ** -(torch.arange(0, width, 2, dtype=dtype) / width)
+    with torch.no_grad():
+        change(model)
+    streams = capture_streams(model)
+    ids = tensors["input_ids"]
+    batch, length = ids.shape
+    logits = model(ids, torch.arange(length).expand(batch, -1), None)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / ids.numel()
+    loss.backward()
+    actual = {"logits": logits.detach(), "loss": loss.detach(), **streams}
+    for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        errors[f"grad {name}"] = relative_error(parameter.grad, gradients[name])
-    return errors
+        actual[f"grad {name}"] = parameter.grad
+    return actual
+
+
+def relative_errors(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    assert set(actual) == set(reference)
+    return {name: relative_error(value, reference[name]) for name, value in actual.items()}
 
 
 def relative_error(actual: Tensor, reference: Tensor) -> float:
     assert actual.shape == reference.shape
-    actual, reference = actual.detach().double(), reference.double()
+    actual, reference = actual.double(), reference.double()
     return float((actual - reference).abs().max() / reference.abs().max())
 
 
+def sensitivity(case: Case, groups: ParallelGroups) -> dict[str, float]:
+    """The largest error in float64 after a relative change of every weight by the unit roundoff of float32, up or down at random."""
+    reference = compute(case, groups, torch.float64)
+    largest = dict.fromkeys(reference, 0.0)
+    for seed in range(NUM_ROUNDINGS):
+        generator = torch.Generator().manual_seed(seed)
+
+        def round_weights(model: MemoryGPTModel, generator: torch.Generator = generator) -> None:
+            for weight in model.parameters():
+                signs = 2 * torch.randint(2, weight.shape, generator=generator) - 1
+                weight.mul_(1 + UNIT_ROUNDOFF * signs.double())
+
+        errors = relative_errors(compute(case, groups, torch.float64, round_weights), reference)
+        largest = {name: max(error, errors[name]) for name, error in largest.items()}
+    return largest
+
+
+def on_a_rank(run_ranks: Any, compare: Callable[[ParallelGroups], Any]) -> Any:
+    """Building a model needs Megatron's groups."""
+
+    def main() -> Any:
+        with cuda_on_cpu():
+            return compare(
+                initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1),
+            )
+
+    return run_ranks(main, 1)[0]
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_model_computes_what_the_release_computes(
-    golden_dir: Path, run_ranks: Any, case: str, dtype: torch.dtype, record_property: Any
+    golden_dir: Path, run_ranks: Any, name: str, dtype: torch.dtype, record_property: Any
 ) -> None:
-    released = json.loads((golden_dir / f"{case}.json").read_text())["config"]
-    tensors = load_file(golden_dir / f"{case}.safetensors")
-    (errors,) = run_ranks(lambda: errors_of(tensors, released, dtype), 1)
-    expected = {name for name in tensors if not name.startswith(("param.", "buffer.", "grad.", "input_ids"))}
-    assert {name for name in errors if not name.startswith("grad ")} == expected
+    case = Case.read(golden_dir, name)
+    excepted = name == ILL_CONDITIONED and dtype == torch.float32
+
+    def compare(groups: ParallelGroups) -> tuple[dict[str, float], dict[str, float]]:
+        errors = relative_errors(compute(case, groups, dtype), case.recorded())
+        return errors, sensitivity(case, groups) if excepted else {}
+
+    errors, sensitivities = on_a_rank(run_ranks, compare)
     record_property("worst_error", max(errors.values()))
-    forward, backward = TOLERANCE[dtype]
-    too_large = {name: e for name, e in errors.items() if not e <= (backward if name.startswith("grad ") else forward)}
-    assert not too_large
+    tolerance = dict.fromkeys(errors, TOLERANCE[dtype])
+    if sensitivities:
+        record_property("worst_sensitivity", max(sensitivities.values()))
+    for gradient in (key for key in sensitivities if key.startswith("grad ")):
+        tolerance[gradient] = max(tolerance[gradient], SENSITIVITY_FACTOR * sensitivities[gradient])
+    assert not {key: error for key, error in errors.items() if not error <= tolerance[key]}
+
+
+def test_in_float32_the_exception_keeps_to_the_tolerance_with_values_as_initialised(
+    golden_dir: Path, run_ranks: Any, record_property: Any
+) -> None:
+    """Against float64, which the recorded tensors hold."""
+    case = Case.read(golden_dir, ILL_CONDITIONED)
+
+    def undo_the_factor(model: MemoryGPTModel) -> None:
+        for name, table in model.banks.named_parameters():
+            assert name.endswith(("values", "pre_values"))
+            table.div_(10)
+
+    def compare(groups: ParallelGroups) -> dict[str, float]:
+        narrow, wide = (compute(case, groups, dtype, undo_the_factor) for dtype in (torch.float32, torch.float64))
+        return relative_errors(narrow, wide)
+
+    errors = on_a_rank(run_ranks, compare)
+    record_property("worst_error", max(errors.values()))
+    assert not {key: error for key, error in errors.items() if not error <= TOLERANCE[torch.float32]}

@@ -1,14 +1,15 @@
-"""Single layers measured without a model put out what they put out in one, and what is predicted of them."""
+"""Single layers and feed-forwards measured without a model put out what they put out in one, and what is predicted of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.config import Initialisation, MemoryConfig, ModelConfig, SharingConfig
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
 from megamem.random_fill import fill_normal, normal_rows
 from parallel.cpu import cuda_on_cpu
@@ -39,11 +40,34 @@ def test_measured_layers_are_spread_over_the_model(count: int, most: int, expect
     assert list(spread(count, most)) == expected
 
 
-@pytest.fixture(scope="module")
-def figures(run_ranks: Any) -> dict[str, list[tuple[InitialOutput, float, float]]]:
-    """Per layer: measured on its own, the standard deviation of the model's table, and of the model's layer on the same tokens."""
+@dataclass(frozen=True)
+class InModel:
+    """A layer measured on its own, and the same layer in a model.
 
-    def main() -> dict[str, list[tuple[InitialOutput, float, float]]]:
+    Attributes:
+        alone: the measured one.
+        table_std: of the model's table.
+        output_std: of the model's layer, on the same tokens.
+        ffn_std: of the feed-forward beside it, on those that it is measured on.
+    """
+
+    alone: InitialOutput
+    table_std: float
+    output_std: float
+    ffn_std: float
+
+
+def root_mean_square(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def ffn_name(block: int) -> str:
+    return f"decoder.layers.{block}.mlp.ffn"
+
+
+@pytest.fixture(scope="module")
+def figures(run_ranks: Any) -> dict[str, list[InModel]]:
+    def main() -> dict[str, list[InModel]]:
         found = {}
         with cuda_on_cpu():
             groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
@@ -55,37 +79,56 @@ def figures(run_ranks: Any) -> dict[str, list[tuple[InitialOutput, float, float]
                 tables = dict(chunk.banks.named_parameters())
                 with torch.no_grad():
                     found[name] = [
-                        (
+                        InModel(
                             alone,
-                            float(tables[f"{layer.view.bank}.values"].std()),
-                            float(layer(sample_tokens(alone.num_tokens, 128, 5, layer.name)).square().mean().sqrt()),
+                            table_std=float(tables[f"{layer.view.bank}.values"].std()),
+                            output_std=root_mean_square(layer(sample_tokens(alone.num_tokens, 128, 5, layer.name))),
+                            ffn_std=root_mean_square(
+                                block.mlp.ffn(sample_tokens(256, 128, 5, ffn_name(alone.block)))[0]
+                            ),
                         )
-                        for alone, layer in zip(
-                            measure_initial_outputs(model, seed=5, most_layers=3), chunk.memory_layers, strict=True
+                        for alone, layer, block in zip(
+                            measure_initial_outputs(model, seed=5, most_layers=3),
+                            chunk.memory_layers,
+                            chunk.decoder.layers,
+                            strict=True,
                         )
                     ]
         return found
 
-    result: dict[str, list[tuple[InitialOutput, float, float]]] = run_ranks(main, 1)[0]
+    result: dict[str, list[InModel]] = run_ranks(main, 1)[0]
     return result
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_a_layer_alone_is_the_models(figures: dict[str, list[tuple[InitialOutput, float, float]]], name: str) -> None:
-    for index, (alone, table_std, output_std) in enumerate(figures[name]):
+def test_a_layer_alone_is_the_models(figures: dict[str, list[InModel]], name: str) -> None:
+    for index, layer in enumerate(figures[name]):
+        alone = layer.alone
         assert alone.block == index
         # Layers that share a table compromise on its deviation.
-        assert alone.table_std == pytest.approx(table_std, rel=0.05 if "shared" in name else 0.02)
-        assert alone.measured_std == pytest.approx(output_std, rel=0.1 if "shared" in name else 1e-5)
+        assert alone.table_std == pytest.approx(layer.table_std, rel=0.05 if "shared" in name else 0.02)
+        assert alone.measured_std == pytest.approx(layer.output_std, rel=0.1 if "shared" in name else 1e-5)
+        assert alone.ffn_std == pytest.approx(layer.ffn_std, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in MEMORIES if name != "memory_plus"])
-def test_predictions_hold(figures: dict[str, list[tuple[InitialOutput, float, float]]], name: str) -> None:
+def test_predictions_hold(figures: dict[str, list[InModel]], name: str) -> None:
     """Of the mean over layers: a layer of so few rows departs from it by itself, because its tokens share them."""
-    layers = [alone for alone, _, _ in figures[name]]
+    layers = [layer.alone for layer in figures[name]]
     predicted = [layer.predicted_std for layer in layers if layer.predicted_std is not None]
     assert sum(layer.measured_std for layer in layers) == pytest.approx(sum(predicted), rel=0.1)
 
 
-def test_product_keys_have_no_prediction(figures: dict[str, list[tuple[InitialOutput, float, float]]]) -> None:
-    assert {alone.predicted_std for alone, _, _ in figures["memory_plus"]} == {None}
+def test_product_keys_have_no_prediction(figures: dict[str, list[InModel]]) -> None:
+    assert {layer.alone.predicted_std for layer in figures["memory_plus"]} == {None}
+
+
+def test_choices_are_measured_as_one_by_one() -> None:
+    """What is drawn once for several choices is what each would draw."""
+    choices: tuple[Initialisation, ...] = ("released", "paper", "matched", "released")
+    together = measure_initial_outputs(MODEL, seed=3, most_layers=2, choices=choices)
+    for index, choice in enumerate(choices):
+        model = replace(MODEL, memory=replace(MEMORY, initialisation=choice))
+        alone = measure_initial_outputs(model, seed=3, most_layers=2)
+        assert together[index :: len(choices)] == alone
+        assert {layer.initialisation for layer in alone} == {choice}

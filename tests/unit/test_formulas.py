@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import isnan, nan
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
-from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token, training_flops_per_token
+from megamem.formulas import (
+    count_parameters,
+    forward_flops_per_token,
+    memory_flops,
+    table_bytes_per_token,
+    training_flops_per_token,
+)
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 
@@ -54,8 +64,27 @@ MODELS = {
 }
 
 
-def parts_of_built_models(models: Mapping[str, ModelConfig], vocab_size: int) -> dict[str, dict[str, int]]:
-    """Parameters by part of models that are built without their memory: real modules with fake tensors, counted by their names."""
+@dataclass(frozen=True)
+class BuiltModel:
+    """What was counted on a model that was built.
+
+    Attributes:
+        parts: parameters by part.
+        products: FLOPs per token of matrix products in a forward pass, but for attention, by PyTorch's own count; nan if there was none.
+        batched_products: the same of batched ones.
+        table_bytes: per token, of the rows that the layers looked up.
+    """
+
+    parts: dict[str, int]
+    products: float
+    batched_products: float
+    table_bytes: float
+
+
+def built_models(
+    models: Mapping[str, ModelConfig], vocab_size: int, *, fake: bool, forward: Collection[str]
+) -> dict[str, BuiltModel]:
+    """Count on real modules, whose tensors are fake if they would be large; what a forward pass costs, on those named in `forward`."""
     from datetime import timedelta
 
     import torch
@@ -68,24 +97,73 @@ def parts_of_built_models(models: Mapping[str, ModelConfig], vocab_size: int) ->
     from parallel.ranks import current_ranks
     from pretrain import build
 
-    def main() -> dict[str, dict[str, int]]:
+    def main() -> dict[str, BuiltModel]:
         ranks = current_ranks()
         assert ranks is not None
         dist.init_process_group(
             "gloo", init_method=ranks.init_method, rank=0, world_size=1, timeout=timedelta(minutes=2)
         )
-        # Fake tensors have no values to draw. This process is a fork that ends here: nothing has to be put back.
-        build.initialise = lambda *_, **__: None  # type: ignore[assignment]
+        if fake:
+            # Fake tensors have no values to draw. This process is a fork that ends here: nothing has to be put back.
+            build.initialise = lambda *_, **__: None  # type: ignore[assignment]
         with cuda_on_cpu():
             groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
             counts = {}
             for name, model in models.items():
-                with FakeTensorMode():
-                    chunks = build.build_chunks(RunConfig(model=model), groups, vocab_size=vocab_size)
-                    counts[name] = _by_part(chunks[0])
+                with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+                    (chunk,) = build.build_chunks(RunConfig(model=model), groups, vocab_size=vocab_size)
+                    passed = _count_forward(chunk) if name in forward else (nan, nan, nan)
+                    counts[name] = BuiltModel(_by_part(chunk), *passed)
             return counts
 
-    return launch_ranks(main, 1, timeout_s=120)[0]
+    return launch_ranks(main, 1, timeout_s=300)[0]
+
+
+def _count_forward(chunk: Any) -> tuple[float, float, float]:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    num_bytes = 0
+
+    def counted(read: Callable[..., Any], row_bytes: int) -> Callable[..., Any]:
+        def count(rows: Any, *arguments: Any) -> Any:
+            nonlocal num_bytes
+            num_bytes += rows.numel() * row_bytes
+            return read(rows, *arguments)
+
+        return count
+
+    for layer in chunk.memory_layers:
+        tables = chunk.banks[str(layer.view.bank)].parameters()
+        row_bytes = sum(table.shape[1] * table.element_size() for table in tables)
+        layer.lookup = SimpleNamespace(read=counted(layer.lookup.read, row_bytes))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        chunk(ids, torch.arange(8).expand(2, -1), None)
+    flops = {str(operation): count / ids.numel() for operation, count in counter.get_flop_counts()["Global"].items()}
+    batched = flops.get("aten.bmm", 0.0)
+    return flops["aten.mm"] + flops.get("aten.addmm", 0.0), batched, num_bytes / ids.numel()
+
+
+def check_costs(model: ModelConfig, built: BuiltModel, padded_vocab_size: int) -> None:
+    """The closed formulas are what was counted; what PyTorch does not count are attention, selections and gathers."""
+    counts = count_parameters(model, padded_vocab_size)
+    assert counts.parts == built.parts
+    if isnan(built.products):
+        return
+    assert built.table_bytes == table_bytes_per_token(model, 4)
+    length = 64
+    attention = model.num_layers * 4 * model.num_attention_heads * model.attention_head_dim * (length + 1) / 2
+    expected = forward_flops_per_token(model, padded_vocab_size, length) - attention
+    rescoring = 0
+    if (memory := model.memory) is not None:
+        costs = memory_flops(memory, model)
+        expected -= costs.selection + costs.gather_dot + costs.gather_sum
+        if memory.has_tucker_cores:
+            # The scores of the kept entries are computed once more: S C, and from that the sum with the other S.
+            pairs = memory.num_cores * memory.tucker_rank * (memory.tucker_rank + 1)
+            rescoring = 2 * model.num_memory_layers * memory.num_heads * memory.top_k * pairs
+    assert expected <= built.products + built.batched_products <= expected + rescoring
 
 
 def _by_part(chunk: object) -> dict[str, int]:
@@ -110,15 +188,15 @@ def _part_of(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, int]]:
-    return parts_of_built_models(MODELS, VOCAB)
+def built() -> dict[str, BuiltModel]:
+    return built_models(MODELS, VOCAB, fake=False, forward=MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_part_is_what_the_built_model_has(name: str, built: dict[str, dict[str, int]]) -> None:
-    counts = count_parameters(MODELS[name], padded_size(VOCAB, MODELS[name].vocab_size_multiple))
-    assert counts.parts == built[name]
-    assert counts.total == sum(built[name].values())
+def test_every_cost_is_that_of_the_built_model(name: str, built: dict[str, BuiltModel]) -> None:
+    """Parameters by part, operations, and bytes of tables."""
+    assert not isnan(built[name].products)
+    check_costs(MODELS[name], built[name], padded_size(VOCAB, MODELS[name].vocab_size_multiple))
 
 
 def test_active_parameters_count_the_values_that_a_token_reads() -> None:

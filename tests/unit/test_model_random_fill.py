@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megamem import random_fill
-from megamem.random_fill import fill_normal, fill_uniform
+from megamem.hashing import mix
+from megamem.random_fill import fill_normal, fill_uniform, normal_rows
 
 
 def normal(shape: tuple[int, ...], *, seed: int = 1, name: str = "w", dtype: torch.dtype = torch.float64) -> Tensor:
@@ -69,9 +70,29 @@ def test_the_fill_writes_into_views() -> None:
 
 
 def test_numbers_do_not_depend_on_the_chunk_of_the_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = normal((37, 5, 3))
-    monkeypatch.setattr(random_fill, "_CHUNK_ELEMENTS", 40)
-    assert torch.equal(normal((37, 5, 3)), expected)
+    whole, rows = normal((37, 5, 3)), torch.tensor([30, 2, 2, 36])
+    columns = torch.empty(37, 2, 3, dtype=torch.float64)
+    monkeypatch.setattr(random_fill, "_CHUNK_ELEMENTS", {"cpu": 40})
+    assert torch.equal(normal((37, 5, 3)), whole)
+    fill_normal(columns, seed=1, name="w", std=1.0, global_shape=(37, 5, 3), offset=(0, 3, 0))
+    assert torch.equal(columns, whole[:, 3:])
+    drawn = normal_rows(rows, seed=1, name="w", std=1.0, width=15)
+    assert torch.equal(drawn, whole.flatten(1)[rows].float())
+
+
+def test_temporaries_are_bounded_whatever_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of one head are a single row of their tensor."""
+    sizes = []
+
+    def count(counter: Tensor, key: int) -> Tensor:
+        sizes.append(counter.numel())
+        return mix(counter, key)
+
+    monkeypatch.setattr(random_fill, "_CHUNK_ELEMENTS", {"cpu": 40})
+    monkeypatch.setattr(random_fill, "mix", count)
+    normal((1, 2, 50, 3))
+    assert max(sizes) <= 40
+    assert sum(sizes) == 300
 
 
 def test_normal_moments() -> None:

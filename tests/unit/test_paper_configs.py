@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megamem.equal_compute import core_measure, flops_measure, solve_ffn_width
 from megamem.formulas import count_parameters
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
-from tests.unit.test_formulas import parts_of_built_models
+from tests.unit.test_formulas import BuiltModel, built_models, check_costs
 from tools import cli
 from tools.parameter_table import PAPER, memory_share
 
@@ -28,13 +29,20 @@ MEMORIES = {name: config.model.memory for name, config in CONFIGS.items() if con
 V2 = {name: memory for name, memory in MEMORIES.items() if memory.kind == "ultramem_v2"}
 ABLATIONS = [name for name in NAMES if name.startswith("ablations/")]
 BASELINE = "ultramemv2/500m_6.8b"
+# Of these a forward pass is counted: one ablation per table, for they differ in numbers alone, and no experts, because fake tokens cannot be
+# sorted by them.
+PASSED = {name for name in MEMORIES if name not in ABLATIONS} | {
+    "ablations/table4_dk880",
+    "ablations/table5_1to8",
+    "ablations/table7_s16_ring",
+}
 
 VOCAB = 50304
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, int]]:
-    return parts_of_built_models({name: config.model for name, config in CONFIGS.items()}, VOCAB)
+def built() -> dict[str, BuiltModel]:
+    return built_models({name: config.model for name, config in CONFIGS.items()}, VOCAB, fake=True, forward=PASSED)
 
 
 def test_every_model_of_the_paper_is_there() -> None:
@@ -87,8 +95,9 @@ def test_the_common_recipe_loads() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_closed_formulas_are_the_built_model(name: str, built: dict[str, dict[str, int]]) -> None:
-    assert count_parameters(CONFIGS[name].model, VOCAB).parts == built[name]
+def test_the_closed_formulas_are_the_built_model(name: str, built: dict[str, BuiltModel]) -> None:
+    check_costs(CONFIGS[name].model, built[name], VOCAB)
+    assert isnan(built[name].products) == (name not in PASSED)
 
 
 @pytest.mark.parametrize("name", V2)

@@ -135,11 +135,10 @@ def test_value_multiplier_stays_between_its_ends(start: float, end: float | None
 
 
 def test_the_releases_schedule(golden_dir: Path) -> None:
-    """Value multiplier at every step, backbone after warm-up (which starts from a tenth of the peak there)."""
+    """Both rates at every recorded step, warm-up included; Memory+ has one of its own for the values."""
     golden = json.loads((golden_dir / "lr_schedule.json").read_text())
-    shape = golden["config"]
-    rows = [row for row in golden["rows"] if row["mem_type"] != "memory_plus"]
-    assert len(rows) >= 40
+    shape, rows = golden["config"], golden["rows"]
+    assert {row["mem_type"] for row in rows} == {"ultramem_v1", "ultramem_v2", "memory_plus"}
     train = TrainConfig(num_steps=shape["t_max"] + 1)
     tokens_per_step = train.global_batch_size * train.sequence_length
     for row in rows:
@@ -147,14 +146,32 @@ def test_the_releases_schedule(golden_dir: Path) -> None:
             lr=shape["initial_lr"],
             min_lr=shape["alpha_f"] * shape["initial_lr"],
             warmup_steps=shape["warmup_steps"],
+            warmup_start=0.1,
+            value_lr=1e-3 if row["mem_type"] == "memory_plus" else None,
             value_lr_multiplier=row["times"],
             value_lr_end_multiplier=1.0,
             value_lr_decay_tokens=round(shape["t_max"] * row["rate"]) * tokens_per_step,
         )
-        multiplier = value_multiplier(row["step"], optimizer, train)
-        assert multiplier == pytest.approx(row["lr_value"] / row["lr"], rel=1e-12)
-        if row["step"] >= shape["warmup_steps"]:
-            assert backbone_lr(row["step"], optimizer, train.num_steps) == pytest.approx(row["lr"], rel=1e-12)
+        of_group = group_settings(row["step"], optimizer, train)
+        assert of_group["backbone"][0] == pytest.approx(row["lr"], rel=1e-12)
+        assert of_group["values"][0] == of_group["pre_values"][0] == pytest.approx(row["lr_value"], rel=1e-12)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
+def test_warmup_from_a_share_of_the_peak(start: float) -> None:
+    optimizer = replace(CONSTANT, warmup_start=start)
+    rates = [backbone_lr(step, optimizer, 100) for step in range(12)]
+    assert rates[0] == pytest.approx(start * 1e-3)
+    assert rates[5] == pytest.approx((1 + start) / 2 * 1e-3)
+    assert rates[10] == rates[11] == 1e-3
+
+
+def test_a_rate_of_the_tables_own_knows_no_schedule() -> None:
+    optimizer = replace(COSINE, value_lr=2e-3)
+    settings = [group_settings(step, optimizer, TrainConfig(num_steps=100)) for step in (0, 50, 99)]
+    assert {group["values"][0] for group in settings} == {group["pre_values"][0] for group in settings} == {2e-3}
+    with_pre = replace(optimizer, pre_value_lr_multiplier=0.5)
+    assert group_settings(99, with_pre, TrainConfig(num_steps=100))["pre_values"][0] == pytest.approx(0.5e-4)
 
 
 def test_groups_get_their_rate_and_decay() -> None:

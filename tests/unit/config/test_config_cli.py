@@ -52,10 +52,25 @@ def test_show_says_how_large_initial_outputs_are(config_file: Path, capsys: pyte
     assert "# initialisation (paper):" in shown
     assert "feed-forward: output std 0.1265 by the paper's Eq. 25, 0.07007 of the SwiGLU" in shown
     assert re.search(
-        r"block 3: score gain 0\.\d+, sigma_s 0\.\d+, sigma_V 0\.\d+, output std measured 0\.1\d+, predicted", shown
+        r"block 3: score gain 0\.\d+, sigma_s 0\.\d+, sigma_V 0\.\d+, output std measured 0\.1\d+, predicted by Eq\. 22 0\.1\d+, "
+        r"of its feed-forward measured 0\.07\d+",
+        shown,
     )
+    for layers in (1, 3, 50):
+        assert cli.main(["config", "show", str(config_file), "--layers", str(layers), "model.num_layers=6"]) == 0
+        assert len(re.findall(r"memory of block \d", capsys.readouterr().out)) == min(layers, 6)
     assert cli.main(["config", "show", str(config_file), "model.memory=null"]) == 0
     assert "initialisation" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--layers", "0"], "--layers is 0"), (["--layers", "2", "model.memory=null"], "--layers has no effect")],
+)
+def test_show_refuses_layers_that_are_not_there(
+    config_file: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message in usage_error(capsys, "config", "show", str(config_file), *words)
 
 
 def test_show_refuses_scores_that_no_gain_can_lift(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

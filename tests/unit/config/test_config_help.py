@@ -55,10 +55,8 @@ def test_every_key_of_a_run_is_described() -> None:
 
 def test_conditions_on_other_sections_are_described_too() -> None:
     reasons = {doc.key: doc.effective_when for doc in describe_fields(RunConfig)}
-    assert reasons["optimizer.value_lr_multiplier"] == "model.memory is set"
-    assert (
-        reasons["optimizer.value_lr_decay_tokens"] == "optimizer.value_lr_end_multiplier is set and model.memory is set"
-    )
+    assert reasons["optimizer.value_lr"] == "model.memory is set"
+    assert reasons["optimizer.value_lr_multiplier"] == "optimizer.value_lr is null and model.memory is set"
     assert reasons["optimizer.lr"] is None
 
 

@@ -65,6 +65,16 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
         ({"parallel.tensor": -1}, 4, "parallel.tensor is -1: it must be at least 1"),
         ({"optimizer.lr": 0, "optimizer.schedule": "constant"}, None, "optimizer.lr is 0.0: it must be above 0"),
         ({"optimizer.warmup_steps": -1}, None, "optimizer.warmup_steps is -1: it must not be negative"),
+        (
+            {"model.memory": {}, "optimizer.value_lr": -1e-3},
+            None,
+            "optimizer.value_lr is -0.001: it must not be negative",
+        ),
+        (
+            {"optimizer.warmup_steps": 5, "optimizer.warmup_start": 1.5},
+            None,
+            "optimizer.warmup_start is 1.5: it is a share of optimizer.lr, so use at most 1",
+        ),
         ({"optimizer.beta2": 1}, None, "optimizer.beta2 is 1.0: it must be below 1"),
         (
             {"seed": 2**31},

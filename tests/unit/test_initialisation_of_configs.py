@@ -1,0 +1,152 @@
+"""Every shipped configuration with a Tucker-scored memory puts out at initialisation what each choice of `initialisation` promises.
+
+`paper`: the variance of Eq. 22, which is that of Eq. 25. `matched`: that of the real SwiGLU. `released`: that of Eq. 22 with the public
+constants. All are measured on layers of the full size, of which only the rows that are read are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, get_args
+
+import pytest
+
+from megamem.config import Initialisation, MemoryConfig, ModelConfig, PlacementConfig, SharingConfig
+from megamem.initial_outputs import InitialOutput, measure_initial_outputs
+from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance, target_variance
+from megamem.initialisation import table_std
+from megamem.sharing import plan_sharing
+from pretrain.config.loader import load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CHOICES: tuple[Initialisation, ...] = get_args(Initialisation)
+# What every variance is held to, and the sampling error of its measurement that must be reached first.
+TOLERANCE, STANDARD_ERROR = 0.1, 0.03
+LAYERS_PER_SEED, MOST_SEEDS = 3, 12
+
+
+def tucker_models() -> dict[str, ModelConfig]:
+    """The configurations to which the choices apply: product keys have constants of their own, and no `initialisation`."""
+    models = {}
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        # A file without a name is a part of others.
+        if re.search(r"^name:", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            model = load_config(path).model
+            if model.memory is not None and model.memory.has_tucker_cores:
+                models[str(path.relative_to(CONFIGS).with_suffix(""))] = model
+    return models
+
+
+def memory_of(model: ModelConfig) -> MemoryConfig:
+    assert model.memory is not None
+    return model.memory
+
+
+def what_matters(model: ModelConfig) -> Hashable:
+    """All that initial outputs depend on: of sharing only the keys per side, for all rows of all tables are alike."""
+    memory = memory_of(model)
+    return (
+        model.num_layers,
+        model.hidden_size,
+        model.active_ffn_width,
+        model.linear_std,
+        model.norm_epsilon,
+        {view.num_keys for view in plan_sharing(memory, model.num_memory_layers).views}.pop(),
+        replace(memory, sharing=SharingConfig(), placement=PlacementConfig()),
+    )
+
+
+MODELS = tucker_models()
+# One name for all that are alike.
+DISTINCT = {what_matters(model): name for name, model in reversed(MODELS.items())}
+NAMES = sorted(DISTINCT.values())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Layers from the first to the last, with the weights of several seeds.
+
+    Attributes:
+        ratios: by choice, each layer's variance over what is promised.
+        ffn: the mean variance of the feed-forwards beside them.
+    """
+
+    ratios: dict[Initialisation, list[float]]
+    ffn: float
+
+
+def measure(model: ModelConfig) -> Sample:
+    """As many seeds as the standard errors of the mean ratios take."""
+    outputs: list[InitialOutput] = []
+    for seed in range(1, MOST_SEEDS + 1):
+        with warnings.catch_warnings():
+            # Of Megatron, about optional packages.
+            warnings.simplefilter("ignore")
+            outputs += measure_initial_outputs(model, seed=seed, most_layers=LAYERS_PER_SEED, choices=CHOICES)
+        ffn = fmean(output.ffn_std**2 for output in outputs if output.ffn_std is not None)
+        promised: dict[Initialisation, float] = {"paper": paper_ffn_variance(model), "matched": ffn}
+        ratios: dict[Initialisation, list[float]] = {choice: [] for choice in CHOICES}
+        for output in outputs:
+            # Layers of the released constants differ, each by its own cores, and so does what Eq. 22 predicts of them.
+            assert output.predicted_std is not None
+            expected = promised.get(output.initialisation, output.predicted_std**2)
+            ratios[output.initialisation].append(output.measured_std**2 / expected)
+        if max(map(standard_error, ratios.values())) <= STANDARD_ERROR:
+            return Sample(ratios, ffn)
+    raise AssertionError(f"{MOST_SEEDS} seeds leave a standard error above {STANDARD_ERROR}")
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_have_the_variance_that_the_choice_promises(name: str, record_property: Any) -> None:
+    sample = measure(MODELS[name])
+    for choice, ratios in sample.ratios.items():
+        record_property(choice, f"{fmean(ratios):.3f} +- {standard_error(ratios):.3f}")
+    for choice in CHOICES:
+        assert fmean(sample.ratios[choice]) == pytest.approx(1, abs=TOLERANCE), choice
+    assert sample.ffn == pytest.approx(swiglu_ffn_variance(MODELS[name]), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_do_not_grow_with_depth(name: str, choice: Initialisation) -> None:
+    """At twice the depth a block puts out half the variance, as its feed-forward does; the released constants know no depth."""
+    model = MODELS[name]
+    memory = replace(memory_of(model), initialisation=choice)
+    deep = replace(model, num_layers=2 * model.num_layers)
+    if choice == "released":
+        assert table_std(deep, memory, []) == table_std(model, memory, [])
+    else:
+        assert 2 * target_variance(deep, memory) == pytest.approx(target_variance(model, memory))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "mean_score", "output_std"),
+    [
+        ("ultramemv2/227m_1.2b", ["model.memory.sharing.group=10"], 0.38, 0.0124),
+        ("ultramemv2/1b_7b", ["model.memory.num_keys=528", "model.memory.query=single"], 0.21, 0.0189),
+    ],
+)
+def test_released_constants_give_the_releases_outputs(
+    name: str, overrides: list[str], mean_score: float, output_std: float
+) -> None:
+    """Its own code, with its README's sizes, was measured at these figures. Mean scores differ between layers as their cores do, and the output
+    is proportional to them."""
+    model = load_config(CONFIGS / f"{name}.yaml", overrides).model
+    outputs = measure_initial_outputs(model, seed=1, most_layers=3, choices=("paper", "released"))
+    released_gain = memory_of(model).key_dim ** -0.4
+    per_score = []
+    for calibrated, released in zip(outputs[::2], outputs[1::2], strict=True):
+        assert calibrated.calibration is not None
+        per_score.append(released.measured_std * (calibrated.calibration.gain / released_gain) ** 4)
+    # The figures have two digits.
+    assert fmean(per_score) == pytest.approx(output_std / mean_score, rel=0.05)
