@@ -16,6 +16,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Literal, get_args
 
 Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
@@ -70,12 +71,19 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
             return 'needs Triton, which is not installed: pip install "megamem[gpu]", or use auto or torch'
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return "needs an NVIDIA GPU, and the tables are on the CPU: use auto, cpu or torch (TRITON_INTERPRET=1 is for tests)"
+        if device_type != "cuda" and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
+            return "is interpreted here, and the interpreter of Triton 3.6 needs numpy before 2.4: install triton>=3.7 or numpy<2.4"
     if implementation == "cpu":
         if device_type != "cpu":
             return "is for tables on the CPU, and they are on a GPU: use auto or triton"
         if compiler() is None:
             return "needs a C++ compiler, and there is none: install g++, set CXX, or use auto or torch"
     return None
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in version(package).split(".")[:2])
 
 
 def compiler() -> str | None:

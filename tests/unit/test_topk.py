@@ -8,7 +8,6 @@ Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows kept by the fi
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.implementations import KernelUnavailableError
+from kernels.implementations import KernelUnavailableError, unavailable
 from kernels.list_topk import naive as naive_list
 from kernels.list_topk import selection as list_selection
 from kernels.product_topk import naive as naive_product
@@ -32,7 +31,7 @@ from megamem.retrieval import product, tucker
 Selection = Callable[..., tuple[Tensor, Tensor]]
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
+    unavailable("triton", "cpu") is not None, reason=f"triton {unavailable('triton', 'cpu')}"
 )
 IMPLEMENTATIONS = ("torch", pytest.param("triton", marks=needs_triton))
 
