@@ -1,4 +1,4 @@
-"""`list_topk` in PyTorch on CPU: its selection among groups, then inside the best of them, and a repair of the lists with equal scores.
+"""`list_topk` in PyTorch on CPU: its selection among groups, then inside the best of them; by distinct keys where scores are equal.
 
 Legend: L lists, N entries of a list, K kept, S entries of a group.
 """
@@ -12,28 +12,44 @@ from torch import Tensor
 
 from kernels.list_topk import naive
 
+_LARGEST = 2**31 - 1
+
 
 def list_topk(scores: Tensor, top_k: int) -> Tensor:
     """The function of `kernels.list_topk.naive.list_topk`.
 
     `topk` leaves the order of equal scores undefined. So one entry more than asked for is selected: if all K + 1 scores differ, the
-    selection is unique. Whether there are lists with equal scores decides what runs, so this is not for devices.
+    selection is unique. Lists with equal ones, which products in bf16 nearly always make, are selected again by keys that all differ.
+    Whether there are such lists decides what runs, so this is not for devices.
     """
     num_entries = scores.shape[-1]
     naive.check_top_k(top_k, num_entries)
     values, ids = _unordered_best(scores, min(top_k + 1, num_entries))
-    equal, has_nan = values[..., 1:] == values[..., :-1], values[..., 0].isnan()
+    # NaN, the first if it is there, is equal to NaN in our order, but not here.
+    tied = (values[..., 1:] == values[..., :-1]).any(-1) | values[..., 0].isnan()
     ids = ids[..., :top_k]
-    if not (equal.any() or has_nan.any()):
+    if not tied.any():
         return ids
-    # Equal scores at the border decide which entries are kept, those inside only their order. NaN, the first if it is there, is equal to
-    # NaN in our order, but not here.
-    at_border = has_nan | equal[..., -1] if num_entries > top_k else has_nan
-    inside = equal[..., : top_k - 1].any(-1) & ~at_border
     ids = ids.contiguous()
-    ids[inside] = _reordered(scores[inside], ids[inside])
-    ids[at_border] = naive.list_topk(scores[at_border], top_k)
+    ids[tied] = _best_of_tied(scores[tied], top_k)
     return ids
+
+
+def _best_of_tied(scores: Tensor, top_k: int) -> Tensor:
+    """The function of `list_topk`, whatever the scores [L, N]."""
+    if scores.dtype == torch.float64:
+        # No room for the position beside the score.
+        return naive.list_topk(scores, top_k)
+    return _unordered_best(_distinct_keys(scores), top_k)[1]
+
+
+def _distinct_keys(scores: Tensor) -> Tensor:
+    """[..., N] int64, in our order of the scores: the bits of a score, of which negative ones are flipped, above the position from the end."""
+    # -0 + 0 is 0.
+    wide = scores.float() + 0.0
+    bits = wide.view(torch.int32)
+    keys = torch.where(wide.isnan(), _LARGEST, bits ^ ((bits >> 31) & _LARGEST))
+    return (keys.long() << 32) + torch.arange(scores.shape[-1] - 1, -1, -1)
 
 
 def _unordered_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -56,10 +72,3 @@ def _unordered_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = torch.cat([(groups.unsqueeze(-2) + members).flatten(-2), left_over], dim=-1)
     values, places = scores.gather(-1, ids).topk(count, dim=-1)
     return values, ids.gather(-1, places)
-
-
-def _reordered(scores: Tensor, ids: Tensor) -> Tensor:
-    """The kept entries `ids` [L, K] of the lists `scores` [L, N], by score and then by position."""
-    ascending = ids.sort(dim=-1).values
-    order = scores.gather(1, ascending).sort(dim=-1, descending=True, stable=True).indices
-    return torch.gather(ascending, 1, order)
