@@ -28,6 +28,7 @@ from megamem.layers.layer import MemoryLayer
 from megamem.layers.registry import layer_class
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.random_fill import fill_normal, normal_rows
+from megamem.retrieval.retrieved import Retrieved
 from megamem.sharing import BankSpec, plan_sharing
 
 # Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens that read them.
@@ -73,7 +74,7 @@ def measure_initial_outputs(
         model: with a memory.
         seed: the run's seed.
         most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
-        choices: of `initialisation` (Tucker-scored memories), by which each of the layers is measured on the same random numbers; none: the model's own.
+        choices: of `initialisation` (Tucker-scored memories), by which each of the layers is measured on the same random numbers and slots; none: the model's own.
     """
     assert model.memory is not None
     outputs = []
@@ -104,6 +105,7 @@ class _LayerAlone:
         self.tokens = sample_tokens(num_tokens, model.hidden_size, seed, self.layer.name)
         self.drawn: dict[str, Distribution] = {}
         self.scores: ScoreCalibration | None = None
+        self.found: tuple[Retrieved, float] | None = None
         self.ffn_std = _measure_ffn(model, self.block, seed=seed) if _has_dense_ffn(model, memory) else None
 
     @torch.no_grad()
@@ -123,6 +125,7 @@ class _LayerAlone:
         if isinstance(layer, UltraMemV2Layer):
             assert self.scores is not None
             predicted = _predicted_std(layer, model, memory, tables.std, self.scores)
+            self._retrieve_once(layer)
         return InitialOutput(
             block=self.block,
             initialisation=initialisation,
@@ -133,6 +136,15 @@ class _LayerAlone:
             ffn_std=self.ffn_std,
             num_tokens=len(self.tokens),
         )
+
+    def _retrieve_once(self, layer: UltraMemV2Layer) -> None:
+        """Make the layer return what it retrieved under the first choice: another one's gains scale all scores alike and select the same slots."""
+        gains = _score_gain(layer)
+        if self.found is None:
+            self.found = layer.retrieve(self.tokens.squeeze(1)), gains
+        found, first_gains = self.found
+        scaled = replace(found, scores=found.scores * (gains / first_gains))
+        layer.retrieve = lambda x: scaled  # type: ignore[method-assign]
 
 
 def _has_dense_ffn(model: ModelConfig, memory: MemoryConfig) -> bool:
@@ -165,11 +177,8 @@ def _root_mean_square(x: Tensor) -> float:
 def _predicted_std(
     layer: UltraMemV2Layer, model: ModelConfig, memory: MemoryConfig, sigma_v: float, scores: ScoreCalibration
 ) -> float:
-    """Eq. 22 with the layer's own gains and projections, so that it covers the release's constants too.
-
-    A score is a product of a row and a column score, and each of those of a query and a key: it grows with the square of both gains.
-    """
-    mean_score = float(layer.query_norm.mean() * layer.keys_norm.mean()) ** 2 / scores.gain**4
+    """Eq. 22 with the layer's own gains and projections, so that it covers the release's constants too."""
+    mean_score = _score_gain(layer) / scores.gain**4
     pre = layer.pre_value_proj
     return math.sqrt(
         memory_variance(
@@ -181,6 +190,11 @@ def _predicted_std(
             value_proj_variance=float(layer.value_proj.square().mean()),
         )
     )
+
+
+def _score_gain(layer: UltraMemV2Layer) -> float:
+    """A score is a product of a row and a column score, and each of those of a query and a key: it grows with the square of both gains."""
+    return float(layer.query_norm.mean() * layer.keys_norm.mean()) ** 2
 
 
 def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _DrawnTables, seed: int) -> MemoryLayer:

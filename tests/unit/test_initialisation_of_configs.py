@@ -28,7 +28,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 CHOICES: tuple[Initialisation, ...] = get_args(Initialisation)
 # What every variance is held to, and the sampling error of its measurement that must be reached first.
 TOLERANCE, STANDARD_ERROR = 0.1, 0.03
-LAYERS_PER_SEED, MOST_SEEDS = 3, 12
+LAYERS_PER_SEED, MOST_SEEDS = 2, 12
 
 
 def tucker_models() -> dict[str, ModelConfig]:
