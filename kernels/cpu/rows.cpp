@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX512F__
@@ -65,44 +66,49 @@ constexpr int64_t kAhead = 24, kAheadOfWrites = 6;
 __attribute__((always_inline)) inline void prefetch_row(const void* row, int64_t bytes) {
   const char* first = static_cast<const char*>(row);
   for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(first + at, 0, 2);
+  // Rows begin anywhere in a line.
+  __builtin_prefetch(first + bytes - 1, 0, 2);
 }
 
-// Sixteen elements at a time, whatever the machine's vectors are.
-constexpr int64_t kLanes = 16;
-template <class Sum>
+// Sixteen elements at a time, whatever the machine's vectors are, and eight where there are fewer.
+constexpr int64_t kLanes = 16, kFewLanes = 8;
+template <class Sum, int64_t kWidth>
 struct lanes_of {
-  typedef Sum type __attribute__((vector_size(kLanes * sizeof(Sum))));
+  typedef Sum type __attribute__((vector_size(kWidth * sizeof(Sum))));
 };
-template <class Sum>
-using lanes = typename lanes_of<Sum>::type;
+template <class Sum, int64_t kWidth = kLanes>
+using lanes = typename lanes_of<Sum, kWidth>::type;
 
-template <class Sum>
-inline lanes<Sum> load(const Sum* from) {
-  lanes<Sum> out;
+template <int64_t kWidth = kLanes, class Sum, class = std::enable_if_t<std::is_floating_point_v<Sum>>>
+inline lanes<Sum, kWidth> load(const Sum* from) {
+  lanes<Sum, kWidth> out;
   std::memcpy(&out, from, sizeof out);
   return out;
 }
-inline lanes<float> load(const bf16* from) {
+template <int64_t kWidth = kLanes>
+inline lanes<float, kWidth> load(const bf16* from) {
 #ifdef __AVX512F__
   // GCC takes five instructions for the conversion below, and rows in the cache then wait for them.
-  return reinterpret_cast<lanes<float>>(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16));
-#else
-  typedef uint16_t halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-  typedef uint32_t words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-  halves bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return reinterpret_cast<lanes<float>>(__builtin_convertvector(bits, words) << 16);
+  if constexpr (kWidth == kLanes)
+    return reinterpret_cast<lanes<float>>(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16));
 #endif
+  lanes<uint16_t, kWidth> bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return reinterpret_cast<lanes<float, kWidth>>(__builtin_convertvector(bits, lanes<uint32_t, kWidth>) << 16);
+}
+
+template <int64_t kWidth, class Row, class Sum>
+inline void add_scaled_lanes(Sum* out, const Row* row, Sum scale) {
+  const lanes<Sum, kWidth> sum = load<kWidth>(out) + scale * load<kWidth>(row);
+  std::memcpy(out, &sum, sizeof sum);
 }
 
 template <class Row, class Sum>
 inline void add_scaled(Sum* out, const Row* row, Sum scale, int64_t n) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const lanes<Sum> sum = load(out + i) + scale * load(row + i);
-    std::memcpy(out + i, &sum, sizeof sum);
-  }
+  for (; i + kLanes <= n; i += kLanes) add_scaled_lanes<kLanes>(out + i, row + i, scale);
+  for (; i + kFewLanes <= n; i += kFewLanes) add_scaled_lanes<kFewLanes>(out + i, row + i, scale);
   for (; i < n; ++i) out[i] += scale * widen(row[i]);
 }
 
@@ -121,29 +127,28 @@ struct Reads {
 };
 
 // The weighted sum of a few columns, in registers.
-template <class Row>
+template <class Row, int64_t kWidth = kLanes>
 struct Sums {
   using Sum = typename sum_of<Row>::type;
-  static constexpr int64_t kRegisters = 1, kColumns = kLanes;
-  lanes<Sum> all = {};
+  static constexpr int64_t kRegisters = 1, kColumns = kWidth;
+  lanes<Sum, kWidth> all = {};
 
   template <class Operand>
   void add(const Row* row, Operand scale) {
-    all += static_cast<Sum>(widen(scale)) * load(row);
+    all += static_cast<Sum>(widen(scale)) * load<kWidth>(row);
   }
   void store(Sum* out) const { std::memcpy(out, &all, sizeof all); }
 };
 
 // A word of 32 bits holds two columns of bf16. Left where they are, each becomes fp32 by one instruction.
 template <>
-struct Sums<bf16> {
-  typedef uint32_t words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+struct Sums<bf16, kLanes> {
   static constexpr int64_t kRegisters = 2, kColumns = 2 * kLanes;
   lanes<float> even = {}, odd = {};
 
   template <class Operand>
   void add(const bf16* row, Operand scale) {
-    words pairs;
+    lanes<uint32_t> pairs;
     std::memcpy(&pairs, row, sizeof pairs);
     add_product(even, scale, reinterpret_cast<lanes<float>>(pairs << 16));
     add_product(odd, scale, reinterpret_cast<lanes<float>>(pairs & 0xffff0000u));
@@ -175,43 +180,52 @@ constexpr int64_t kMostVectors = 16;
 constexpr int64_t kMostVectors = 6;
 #endif
 
-// The weighted sum of kCount x Sums::kColumns columns from `first` on.
-template <int64_t kCount, class Row, class Operand, class Sum>
-inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
-  constexpr int64_t kColumns = Sums<Row>::kColumns, kBytes = kCount * kColumns * sizeof(Row);
-  Sums<Row> sums[kCount];
+// The weighted sum of kCount x Sums::kColumns columns from `first` on. The last of them end with column n at the latest: they may be some of
+// the columns before, whose sums are then made twice.
+template <class Sums, int64_t kCount, class Row, class Operand, class Sum>
+inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t first, int64_t n) {
+  constexpr int64_t kColumns = Sums::kColumns, kBytes = kCount * kColumns * sizeof(Row);
+  const int64_t last = std::min((kCount - 1) * kColumns, n - first - kColumns);
+  Sums sums[kCount];
   for (int64_t j = 0; j < reads.J; ++j) {
     const Row* row = reads.row(j) + first;
     prefetch_row(reads.later_row(j) + first, kBytes);
 #pragma GCC unroll 16
-    for (int64_t k = 0; k < kCount; ++k) sums[k].add(row + k * kColumns, reads.coef[j * reads.C]);
+    for (int64_t k = 0; k + 1 < kCount; ++k) sums[k].add(row + k * kColumns, reads.coef[j * reads.C]);
+    sums[kCount - 1].add(row + last, reads.coef[j * reads.C]);
   }
-  for (int64_t k = 0; k < kCount; ++k) sums[k].store(out + first + k * kColumns);
+  for (int64_t k = 0; k + 1 < kCount; ++k) sums[k].store(out + first + k * kColumns);
+  sums[kCount - 1].store(out + first + last);
 }
 
 // The same with `count` known when it runs, at most kMost.
-template <int64_t kMost, class Row, class Operand, class Sum>
-inline void sum_some(int64_t count, Sum* out, const Reads<Row, Operand>& reads, int64_t first) {
+template <class Sums, int64_t kMost, class Row, class Operand, class Sum>
+inline void sum_some(int64_t count, Sum* out, const Reads<Row, Operand>& reads, int64_t first, int64_t n) {
   if constexpr (kMost > 1)
-    if (count < kMost) return sum_some<kMost - 1>(count, out, reads, first);
-  sum_in_registers<kMost>(out, reads, first);
+    if (count < kMost) return sum_some<Sums, kMost - 1>(count, out, reads, first, n);
+  sum_in_registers<Sums, kMost>(out, reads, first, n);
 }
 
-// Columns [0, n) of a token's weighted sum, all in one block of entries, in passes over its rows.
+// Columns [0, n) of a token's weighted sum in `kMost` x Sums::kColumns columns per pass over its rows; n is at least Sums::kColumns.
+template <class Sums, int64_t kMost, class Row, class Operand, class Sum>
+inline void sum_in_passes(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
+  for (int64_t first = 0; first < n; first += kMost * Sums::kColumns) {
+    const int64_t count = std::min(kMost, (n - first + Sums::kColumns - 1) / Sums::kColumns);
+    sum_some<Sums, kMost>(count, out, reads, first, n);
+  }
+}
+
+// Columns [0, n) of a token's weighted sum, all in one block of entries.
 template <class Row, class Operand, class Sum>
 inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
-  constexpr int64_t kMost = kMostVectors / Sums<Row>::kRegisters, kColumns = Sums<Row>::kColumns;
-  int64_t first = 0;
-  while (n - first >= kColumns) {
-    const int64_t count = std::min(kMost, (n - first) / kColumns);
-    sum_some<kMost>(count, out, reads, first);
-    first += count * kColumns;
-  }
-  if (first == n) return;
-  std::fill(out + first, out + n, Sum(0));
+  using Wide = Sums<Row>;
+  using Narrow = Sums<Row, kFewLanes>;
+  if (n >= Wide::kColumns) return sum_in_passes<Wide, kMostVectors / Wide::kRegisters>(out, reads, n);
+  if (n >= Narrow::kColumns) return sum_in_passes<Narrow, Wide::kColumns / Narrow::kColumns>(out, reads, n);
+  std::fill(out, out + n, Sum(0));
   for (int64_t j = 0; j < reads.J; ++j) {
-    prefetch_row(reads.later_row(j) + first, (n - first) * sizeof(Row));
-    add_scaled(out + first, reads.row(j) + first, static_cast<Sum>(widen(reads.coef[j * reads.C])), n - first);
+    prefetch_row(reads.later_row(j), n * sizeof(Row));
+    add_scaled(out, reads.row(j), static_cast<Sum>(widen(reads.coef[j * reads.C])), n);
   }
 }
 
@@ -230,7 +244,14 @@ inline Sum dot(const Row* row, const Sum* x, int64_t n) {
   }
   Sum partial[kLanes];
   std::memcpy(partial, &even, sizeof partial);
-  for (int64_t l = 0; i < n; ++i, ++l) partial[l] += widen(row[i]) * x[i];
+  int64_t l = 0;
+  if (i + kFewLanes <= n) {
+    const lanes<Sum, kFewLanes> few = load<kFewLanes>(partial) + load<kFewLanes>(row + i) * load<kFewLanes>(x + i);
+    std::memcpy(partial, &few, sizeof few);
+    i += kFewLanes;
+    l = kFewLanes;
+  }
+  for (; i < n; ++i, ++l) partial[l] += widen(row[i]) * x[i];
   for (int64_t half = kLanes / 2; half > 0; half /= 2)
     for (int64_t l = 0; l < half; ++l) partial[l] += partial[l + half];
   return partial[0];
