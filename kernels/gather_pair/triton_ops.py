@@ -54,6 +54,21 @@ def launch_of(tokens: int, reads: int, dot_width: int, sum_width: int) -> Launch
     return Launch(part, num_parts, {**tiles, "num_warps": dot.num_warps})
 
 
+def _empty_pair(
+    pre_values: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    x: Tensor,
+    scores: Tensor,
+    activation: str,
+    block: Tensor | None,
+    num_blocks: int,
+) -> tuple[Tensor, Tensor]:
+    """Room for what `PairOfRows` returns, and all of it that `torch.compile` wants to know; products in what rows are added up in."""
+    out = values.new_empty(ids.shape[0], num_blocks * values.shape[1])
+    return out, values.new_empty(ids.shape, dtype=torch.promote_types(values.dtype, torch.float32))
+
+
 @torch.library.custom_op(
     "megamem::triton_pair",
     mutates_args=(),
@@ -74,8 +89,7 @@ def _pair(
     check_contiguous(values)
     tokens, reads, groups = scores.shape
     pre_width, width = pre_values.shape[1], values.shape[1]
-    out = values.new_empty(tokens, num_blocks * width)
-    products = _products(values, ids)
+    out, products = _empty_pair(pre_values, values, ids, x, scores, activation, block, num_blocks)
     if out.numel() == 0:
         return out, products
     launch = launch_of(tokens, reads, pre_width, width // groups)
@@ -105,18 +119,7 @@ def _pair(
     return out, products
 
 
-@_pair.register_fake
-def _(
-    pre_values: Tensor,
-    values: Tensor,
-    ids: Tensor,
-    x: Tensor,
-    scores: Tensor,
-    activation: str,
-    block: Tensor | None,
-    num_blocks: int,
-) -> tuple[Tensor, Tensor]:
-    return values.new_empty(ids.shape[0], num_blocks * values.shape[1]), _products(values, ids)
+_pair.register_fake(_empty_pair)
 
 
 def pair(
@@ -132,6 +135,21 @@ def pair(
     """See `kernels.pieces.PairOfRows`. Products and coefficients are not rounded to the dtype of the tables."""
     out: tuple[Tensor, Tensor] = _pair(pre_values, values, ids, x, scores, activation, block, num_blocks)
     return out
+
+
+def _empty_gradients(
+    pre_values: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    products: Tensor,
+    grad_out: Tensor,
+    activation: str,
+    block: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of `PairGradients`; what only `accumulate` reads is not rounded."""
+    grad_x = pre_values.new_empty(ids.shape[0], pre_values.shape[1])
+    return scores.new_empty(scores.shape), products.new_empty(products.shape), products.new_empty(scores.shape), grad_x
 
 
 @torch.library.custom_op(
@@ -152,7 +170,9 @@ def _pair_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, reads, groups = scores.shape
     pre_width, width = pre_values.shape[1], values.shape[1]
-    grad_scores, grad_products, coef, grad_x = _gradients(pre_values, scores, products)
+    grad_scores, grad_products, coef, grad_x = _empty_gradients(
+        pre_values, values, ids, scores, products, grad_out, activation, block
+    )
     if grad_x.numel() == 0:
         return grad_scores, grad_products, coef, grad_x
     launch = launch_of(tokens, reads, width // groups, pre_width)
@@ -185,18 +205,7 @@ def _pair_gradients(
     return grad_scores, grad_products, coef, grad_x
 
 
-@_pair_gradients.register_fake
-def _(
-    pre_values: Tensor,
-    values: Tensor,
-    ids: Tensor,
-    scores: Tensor,
-    products: Tensor,
-    grad_out: Tensor,
-    activation: str,
-    block: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(pre_values, scores, products)
+_pair_gradients.register_fake(_empty_gradients)
 
 
 def pair_gradients(
@@ -214,17 +223,6 @@ def pair_gradients(
         pre_values, values, ids, scores, products, grad_out, activation, block
     )
     return out
-
-
-def _products(values: Tensor, ids: Tensor) -> Tensor:
-    """Room for the products [T, J], in what rows are added up in."""
-    return values.new_empty(ids.shape, dtype=torch.promote_types(values.dtype, torch.float32))
-
-
-def _gradients(pre_values: Tensor, scores: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for what `PairGradients` returns; what only `accumulate` reads is not rounded."""
-    grad_x = pre_values.new_empty(scores.shape[0], pre_values.shape[1])
-    return scores.new_empty(scores.shape), products.new_empty(products.shape), products.new_empty(scores.shape), grad_x
 
 
 def _parts(out: Tensor, launch: Launch, dtype: torch.dtype) -> Tensor:

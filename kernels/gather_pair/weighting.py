@@ -5,7 +5,6 @@ Legend: T tokens, J rows read per token, C scores per row.
 
 from __future__ import annotations
 
-import math
 from typing import Literal, TypeAlias
 
 import torch
@@ -31,8 +30,6 @@ def weighting_gradients(
     hidden, grad_coef = products.to(wide), grad_coef.to(wide)
     grad_products = (grad_coef * scores.to(wide)).sum(2)
     if activation == "gelu":
-        share = 0.5 * (1 + torch.erf(hidden * math.sqrt(0.5)))
-        density = torch.exp(-0.5 * hidden.square()) / math.sqrt(2 * math.pi)
-        grad_products = grad_products * (share + hidden * density)
-        hidden = hidden * share
+        grad_products = torch.ops.aten.gelu_backward(grad_products, hidden)
+        hidden = F.gelu(hidden)
     return (grad_coef * hidden.unsqueeze(2)).to(scores.dtype), grad_products.to(products.dtype)
