@@ -180,13 +180,13 @@ constexpr int64_t kMostVectors = 16;
 constexpr int64_t kMostVectors = 6;
 #endif
 
-// The weighted sum of kCount x Sums::kColumns columns from `first` on. The last of them end with column n at the latest: they may be some of
+// The weighted sum of kCount x Unit::kColumns columns from `first` on. The last of them end with column n at the latest: they may be some of
 // the columns before, whose sums are then made twice.
-template <class Sums, int64_t kCount, class Row, class Operand, class Sum>
+template <class Unit, int64_t kCount, class Row, class Operand, class Sum>
 inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t first, int64_t n) {
-  constexpr int64_t kColumns = Sums::kColumns, kBytes = kCount * kColumns * sizeof(Row);
+  constexpr int64_t kColumns = Unit::kColumns, kBytes = kCount * kColumns * sizeof(Row);
   const int64_t last = std::min((kCount - 1) * kColumns, n - first - kColumns);
-  Sums sums[kCount];
+  Unit sums[kCount];
   for (int64_t j = 0; j < reads.J; ++j) {
     const Row* row = reads.row(j) + first;
     prefetch_row(reads.later_row(j) + first, kBytes);
@@ -199,19 +199,19 @@ inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t
 }
 
 // The same with `count` known when it runs, at most kMost.
-template <class Sums, int64_t kMost, class Row, class Operand, class Sum>
+template <class Unit, int64_t kMost, class Row, class Operand, class Sum>
 inline void sum_some(int64_t count, Sum* out, const Reads<Row, Operand>& reads, int64_t first, int64_t n) {
   if constexpr (kMost > 1)
-    if (count < kMost) return sum_some<Sums, kMost - 1>(count, out, reads, first, n);
-  sum_in_registers<Sums, kMost>(out, reads, first, n);
+    if (count < kMost) return sum_some<Unit, kMost - 1>(count, out, reads, first, n);
+  sum_in_registers<Unit, kMost>(out, reads, first, n);
 }
 
-// Columns [0, n) of a token's weighted sum in `kMost` x Sums::kColumns columns per pass over its rows; n is at least Sums::kColumns.
-template <class Sums, int64_t kMost, class Row, class Operand, class Sum>
+// Columns [0, n) of a token's weighted sum in `kMost` x Unit::kColumns columns per pass over its rows; n is at least Unit::kColumns.
+template <class Unit, int64_t kMost, class Row, class Operand, class Sum>
 inline void sum_in_passes(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
-  for (int64_t first = 0; first < n; first += kMost * Sums::kColumns) {
-    const int64_t count = std::min(kMost, (n - first + Sums::kColumns - 1) / Sums::kColumns);
-    sum_some<Sums, kMost>(count, out, reads, first, n);
+  for (int64_t first = 0; first < n; first += kMost * Unit::kColumns) {
+    const int64_t count = std::min(kMost, (n - first + Unit::kColumns - 1) / Unit::kColumns);
+    sum_some<Unit, kMost>(count, out, reads, first, n);
   }
 }
 
