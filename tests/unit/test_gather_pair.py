@@ -7,7 +7,6 @@ Legend: R table rows, T tokens, J rows read per token, P pre-value columns, V va
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from kernels.tiles import part_length
 from megamem.bank import Bank
 from megamem.config import MemoryConfig
 from megamem.sharing import BankSpec
-from tests.unit.test_kernels import main_grad_table, wide
+from tests.unit.test_kernels import main_grad_table, sorts_from_now_on, wide
 
 # Largest error over the largest element of the reference, in float64. Between the gathers there may be two more roundings than in one of them.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 1.6e-2}
@@ -281,18 +280,7 @@ def test_table_gradients_go_to_main_grad(kernels: Kernels, shape: Shape, dtype: 
 
 
 def test_values_and_pre_values_share_one_sort(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = kernels.implementations["segment_accumulate"]
-    if name == "torch":
-        pytest.skip("PyTorch's index_add_ sorts nothing")
-    target = "kernels.triton_ops.sort_by_row" if name == "triton" else "kernels.cpu.ops._bucket_order"
-    module, attribute = target.rsplit(".", 1)
-    original, calls = getattr(importlib.import_module(module), attribute), []
-
-    def counted(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        calls.append(num_rows)
-        return original(ids, num_rows)
-
-    monkeypatch.setattr(target, counted)
+    calls = sorts_from_now_on(kernels, monkeypatch)
     c = draw(SHAPES[1], torch.float32)
     tables = main_grad_table(c.pre_values), main_grad_table(c.values)
     kernels.gather_pair(*tables, c.ids.clone(), c.x, c.scores).sum().backward()

@@ -436,19 +436,26 @@ def test_bf16_sums_are_fp32_sums(kernels: Kernels) -> None:
     assert kernels.gather_sum(table, ids, coef).tolist() == [[256.0] * 8]
 
 
-def test_values_and_pre_values_share_one_sort(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def sorts_from_now_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by a number of rows with every sort of entries; skips where none are sorted."""
     name = kernels.implementations["segment_accumulate"]
     if name == "torch":
         pytest.skip("PyTorch's index_add_ sorts nothing")
     target = "kernels.triton_ops.sort_by_row" if name == "triton" else "kernels.cpu.ops._bucket_order"
     module, attribute = target.rsplit(".", 1)
-    original, calls = getattr(importlib.import_module(module), attribute), []
+    original = getattr(importlib.import_module(module), attribute)
+    calls: list[int] = []
 
     def counted(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         calls.append(num_rows)
         return original(ids, num_rows)
 
     monkeypatch.setattr(target, counted)
+    return calls
+
+
+def test_values_and_pre_values_share_one_sort(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = sorts_from_now_on(kernels, monkeypatch)
     c = draw(SHAPES[1], torch.float32)
     values, pre_values, ids = main_grad_table(c.table), main_grad_table(c.table), c.ids.clone()
     kernels.gather_sum(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.triton_builds import CAPABILITIES, PAIR_SHAPES, SHAPES
+from tests.unit.triton_builds import CAPABILITIES, PAIR_SHAPES, SHAPES, reports_of, triton_minor
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
@@ -28,13 +23,7 @@ SPILLED_BY_OTHER_TRITONS = {"3.6": 8, "3.8": 8}
 
 @pytest.fixture(scope="module")
 def builds() -> list[dict[str, Any]]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.unit.triton_builds"]
-    finished = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+    return reports_of("tests.unit.triton_builds")
 
 
 def test_every_kernel_compiles_for_every_capability_and_shape(builds: list[dict[str, Any]]) -> None:
@@ -46,8 +35,7 @@ def test_every_kernel_compiles_for_every_capability_and_shape(builds: list[dict[
 
 
 def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
-    minor = ".".join(importlib.metadata.version("triton").split(".")[:2])
-    most = SPILLED_BY_OTHER_TRITONS.get(minor, 0)
+    most = SPILLED_BY_OTHER_TRITONS.get(triton_minor(), 0)
     spilling = [build for build in builds if build["stack_bytes"] + build["local_bytes"] > most]
     assert not spilling, spilling
 

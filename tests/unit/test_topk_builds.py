@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.topk_builds import SHAPES
+from tests.unit.triton_builds import reports_of, triton_minor
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
@@ -32,13 +28,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def builds() -> list[dict[str, Any]]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.unit.topk_builds"]
-    finished = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+    return reports_of("tests.unit.topk_builds")
 
 
 def test_every_kernel_compiles_for_every_capability_and_shape(builds: list[dict[str, Any]]) -> None:
@@ -52,8 +42,7 @@ def test_every_kernel_compiles_for_every_capability_and_shape(builds: list[dict[
 @pytest.fixture(scope="module")
 def limits() -> tuple[int, int]:
     """Bytes that a block may share and a thread may spill."""
-    minor = ".".join(importlib.metadata.version("triton").split(".")[:2])
-    return OF_OTHER_TRITONS.get(minor, (MAX_SHARED_BYTES, MAX_SPILLED_BYTES))
+    return OF_OTHER_TRITONS.get(triton_minor(), (MAX_SHARED_BYTES, MAX_SPILLED_BYTES))
 
 
 def test_the_candidates_stay_in_registers(builds: list[dict[str, Any]], limits: tuple[int, int]) -> None:

@@ -6,16 +6,35 @@ A process of its own, because Triton decides at import whether it compiles or in
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 CAPABILITIES = (80, 90, 100)
 _LOADS = re.compile(r"\bLDG\.E(?:\.[A-Z0-9_]+)*")
+
+
+def reports_of(module: str) -> list[dict[str, Any]]:
+    """What a module like this one prints, run with Triton's compiler."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", module]
+    finished = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def triton_minor() -> str:
+    """Of the installed Triton, as in 3.9."""
+    return ".".join(version("triton").split(".")[:2])
 
 
 @dataclass(frozen=True)
