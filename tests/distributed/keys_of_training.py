@@ -1,0 +1,424 @@
+"""What the keys under `optimizer` and `train` do, measured on a few steps of models on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from keys_table import BASE, MOE, PKM, Subject, Table, changed_names, last_parts, set_key, with_optimizer
+from torch import Tensor
+
+from kernels import retrieval
+from pretrain.config.schema import RunConfig
+
+TRAINING = Table()
+TABLES = {"values", "pre_values"}
+
+
+def group_of(name: str, weight: Tensor) -> str:
+    """The optimizer group of a parameter, by the words of its name."""
+    (part,) = last_parts({name})
+    if part in TABLES:
+        return part
+    if weight.dim() == 1:
+        return "backbone_no_decay"
+    return "experts" if "experts" in name else "retrieval" if ".memory." in name else "backbone"
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """What the optimizer of the base is, in numbers: three rates and a decay per group."""
+
+    rates: tuple[float, float, float] = (2e-3, 2e-3, 2e-3)
+    value_rates: tuple[float, float, float] | None = None
+    pre_value_rates: tuple[float, float, float] | None = None
+    decay: float = 0.1
+    value_decay: float | None = None
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+
+    def of(self, group: str) -> tuple[tuple[float, float, float], float]:
+        """Rates and decay."""
+        decay = 0.0 if group == "backbone_no_decay" else self.decay
+        if group not in TABLES:
+            return self.rates, decay
+        rates = self.value_rates or self.rates
+        if group == "pre_values":
+            rates = self.pre_value_rates or rates
+        return rates, decay if self.value_decay is None else self.value_decay
+
+    def explains(self, subject: Subject) -> None:
+        """Every weight after every step follows from the one before and the gradients so far, in float64."""
+        for name, before in subject.weights.items():
+            rates, decay = self.of(group_of(name, before))
+            average = square = torch.zeros_like(before, dtype=torch.float64)
+            for number, (step, rate) in enumerate(zip(subject.steps, rates, strict=True), start=1):
+                gradient = step.gradients[name].double()
+                average = self.beta1 * average + (1 - self.beta1) * gradient
+                square = self.beta2 * square + (1 - self.beta2) * gradient**2
+                size = (square / (1 - self.beta2**number)).sqrt() + self.epsilon
+                expected = before.double() * (1 - rate * decay) - rate * average / (1 - self.beta1**number) / size
+                after = step.weights[name]
+                torch.testing.assert_close(
+                    after.double(), expected, rtol=2e-7, atol=1e-4 * rate + 1e-9, msg=f"{name} at step {number}"
+                )
+                before = after
+
+
+def moved_otherwise(base: Subject, second: Subject) -> set[str]:
+    """Groups whose first step is another, of the same gradients; the loss before it is the same."""
+    one, other = base.steps[0], second.steps[0]
+    assert one.loss == other.loss
+    return {group_of(name, base.weights[name]) for name in changed_names(one.weights, other.weights)}
+
+
+EVERY_GROUP = {"backbone", "backbone_no_decay", "retrieval", "values", "pre_values"}
+
+
+@TRAINING.key("optimizer.lr", 3e-3)
+def _(base: Subject, second: Subject) -> None:
+    AdamW().explains(base)
+    AdamW(rates=(3e-3,) * 3).explains(second)
+    assert moved_otherwise(base, second) == EVERY_GROUP
+
+
+@TRAINING.key("optimizer.beta1", 0.5)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(beta1=0.5).explains(second)
+    assert base.steps[0].loss == second.steps[0].loss
+    # The first average is the gradient itself, whatever beta.
+    for name, weight in base.steps[0].weights.items():
+        torch.testing.assert_close(second.steps[0].weights[name], weight, rtol=2e-7, atol=1e-8)
+    assert changed_names(base.steps[1].weights, second.steps[1].weights) == base.weights.keys()
+
+
+@TRAINING.key("optimizer.beta2", 0.7)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(beta2=0.7).explains(second)
+    for name, weight in base.steps[0].weights.items():
+        torch.testing.assert_close(second.steps[0].weights[name], weight, rtol=2e-7, atol=1e-8)
+    assert changed_names(base.steps[1].weights, second.steps[1].weights) == base.weights.keys()
+
+
+@TRAINING.key("optimizer.epsilon", 1e-2)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(epsilon=1e-2).explains(second)
+    assert moved_otherwise(base, second) == EVERY_GROUP
+
+
+@TRAINING.key("optimizer.weight_decay", 0.4)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(decay=0.4).explains(second)
+    assert moved_otherwise(base, second) == EVERY_GROUP - {"backbone_no_decay"}
+
+
+@TRAINING.key("optimizer.weight_decay", 0.3, MOE)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(decay=0.3).explains(second)
+    assert moved_otherwise(base, second) == {"backbone", "experts"}
+
+
+@TRAINING.key("optimizer.value_weight_decay", 0.7)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(value_decay=0.7).explains(second)
+    assert moved_otherwise(base, second) == TABLES
+
+
+@TRAINING.key("optimizer.value_lr", 5e-3)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(value_rates=(5e-3,) * 3).explains(second)
+    assert moved_otherwise(base, second) == TABLES
+
+
+@TRAINING.key("optimizer.value_lr_multiplier", 2.0, with_optimizer(weight_decay=0.0))
+def _(base: Subject, second: Subject) -> None:
+    """Twice the update to the bit, but for the rounding of the weights."""
+    AdamW(value_rates=(4e-3,) * 3, decay=0.0).explains(second)
+    assert moved_otherwise(base, second) == TABLES
+    for name in ("banks.0.values", "banks.1.pre_values"):
+        once, twice = (subject.steps[0].weights[name].double() - base.weights[name].double() for subject in (base, second))
+        torch.testing.assert_close(twice, 2 * once, rtol=0, atol=1e-7)
+
+
+ENDING = with_optimizer(value_lr_multiplier=3.0)
+"""Three steps of 4 x 8 tokens."""
+
+
+@TRAINING.key("optimizer.value_lr_end_multiplier", 1.5, ENDING)
+def _(base: Subject, second: Subject) -> None:
+    """Linear over the run's 96 tokens: a third of the way per step."""
+    AdamW(value_rates=(6e-3,) * 3).explains(base)
+    AdamW(value_rates=(6e-3, 5e-3, 4e-3)).explains(second)
+    assert moved_otherwise(base, second) == set()
+
+
+@TRAINING.key("optimizer.value_lr_decay_tokens", 64, set_key(ENDING, "optimizer.value_lr_end_multiplier", 1.5))
+def _(base: Subject, second: Subject) -> None:
+    """Half of the way per step, and then no further."""
+    AdamW(value_rates=(6e-3, 4.5e-3, 3e-3)).explains(second)
+    assert moved_otherwise(base, second) == set()
+
+
+@TRAINING.key("optimizer.pre_value_lr_multiplier", 0.5)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(pre_value_rates=(1e-3,) * 3).explains(second)
+    assert moved_otherwise(base, second) == {"pre_values"}
+
+
+DECAYING = with_optimizer(schedule="cosine", min_lr=4e-4)
+"""A cosine over three steps is at both of its ends and in their middle."""
+
+
+@TRAINING.key("optimizer.schedule", "cosine", with_optimizer(min_lr=1e-4))
+def _(base: Subject, second: Subject) -> None:
+    AdamW(rates=(2e-3, 1.05e-3, 1e-4)).explains(second)
+    assert moved_otherwise(base, second) == set()
+
+
+@TRAINING.key("optimizer.min_lr", 8e-4, DECAYING)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(rates=(2e-3, 1.2e-3, 4e-4)).explains(base)
+    AdamW(rates=(2e-3, 1.4e-3, 8e-4)).explains(second)
+
+
+@TRAINING.key("optimizer.schedule", "wsd", set_key(DECAYING, "optimizer.decay_steps", 2))
+def _(base: Subject, second: Subject) -> None:
+    AdamW(rates=(2e-3, 1.2e-3, 4e-4)).explains(second)
+
+
+@TRAINING.key("optimizer.decay_steps", 1, with_optimizer(schedule="wsd", min_lr=4e-4, decay_steps=3))
+def _(base: Subject, second: Subject) -> None:
+    low = 2e-3 - 1.6e-3 / 3
+    AdamW(rates=(low, low - 1.6e-3 / 3, 4e-4)).explains(base)
+    AdamW(rates=(2e-3, 2e-3, 4e-4)).explains(second)
+
+
+@TRAINING.key("optimizer.warmup_steps", 2)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(rates=(1e-3, 2e-3, 2e-3)).explains(second)
+
+
+@TRAINING.key("optimizer.warmup_start", 0.1, with_optimizer(warmup_steps=2))
+def _(base: Subject, second: Subject) -> None:
+    """From a tenth, half of the way per step."""
+    AdamW(rates=(1e-3, 2e-3, 2e-3)).explains(base)
+    AdamW(rates=(2e-4, 1.1e-3, 2e-3)).explains(second)
+
+
+def norm_of(gradients: dict[str, Tensor], tables: bool) -> float:
+    squares = [g.double().square().sum() for name, g in gradients.items() if (last_parts({name}) <= TABLES) == tables]
+    return math.sqrt(sum(map(float, squares)))
+
+
+def scales(base: Subject, second: Subject) -> tuple[float, float]:
+    """How much of the first step's gradients is left after clipping: of all but the tables, and of the tables."""
+    shares: dict[bool, list[float]] = {False: [], True: []}
+    for name, gradient in base.steps[0].gradients.items():
+        if norm := float(gradient.double().norm()):
+            left = second.steps[0].gradients[name].double()
+            shares[last_parts({name}) <= TABLES].append(float(left.norm()) / norm)
+            torch.testing.assert_close(left, gradient.double() * (float(left.norm()) / norm), rtol=1e-5, atol=1e-9)
+    dense, tables = shares[False], shares[True]
+    assert max(dense) == pytest.approx(min(dense), rel=1e-4)
+    assert max(tables) == pytest.approx(min(tables), rel=1e-4)
+    return dense[0], tables[0]
+
+
+@TRAINING.key("optimizer.clip_grad", 0.25)
+def _(base: Subject, second: Subject) -> None:
+    """One norm of everything, and one factor; 0 does not clip."""
+    dense, tables = (norm_of(base.steps[0].gradients, tables) for tables in (False, True))
+    norm = math.hypot(dense, tables)
+    assert base.steps[0].norm == pytest.approx(norm, rel=1e-5)
+    assert second.steps[0].norm == pytest.approx(norm, rel=1e-5)
+    assert norm > 0.25
+    assert scales(base, second) == pytest.approx((0.25 / norm,) * 2, rel=1e-4)
+    AdamW().explains(second)
+
+
+@TRAINING.key("optimizer.value_clip_grad", 1e-3)
+def _(base: Subject, second: Subject) -> None:
+    """A norm of the tables' own; the other one then is without them."""
+    dense, tables = (norm_of(base.steps[0].gradients, tables) for tables in (False, True))
+    assert base.steps[0].norm == pytest.approx(math.hypot(dense, tables), rel=1e-5)
+    assert second.steps[0].norm == pytest.approx(dense, rel=1e-5)
+    assert tables > 1e-3
+    assert scales(base, second) == pytest.approx((1.0, 1e-3 / tables), rel=1e-4)
+
+
+@TRAINING.key("optimizer.value_offload", "cpu")
+def _(base: Subject, second: Subject) -> None:
+    """The same weights; the tables' state is not in the optimizer that PyTorch steps on the device."""
+    AdamW().explains(second)
+
+    def elements(subject: Subject) -> int:
+        parts = subject.run.optimizer.chained_optimizers
+        return sum(p.numel() for part in parts for group in part.param_groups for p in group["params"])
+
+    assert elements(base) - elements(second) == 2 * 144 * (16 + 10)
+    assert base.run.optimizer.describe_offload() is None
+    assert second.run.optimizer.describe_offload() is not None
+
+
+# train.*
+
+
+def forwards(subject: Subject) -> list[tuple[int, ...]]:
+    """Shapes [b, s] of the tokens of one step's microbatches."""
+    run, seen = subject.build(), []
+    run.bare[0].embedding.register_forward_pre_hook(
+        lambda _, arguments, named: seen.append(tuple((*arguments, *named.values())[0].shape)), with_kwargs=True
+    )
+    run.train(1)
+    return seen
+
+
+@TRAINING.key("train.global_batch_size", 8)
+def _(base: Subject, second: Subject) -> None:
+    assert forwards(base) == [(2, 8)] * 2
+    assert forwards(second) == [(2, 8)] * 4
+
+
+@TRAINING.key("train.micro_batch_size", 1)
+def _(base: Subject, second: Subject) -> None:
+    """The same samples in other portions: the same loss and the same gradients, to rounding."""
+    assert forwards(second) == [(1, 8)] * 4
+    assert second.steps[0].loss == pytest.approx(base.steps[0].loss, rel=1e-6)
+    assert second.steps[0].norm == pytest.approx(base.steps[0].norm, rel=1e-5)
+
+
+@TRAINING.key("train.sequence_length", 12)
+def _(base: Subject, second: Subject) -> None:
+    assert forwards(second) == [(2, 12)] * 2
+    assert not changed_names(base.weights, second.weights)
+
+
+@TRAINING.key("train.precision", "bf16")
+def _(base: Subject, second: Subject) -> None:
+    """Weights and activations in bf16; main weights, gradients and moments in fp32."""
+    for subject, dtype in ((base, torch.float32), (second, torch.bfloat16)):
+        assert {p.dtype for p in subject.run.chunks[0].parameters()} == {dtype}
+        assert {p.main_grad.dtype for p in subject.run.chunks[0].parameters()} == {torch.float32}
+        parts = subject.run.optimizer.chained_optimizers
+        assert {p.dtype for part in parts for group in part.param_groups for p in group["params"]} == {torch.float32}
+        # The logits leave the model in fp32, from a final norm that does not.
+        seen: list[torch.dtype] = []
+        subject.model.decoder.final_layernorm.register_forward_hook(
+            lambda _, inputs, out, seen=seen: seen.append(out.dtype)
+        )
+        subject.logits()
+        assert seen == [dtype]
+    assert second.steps[0].loss == pytest.approx(base.steps[0].loss, rel=1e-2)
+
+
+def calls_per_step(subject: Subject) -> tuple[int, int]:
+    """Forward passes of the first block's attention core and feed-forward in one step of two microbatches."""
+    run, counts = subject.build(), {"core": 0, "ffn": 0}
+    block = run.bare[0].decoder.layers[0]
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            counts[name] += 1
+
+        return hook
+
+    block.self_attention.core_attention.register_forward_pre_hook(count("core"))
+    block.mlp.ffn.register_forward_pre_hook(count("ffn"))
+    run.train(1)
+    return counts["core"], counts["ffn"]
+
+
+def _enter_recompute(how: str, calls: tuple[int, int]) -> None:
+    @TRAINING.key("train.recompute", how)
+    def _(base: Subject, second: Subject) -> None:
+        assert calls_per_step(base) == (2, 2)
+        assert calls_per_step(second) == calls
+        assert second.steps[0].loss == base.steps[0].loss
+        assert second.steps[0].norm == pytest.approx(base.steps[0].norm, rel=1e-6)
+
+
+_enter_recompute("full", (4, 4))
+_enter_recompute("selective", (4, 2))
+
+
+PLACES = (
+    ("kernels.select.grouped_gather_sum", "torch sum"),
+    ("kernels.select.grouped_gather_dot", "torch dot"),
+    ("kernels.select.segment_accumulate", "torch accumulate"),
+    ("kernels.gather_sum.naive.gather_sum", "naive sum"),
+    ("kernels.gather_dot.naive.gather_dot", "naive dot"),
+    ("kernels.gather_pair.naive.gather_pair", "naive pair"),
+    ("kernels.segment_accumulate.naive.segment_accumulate", "naive accumulate"),
+)
+"""Where the kernels are taken from when a model is built."""
+
+
+@contextlib.contextmanager
+def watched_kernels() -> Iterator[set[str]]:
+    """What models that are built inside of the context call."""
+    called: set[str] = set()
+
+    def watched(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            called.add(name)
+            return function(*arguments, **named)
+
+        return call
+
+    def current(path: str) -> Callable[..., Any]:
+        module, _, attribute = path.rpartition(".")
+        return getattr(__import__(module, fromlist=[attribute]), attribute)  # type: ignore[no-any-return]
+
+    with ExitStack() as stack:
+        for path, name in PLACES:
+            stack.enter_context(patch(path, watched(current(path), name)))
+        for table, name in ((retrieval.TUCKER_TOPK, "tucker"), (retrieval.PRODUCT_TOPK, "product")):
+            replaced = {key: watched(function, f"{key} {name}") for key, function in table.items()}
+            stack.enter_context(patch.dict(table, replaced))
+        yield called
+
+
+def kernels_of(subject: Subject) -> set[str]:
+    """What one step calls; its loss and norm are those of the base to rounding."""
+    with watched_kernels() as called:
+        ((loss, norm),) = subject.build().train(1)
+    assert loss == pytest.approx(subject.steps[0].loss, rel=1e-6)
+    assert norm == pytest.approx(subject.steps[0].norm, rel=1e-5)
+    return called
+
+
+IN_TORCH = {"torch sum", "torch dot", "torch accumulate", "torch tucker"}
+
+
+def _enter_kernels(key: str, calls: set[str], base_config: RunConfig = BASE, of_base: set[str] = IN_TORCH) -> None:
+    @TRAINING.key(key, "naive", base_config)
+    def _(base: Subject, second: Subject) -> None:
+        assert kernels_of(base) == of_base
+        assert kernels_of(second) == calls
+        assert second.steps[0].loss == pytest.approx(base.steps[0].loss, rel=1e-6)
+        assert second.steps[0].norm == pytest.approx(base.steps[0].norm, rel=1e-5)
+
+
+_enter_kernels("train.kernels", {"naive pair", "naive tucker"})
+# One gather computes the other's gradient: an override of one is seen in both.
+_enter_kernels("train.kernel_overrides.gather_sum", {"naive sum", "torch dot", "torch accumulate", "torch tucker"})
+_enter_kernels("train.kernel_overrides.gather_dot", {"torch sum", "naive dot", "torch accumulate", "torch tucker"})
+_enter_kernels("train.kernel_overrides.gather_pair", {"naive pair", "torch tucker"})
+_enter_kernels(
+    "train.kernel_overrides.segment_accumulate", {"torch sum", "torch dot", "naive accumulate", "torch tucker"}
+)
+_enter_kernels("train.kernel_overrides.tucker_topk", {"torch sum", "torch dot", "torch accumulate", "naive tucker"})
+_enter_kernels(
+    "train.kernel_overrides.product_topk",
+    {"torch sum", "torch dot", "torch accumulate", "naive product"},
+    PKM,
+    {"torch sum", "torch dot", "torch accumulate", "torch product"},
+)
