@@ -144,7 +144,9 @@ def _(base: Subject, second: Subject) -> None:
     AdamW(value_rates=(4e-3,) * 3, decay=0.0).explains(second)
     assert moved_otherwise(base, second) == TABLES
     for name in ("banks.0.values", "banks.1.pre_values"):
-        once, twice = (subject.steps[0].weights[name].double() - base.weights[name].double() for subject in (base, second))
+        once, twice = (
+            subject.steps[0].weights[name].double() - base.weights[name].double() for subject in (base, second)
+        )
         torch.testing.assert_close(twice, 2 * once, rtol=0, atol=1e-7)
 
 

@@ -19,7 +19,7 @@ import torch
 from tiny_runs import VOCAB_SIZE, TinyRun, build
 from torch import Tensor
 
-from megamem.config import MemoryConfig, MoEConfig, ModelConfig
+from megamem.config import MemoryConfig, ModelConfig, MoEConfig
 from megamem.layers.layer import MemoryLayer
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
@@ -123,7 +123,9 @@ def schema_keys(cls: type, prefix: str = "") -> Iterator[str]:
         hint = hints[item.name]
         members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         sections = [member for member in members if dataclasses.is_dataclass(member)]
-        elements = [a for a in typing.get_args(hint) if typing.get_origin(hint) is tuple and dataclasses.is_dataclass(a)]
+        elements = [
+            a for a in typing.get_args(hint) if typing.get_origin(hint) is tuple and dataclasses.is_dataclass(a)
+        ]
         if not sections or len(members) > 1:
             yield f"{prefix}{item.name}"
         for section in sections:

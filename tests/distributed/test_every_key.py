@@ -2,58 +2,95 @@
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from keys_of_layouts import LAYOUTS, STAND_INS, OnRank, on_rank
 from keys_of_model import MODEL
+from keys_of_runs import COMMANDS, RUNS, Outputs, prepare_corpora
 from keys_of_training import TRAINING
-from keys_table import Entry, Subject, schema_keys
+from keys_table import BASE, Entry, Subject, Table, schema_keys
 from tiny_runs import joined
 
 from pretrain.config.effective import ineffective_fields
 from pretrain.config.schema import RunConfig
 
-ENTRIES = [*MODEL.entries, *TRAINING.entries]
-
-
-def by_name(entries: list[Entry]) -> dict[str, Entry]:
-    found = {f"{number}-{entry.name}": entry for number, entry in enumerate(entries)}
-    assert len(found) == len(entries)
-    return found
-
-
-OF_ONE_RANK = by_name([*MODEL.entries, *TRAINING.entries])
-
-
-@pytest.fixture(scope="module")
-def models(run_ranks: Any) -> dict[str, str | None]:
-    """What each entry of single models found wrong, by name; None: nothing."""
-
-    def main() -> dict[str, str | None]:
-        with joined(MODEL.entries[0].base) as groups:
-
-            @lru_cache(maxsize=None)
-            def subject(config: RunConfig) -> Subject:
-                return Subject(config, groups)
-
-            return {name: problem(entry, subject(entry.base), subject(entry.second)) for name, entry in OF_ONE_RANK.items()}
-
-    (found,) = run_ranks(main, 1)
-    return found  # type: ignore[no-any-return]
+TABLES = {
+    "model": MODEL,
+    "training": TRAINING,
+    "layout": LAYOUTS,
+    "stand-in": STAND_INS,
+    "run": RUNS,
+    "command": COMMANDS,
+}
+ENTRIES = {
+    f"{table}-{number}-{entry.name}": entry for table, of in TABLES.items() for number, entry in enumerate(of.entries)
+}
 
 
 def problem(entry: Entry, base: Any, second: Any) -> str | None:
-    """The traceback of an entry that does not hold."""
+    """The traceback of an entry that does not hold; None: it does."""
     try:
         entry.check(base, second)
-    except Exception:
+    except (Exception, pytest.fail.Exception):
         return traceback.format_exc()
     return None
 
 
-@pytest.mark.parametrize("name", OF_ONE_RANK)
-def test_of_models(models: Mapping[str, str | None], name: str) -> None:
-    assert models[name] is None, models[name]
+def problems(tables: list[Table], subject: Callable[[RunConfig], Any]) -> list[str | None]:
+    """Of all entries, in order; a configuration is one subject in all of them."""
+    of = cache(subject)
+    return [problem(entry, of(entry.base), of(entry.second)) for table in tables for entry in table.entries]
+
+
+def on_one_rank(folder: Path) -> list[str | None]:
+    """Of the entries that need one rank."""
+    os.chdir(folder)
+    with joined(BASE) as groups:
+        return [
+            *problems([MODEL, TRAINING], lambda config: Subject(config, groups)),
+            *problems([STAND_INS], lambda config: Subject(config, groups)),
+            *problems([RUNS], lambda config: Outputs(config, groups)),
+            *problems([COMMANDS], lambda config: config),
+        ]
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """What each entry found wrong, by name."""
+    folder = tmp_path_factory.mktemp("keys")
+    prepare_corpora(folder)
+    (of_one,) = run_ranks(lambda: on_one_rank(folder), 1)
+    configs = list(dict.fromkeys(config for entry in LAYOUTS.entries for config in (entry.base, entry.second)))
+    by_rank = run_ranks(lambda: [on_rank(config) for config in configs], 2)
+    of_config: dict[RunConfig, list[OnRank]] = dict(zip(configs, map(list, zip(*by_rank, strict=True)), strict=True))
+    of_layouts = problems([LAYOUTS], lambda config: of_config[config])
+    names = {table: [name for name in ENTRIES if name.startswith(f"{table}-")] for table in TABLES}
+    in_order = [
+        name for table in ("model", "training", "stand-in", "run", "command", "layout") for name in names[table]
+    ]
+    return dict(zip(in_order, [*of_one, *of_layouts], strict=True))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_key_does_what_it_says(found: dict[str, str | None], name: str) -> None:
+    assert found[name] is None, found[name]
+
+
+def test_every_key_of_the_schema_is_in_the_table() -> None:
+    entered = {re.sub(r"\.\d+\.", ".N.", entry.key) for entry in ENTRIES.values()}
+    assert entered == set(schema_keys(RunConfig))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_is_about_a_key_that_is_read(name: str) -> None:
+    """The second value is not the first, and has an effect by the rules that refuse those without."""
+    entry = ENTRIES[name]
+    assert entry.second != entry.base
+    assert entry.key not in {item.key for item in ineffective_fields(entry.second)}

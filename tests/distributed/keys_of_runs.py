@@ -1,0 +1,292 @@
+"""What the keys of data, evaluation, checkpoints and logging do, measured on what whole runs on one rank read and leave behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import random
+import string
+import sys
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import yaml
+from keys_table import BASE, Table, set_key
+from torch import Tensor
+
+import tools.train
+from parallel.groups import ParallelGroups
+from pretrain.callbacks import default_callbacks
+from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, RunConfig
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.errors import UserError
+from pretrain.loop import train
+from pretrain.run import Run, RunFolder, open_run
+from tools.cli import main
+
+RUNS, COMMANDS = Table(), Table()
+LETTERS = {"lower": string.ascii_lowercase, "upper": string.ascii_uppercase}
+RUN = replace(
+    BASE,
+    train=replace(BASE.train, num_steps=6),
+    data=DataConfig(datasets=(DatasetEntry("lower"),)),
+    evaluation=EvaluationConfig(max_sequences=3),
+)
+
+
+def prepare_corpora(folder: Path) -> None:
+    """Two data sets of 40 documents each, of lower-case and of upper-case letters, for runs in this folder."""
+    generator = random.Random(0)
+    for name, letters in LETTERS.items():
+        sources = folder / f"{name}_sources"
+        sources.mkdir()
+        for number in range(40):
+            (sources / f"{number}.txt").write_text("".join(generator.choices(letters, k=100)))
+        prepare([str(sources)], folder / name, ByteTokenizer(), validation_fraction=0.25, num_workers=1)
+
+
+class Outputs:
+    """A run in a folder of its own, and what it leaves behind."""
+
+    numbers = itertools.count()
+
+    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
+        self.config, self.groups = config, groups
+
+    def open(self) -> Run:
+        """The run before its first step."""
+        return open_run(self.config, RunFolder(Path(f"run_{next(self.numbers)}").absolute()), self.groups)
+
+    @cached_property
+    def opened(self) -> Run:
+        """One that stays at its first step."""
+        return self.open()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.opened.chunks[0].named_parameters()}
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[samples, s] of the whole run, as the steps read them."""
+        (stream,) = self.opened.batches()
+        num_microbatches = self.config.train.num_steps * self.opened.num_microbatches
+        return torch.cat([next(stream)["tokens"] for _ in range(num_microbatches)])
+
+    @property
+    def letters(self) -> list[str]:
+        """What most of each sample is made of."""
+        upper = (self.tokens >= ord("A")) & (self.tokens <= ord("Z"))
+        return ["upper" if share > 0.5 else "lower" for share in upper.double().mean(1).tolist()]
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """The folder of a finished run."""
+        run = self.open()
+        train(run, default_callbacks(run))
+        return run.folder
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+
+    @property
+    def logged(self) -> list[int]:
+        """Steps with a row of their own."""
+        return [row["step"] for row in self.rows if "loss" in row]
+
+    @property
+    def evaluated(self) -> dict[int, int]:
+        """Predicted tokens by the step of the evaluation."""
+        return {row["step"]: row["validation_tokens"] for row in self.rows if "validation_loss" in row}
+
+    @property
+    def saved(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step_")) for path in self.folder.checkpoints.iterdir())
+
+
+@RUNS.key("train.num_steps", 4, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (base.logged, second.logged) == ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4])
+    # A shorter run reads what the longer one begins with.
+    assert torch.equal(second.tokens, base.tokens[:16])
+
+
+@RUNS.key("train.global_batch_size", 6, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Samples per step, and what a step reads: the same stream in larger portions."""
+    assert [row["consumed_samples"] for row in base.rows if "loss" in row] == [4, 8, 12, 16, 20, 24]
+    assert [row["consumed_samples"] for row in second.rows if "loss" in row] == [6, 12, 18, 24, 30, 36]
+    assert torch.equal(second.tokens[:24], base.tokens)
+
+
+@RUNS.key("train.sequence_length", 12, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (base.tokens.shape, second.tokens.shape) == ((24, 8), (24, 12))
+    assert [row["consumed_tokens"] for row in second.rows if "loss" in row] == [48, 96, 144, 192, 240, 288]
+    assert (base.evaluated, second.evaluated) == ({6: 3 * 8}, {6: 3 * 12})
+
+
+@RUNS.key("train.max_skipped_steps", 3, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Gradients that are never finite end the run after so many steps; with 20 this one is over before."""
+    for outputs, steps in ((base, 6), (second, 3)):
+        run = outputs.open()
+        run.chunks[0].module.decoder.final_layernorm.register_forward_hook(lambda _, inputs, out: out * float("inf"))
+        if steps == 6:
+            train(run, [])
+        else:
+            with pytest.raises(UserError, match=r"the last 3 steps had no finite gradient"):
+                train(run, [])
+        assert (run.state.step, run.state.num_skipped) == (steps, steps)
+
+
+@RUNS.key("model.vocab_size", 300, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Rows of the embedding, in multiples of 16: bytes and the end of a document, or as many ids as asked for."""
+    for outputs, rows in ((base, 272), (second, 304)):
+        (name,) = (name for name in outputs.weights if name.endswith("word_embeddings.weight"))
+        assert outputs.weights[name].shape == (rows, 32)
+
+
+@RUNS.key("data.seed", 2, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """The same weights on samples in the order of a run with that seed."""
+    assert all(torch.equal(second.weights[name], weight) for name, weight in base.weights.items())
+    assert not torch.equal(second.tokens, base.tokens)
+    of_seed = Outputs(set_key(RUN, "seed", 2), base.groups)
+    assert torch.equal(second.tokens, of_seed.tokens)
+
+
+@RUNS.key("data.num_workers", 2, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """The same samples, from processes of their own."""
+    for outputs, workers in ((base, 0), (second, 2)):
+        before = set(multiprocessing.active_children())
+        (stream,) = outputs.opened.batches()
+        next(stream)
+        assert len(set(multiprocessing.active_children()) - before) == workers
+        del stream
+    assert torch.equal(second.tokens, base.tokens)
+
+
+@RUNS.key("data.datasets", (DatasetEntry("lower"), DatasetEntry("upper")), RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert base.letters.count("upper") == 0
+    assert second.letters.count("upper") == 12
+
+
+@RUNS.key("data.datasets.0.path", "upper", RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert set(base.letters) == {"lower"}
+    assert set(second.letters) == {"upper"}
+
+
+@RUNS.key("data.datasets.1.weight", 3.0, set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))))
+def _(base: Outputs, second: Outputs) -> None:
+    """Of 24 samples."""
+    assert (base.letters.count("upper"), second.letters.count("upper")) == (12, 18)
+
+
+@RUNS.key("evaluation.every_steps", 4, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (list(base.evaluated), list(second.evaluated)) == ([6], [4, 6])
+    assert base.rows[-1] == second.rows[-1]
+
+
+@RUNS.key("evaluation.max_sequences", 2, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (base.evaluated, second.evaluated) == ({6: 3 * 8}, {6: 2 * 8})
+
+
+@RUNS.key("checkpoint.every_steps", 4, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (base.saved, second.saved) == ([6], [4, 6])
+
+
+OFTEN = set_key(RUN, "checkpoint.every_steps", 1)
+
+
+@RUNS.key("checkpoint.keep_last", 3, OFTEN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (base.saved, second.saved) == ([5, 6], [4, 5, 6])
+
+
+@RUNS.key("checkpoint.keep_every_steps", 2, OFTEN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (base.saved, second.saved) == ([5, 6], [2, 4, 5, 6])
+
+
+@RUNS.key("logging.every_steps", 4, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """The last step always has a row."""
+    assert (base.logged, second.logged) == ([1, 2, 3, 4, 5, 6], [4, 6])
+
+
+@RUNS.key("logging.memory_every_steps", 3, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert [row["step"] for row in base.rows if "memory" in row] == []
+    assert [row["step"] for row in second.rows if "memory" in row] == [3, 6]
+    assert [row["loss"] for row in second.rows if "loss" in row] == [row["loss"] for row in base.rows if "loss" in row]
+
+
+@RUNS.key("logging.tensorboard", True, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """A writer in the run's folder, a stand-in for TensorBoard's, gets the loss of every step."""
+    for outputs, steps in ((base, []), (second, [1, 2, 3, 4, 5, 6])):
+        tensorboard = MagicMock()
+        with patch.dict(sys.modules, {"torch.utils.tensorboard": tensorboard}):
+            run = outputs.open()
+            train(run, default_callbacks(run))
+        written = tensorboard.SummaryWriter.return_value.add_scalar.mock_calls
+        assert [call.args[2] for call in written if call.args[0] == "loss"] == steps
+        folders = [call.args[0] for call in tensorboard.SummaryWriter.mock_calls if call.args]
+        assert folders[:1] == ([str(run.folder.tensorboard)] if steps else [])
+
+
+def tracked(outputs: Outputs) -> tuple[dict[str, Any], list[int]]:
+    """What a stand-in for Weights & Biases is told at the start, and the steps that it gets; nothing if it is not used."""
+    wandb = MagicMock()
+    with patch.dict(sys.modules, wandb=wandb):
+        run = outputs.open()
+        train(run, default_callbacks(run))
+    if not wandb.init.called:
+        return {}, []
+    steps = [call.kwargs["step"] for call in wandb.init.return_value.log.mock_calls]
+    assert wandb.init.return_value.finish.call_count == 1
+    return wandb.init.call_args.kwargs, steps
+
+
+@RUNS.key("logging.wandb_mode", "offline", RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert tracked(base) == ({}, [])
+    settings, steps = tracked(second)
+    assert (settings["mode"], settings["project"], settings["name"]) == ("offline", "megamem", "run")
+    assert steps == [1, 2, 3, 4, 5, 6, 6]
+
+
+@RUNS.key("logging.wandb_project", "another", set_key(RUN, "logging.wandb_mode", "offline"))
+def _(base: Outputs, second: Outputs) -> None:
+    settings, _ = tracked(second)
+    assert (settings["mode"], settings["project"]) == ("offline", "another")
+
+
+@COMMANDS.key("name", "second", RUN)
+def _(base: RunConfig, second: RunConfig) -> None:
+    """The folder of a run that is given none."""
+    for config, name in ((base, "run"), (second, "second")):
+        Path("named.yaml").write_text(yaml.safe_dump({"name": config.name, "data": {"datasets": [{"path": "lower"}]}}))
+        seen: list[RunFolder] = []
+        with (
+            patch.object(tools.train, "run_on_ranks", lambda main, num_ranks, log_dir: main() or 0),
+            patch.object(tools.train, "train_rank", lambda config, folder, seen=seen: seen.append(folder)),
+        ):
+            assert main(["train", "named.yaml"]) == 0
+        assert [folder.path for folder in seen] == [Path("runs") / name]
