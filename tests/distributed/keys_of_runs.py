@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from keys_table import BASE, Table, set_key
-from torch import Tensor
+from torch import Tensor, nn
 
 import tools.train
 from parallel.groups import ParallelGroups
@@ -29,6 +29,7 @@ from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import UserError
 from pretrain.loop import train
 from pretrain.run import Run, RunFolder, open_run
+from pretrain.step import unwrap
 from tools.cli import main
 
 RUNS, COMMANDS = Table(), Table()
@@ -50,6 +51,11 @@ def prepare_corpora(folder: Path) -> None:
         for number in range(40):
             (sources / f"{number}.txt").write_text("".join(generator.choices(letters, k=100)))
         prepare([str(sources)], folder / name, ByteTokenizer(), validation_fraction=0.25, num_workers=1)
+
+
+def corpus_of(tokens: Tensor) -> str:
+    """The corpus that most of the letters are from."""
+    return "upper" if bool(((tokens >= ord("A")) & (tokens <= ord("Z"))).double().mean() > 0.5) else "lower"
 
 
 class Outputs:
@@ -74,24 +80,42 @@ class Outputs:
         return {name: p.detach() for name, p in self.opened.chunks[0].named_parameters()}
 
     @cached_property
+    def finished(self) -> tuple[RunFolder, list[Tensor]]:
+        """The folder of a finished run, and the tokens [b, s] of its microbatches."""
+        run, read = self.open(), []
+
+        def watch(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            # Not what evaluation reads.
+            if module.training:
+                read.append((*arguments, *named.values())[0].clone())
+
+        unwrap(run.chunks[0]).embedding.register_forward_pre_hook(watch, with_kwargs=True)
+        train(run, default_callbacks(run))
+        return run.folder, read
+
+    @property
+    def microbatches(self) -> list[tuple[int, ...]]:
+        """Shapes of what its forward passes read."""
+        return [tuple(tokens.shape) for tokens in self.finished[1]]
+
+    @property
     def tokens(self) -> Tensor:
-        """[samples, s] of the whole run, as the steps read them."""
-        (stream,) = self.opened.batches()
-        num_microbatches = self.config.train.num_steps * self.opened.num_microbatches
-        return torch.cat([next(stream)["tokens"] for _ in range(num_microbatches)])
+        """[samples, s] of the whole run, as its steps read them."""
+        return torch.cat(self.finished[1])
 
     @property
     def letters(self) -> list[str]:
-        """What most of each sample is made of."""
-        upper = (self.tokens >= ord("A")) & (self.tokens <= ord("Z"))
-        return ["upper" if share > 0.5 else "lower" for share in upper.double().mean(1).tolist()]
+        """Of each sample: the corpus that it is from."""
+        return [corpus_of(sample) for sample in self.tokens]
 
-    @cached_property
+    @property
+    def held_out_letters(self) -> set[str]:
+        """Of the windows over held-out documents."""
+        return {corpus_of(self.opened.held_out[index]["tokens"]) for index in range(len(self.opened.held_out))}
+
+    @property
     def folder(self) -> RunFolder:
-        """The folder of a finished run."""
-        run = self.open()
-        train(run, default_callbacks(run))
-        return run.folder
+        return self.finished[0]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -124,7 +148,15 @@ def _(base: Outputs, second: Outputs) -> None:
     """Samples per step, and what a step reads: the same stream in larger portions."""
     assert [row["consumed_samples"] for row in base.rows if "loss" in row] == [4, 8, 12, 16, 20, 24]
     assert [row["consumed_samples"] for row in second.rows if "loss" in row] == [6, 12, 18, 24, 30, 36]
+    assert (base.microbatches, second.microbatches) == ([(2, 8)] * 12, [(2, 8)] * 18)
     assert torch.equal(second.tokens[:24], base.tokens)
+
+
+@RUNS.key("train.micro_batch_size", 1, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """The same samples in more portions."""
+    assert (base.microbatches, second.microbatches) == ([(2, 8)] * 12, [(1, 8)] * 24)
+    assert torch.equal(second.tokens, base.tokens)
 
 
 @RUNS.key("train.sequence_length", 12, RUN)
@@ -139,7 +171,7 @@ def _(base: Outputs, second: Outputs) -> None:
     """Gradients that are never finite end the run after so many steps; with 20 this one is over before."""
     for outputs, steps in ((base, 6), (second, 3)):
         run = outputs.open()
-        run.chunks[0].module.decoder.final_layernorm.register_forward_hook(lambda _, inputs, out: out * float("inf"))
+        unwrap(run.chunks[0]).decoder.final_layernorm.register_forward_hook(lambda _, inputs, out: out * float("inf"))
         if steps == 6:
             train(run, [])
         else:
@@ -181,12 +213,17 @@ def _(base: Outputs, second: Outputs) -> None:
 def _(base: Outputs, second: Outputs) -> None:
     assert base.letters.count("upper") == 0
     assert second.letters.count("upper") == 12
+    whole = [
+        Outputs(set_key(outputs.config, "evaluation.max_sequences", None), outputs.groups) for outputs in (base, second)
+    ]
+    assert [outputs.held_out_letters for outputs in whole] == [{"lower"}, {"lower", "upper"}]
 
 
 @RUNS.key("data.datasets.0.path", "upper", RUN)
 def _(base: Outputs, second: Outputs) -> None:
     assert set(base.letters) == {"lower"}
     assert set(second.letters) == {"upper"}
+    assert (base.held_out_letters, second.held_out_letters) == ({"lower"}, {"upper"})
 
 
 @RUNS.key("data.datasets.1.weight", 3.0, set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))))

@@ -181,6 +181,7 @@ DECAYING = with_optimizer(schedule="cosine", min_lr=4e-4)
 
 @TRAINING.key("optimizer.schedule", "cosine", with_optimizer(min_lr=1e-4))
 def _(base: Subject, second: Subject) -> None:
+    AdamW().explains(base)
     AdamW(rates=(2e-3, 1.05e-3, 1e-4)).explains(second)
     assert moved_otherwise(base, second) == set()
 
@@ -191,9 +192,10 @@ def _(base: Subject, second: Subject) -> None:
     AdamW(rates=(2e-3, 1.4e-3, 8e-4)).explains(second)
 
 
-@TRAINING.key("optimizer.schedule", "wsd", set_key(DECAYING, "optimizer.decay_steps", 2))
+@TRAINING.key("optimizer.schedule", "wsd", set_key(DECAYING, "optimizer.decay_steps", 1))
 def _(base: Subject, second: Subject) -> None:
-    AdamW(rates=(2e-3, 1.2e-3, 4e-4)).explains(second)
+    AdamW(rates=(2e-3, 1.2e-3, 4e-4)).explains(base)
+    AdamW(rates=(2e-3, 2e-3, 4e-4)).explains(second)
 
 
 @TRAINING.key("optimizer.decay_steps", 1, with_optimizer(schedule="wsd", min_lr=4e-4, decay_steps=3))
@@ -271,6 +273,18 @@ def _(base: Subject, second: Subject) -> None:
 
 
 # train.*
+
+
+@TRAINING.key("train.num_steps", 5, DECAYING)
+def _(base: Subject, second: Subject) -> None:
+    """A cosine over five steps: its third is in the middle."""
+    AdamW(rates=(2e-3, 1.2e-3 + 0.8e-3 * math.sqrt(0.5), 1.2e-3)).explains(second)
+
+
+@TRAINING.key("train.num_steps", 6, set_key(ENDING, "optimizer.value_lr_end_multiplier", 1.5))
+def _(base: Subject, second: Subject) -> None:
+    """The multiplier of the tables takes the whole run, too."""
+    AdamW(value_rates=(6e-3, 5.5e-3, 5e-3)).explains(second)
 
 
 def forwards(subject: Subject) -> list[tuple[int, ...]]:
