@@ -302,31 +302,39 @@ def is_linear_in(key: str, weight: float, base: Subject, second: Subject, parts:
     return added
 
 
-@MODEL.key("model.moe.balance_loss_weight", 0.5, MOE)
-def _(base: Subject, second: Subject) -> None:
-    """E sum_e f_e P_e has no gradient in a bias of all logits, as it only knows their softmax."""
-    is_linear_in("model.moe.balance_loss_weight", 0.5, base, second, {"router"})
-
-
-@MODEL.key("model.moe.z_loss_weight", 0.25, MOE)
-def _(base: Subject, second: Subject) -> None:
-    is_linear_in("model.moe.z_loss_weight", 0.25, base, second, {"router"})
-
-
-@MODEL.key("model.moe.z_loss_weight", 0.125, MOE)
-def _(base: Subject, second: Subject) -> None:
-    """It reports the mean squared log-sum-exp of the logits, and the balance loss nothing of it."""
-    run = second.build()
-    router = run.bare[0].routers[0]
-    inputs: list[Tensor] = []
+def router_losses(subject: Subject) -> tuple[list[Tensor], list[float]]:
+    """Logits [T, E] of the first router by microbatch, and its reported losses per token: balance, then z."""
+    run = subject.build()
+    router, inputs = run.bare[0].routers[0], []
     hook = router.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].detach().flatten(0, -2)))
     weight = router.weight.detach().clone()
     run.train(1)
     hook.remove()
-    expected = torch.cat([(x @ weight.T).logsumexp(1).square() for x in inputs]).mean()
-    num_tokens, balance, z = router.sums.tolist()
-    assert (num_tokens, balance) == (32, 0)
-    assert z / num_tokens == pytest.approx(float(expected), rel=1e-5)
+    num_tokens, *sums = router.sums.tolist()
+    assert num_tokens == 32
+    return [x @ weight.T for x in inputs], [total / num_tokens for total in sums]
+
+
+@MODEL.key("model.moe.balance_loss_weight", 0.5, MOE)
+def _(base: Subject, second: Subject) -> None:
+    """E sum_e f_e P_e, by counting the two experts that each token chooses out of six."""
+    is_linear_in("model.moe.balance_loss_weight", 0.5, base, second, {"router"})
+    logits, (balance, z) = router_losses(second)
+    expected = []
+    for microbatch in logits:
+        chosen = torch.bincount(microbatch.topk(2).indices.flatten(), minlength=6) / (2 * len(microbatch))
+        expected.append(6 * float((chosen * microbatch.softmax(1).mean(0)).sum()))
+    assert balance == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert z == 0
+
+
+@MODEL.key("model.moe.z_loss_weight", 0.25, MOE)
+def _(base: Subject, second: Subject) -> None:
+    """The mean squared log-sum-exp of the logits."""
+    is_linear_in("model.moe.z_loss_weight", 0.25, base, second, {"router"})
+    logits, (balance, z) = router_losses(second)
+    assert z == pytest.approx(float(torch.cat(logits).logsumexp(1).square().mean()), rel=1e-5)
+    assert balance == 0
 
 
 # The memory.
@@ -653,17 +661,11 @@ def tables_seen(subject: Subject) -> list[set[int]]:
     return found
 
 
-def _enter_pattern(pattern: str, rows: list[int], seen: list[set[int]]) -> None:
-    @MODEL.key("model.memory.sharing.pattern", pattern, with_sharing("block", 4))
-    def _(base: Subject, second: Subject) -> None:
-        assert rows_of_banks(base) == [4 * 144]
-        assert tables_seen(base) == [{0, 1, 2, 3}] * 4
-        assert rows_of_banks(second) == rows
-        assert tables_seen(second) == seen
-
-
-# Windows of four tables out of four are all of them, wherever they start.
-_enter_pattern("all", [144], [{0}] * 4)
+@MODEL.key("model.memory.sharing.pattern", "all", with_sharing("block", 4))
+def _(base: Subject, second: Subject) -> None:
+    assert (rows_of_banks(base), rows_of_banks(second)) == ([4 * 144], [144])
+    assert tables_seen(base) == [{0, 1, 2, 3}] * 4
+    assert tables_seen(second) == [{0}] * 4
 
 
 @MODEL.key("model.memory.sharing.pattern", "no_ring", with_sharing("ring", 3))
@@ -674,10 +676,10 @@ def _(base: Subject, second: Subject) -> None:
     assert tables_seen(second) == [{0, 1, 2}, {0, 1, 2}, {1, 2, 3}, {1, 2, 3}]
 
 
-@MODEL.key("model.memory.sharing.pattern", "block", with_sharing("none"))
+@MODEL.key("model.memory.sharing.pattern", "all", with_sharing("none"))
 def _(base: Subject, second: Subject) -> None:
-    """A group of one is a table per layer, as without sharing: the same names and shapes."""
-    assert rows_of_banks(base) == rows_of_banks(second) == [144] * 4
+    assert (rows_of_banks(base), rows_of_banks(second)) == ([144] * 4, [144])
+    assert len({layer.view.bank for layer in base.model.memory_layers}) == 4
 
 
 @MODEL.key("model.memory.sharing.group", 4, with_sharing("block", 2))

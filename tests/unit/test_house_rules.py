@@ -13,8 +13,6 @@ PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tools")
 """Each may import itself and those before it."""
 
 CONFIG_FILES = ("megamem/config.py", "pretrain/config/schema.py")
-CONFIG_MACHINERY = "pretrain/config/"
-"""Loads and checks every field, so a field named here is not thereby used."""
 
 
 def source_files(package: str) -> list[Path]:
@@ -88,52 +86,6 @@ def test_the_config_classes_are_found() -> None:
 def test_every_config_field_has_a_docstring(definition: ast.ClassDef) -> None:
     missing = [name for name, has_docstring in documented_fields(definition).items() if not has_docstring]
     assert not missing
-
-
-def read_attributes(tree: ast.AST) -> set[str]:
-    """Names of the attributes that are read somewhere below a node."""
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-
-
-def reads_outside_the_config() -> set[str]:
-    """Attributes that the code proper reads."""
-    reads: set[str] = set()
-    for package in PACKAGES:
-        for path in source_files(package):
-            name = path.relative_to(REPOSITORY).as_posix()
-            if name not in CONFIG_FILES and not name.startswith(CONFIG_MACHINERY):
-                reads |= read_attributes(parse(path))
-    return reads
-
-
-def with_reads_through_properties(reads: set[str], classes: list[ast.ClassDef]) -> set[str]:
-    """Adds what a config class reads of itself in methods that are in use; checks in `__post_init__` are no use."""
-    methods = {
-        method.name: read_attributes(method)
-        for definition in classes
-        for method in definition.body
-        if isinstance(method, ast.FunctionDef) and method.name != "__post_init__"
-    }
-    grown = set(reads)
-    while reached := set().union(*(methods[name] for name in methods if name in grown)) - grown:
-        grown |= reached
-    return grown
-
-
-def test_a_field_read_by_a_used_property_counts_and_by_a_check_does_not() -> None:
-    definition = ast.parse(
-        "class C:\n    def __post_init__(self):\n        self.a\n"
-        "    def used(self):\n        return self.b\n    def unused(self):\n        return self.c\n"
-    ).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    assert with_reads_through_properties({"used"}, [definition]) == {"used", "b"}
-
-
-@pytest.mark.parametrize("definition", config_classes(), ids=lambda definition: definition.name)
-def test_every_config_field_is_read_somewhere(definition: ast.ClassDef) -> None:
-    reads = with_reads_through_properties(reads_outside_the_config(), config_classes())
-    unread = sorted(set(documented_fields(definition)) - reads)
-    assert not unread, f"{definition.name} promises options that nothing reads: {', '.join(unread)}"
 
 
 IMPORT_TIME_CALLS = (
