@@ -35,7 +35,7 @@ from tools.cli import main
 RUNS, COMMANDS = Table(), Table()
 LETTERS = {"lower": string.ascii_lowercase, "upper": string.ascii_uppercase}
 RUN = replace(
-    BASE,
+    set_key(BASE, "model.num_layers", 1),
     train=replace(BASE.train, num_steps=6),
     data=DataConfig(datasets=(DatasetEntry("lower"),)),
     evaluation=EvaluationConfig(max_sequences=3),

@@ -66,9 +66,9 @@ def found(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """What each entry found wrong, by name."""
     folder = tmp_path_factory.mktemp("keys")
     prepare_corpora(folder)
-    (of_one,) = run_ranks(lambda: on_one_rank(folder), 1)
+    (of_one,) = run_ranks(lambda: on_one_rank(folder), 1, timeout_s=600)
     configs = list(dict.fromkeys(config for entry in LAYOUTS.entries for config in (entry.base, entry.second)))
-    by_rank = run_ranks(lambda: [on_rank(config) for config in configs], 2)
+    by_rank = run_ranks(lambda: [on_rank(config) for config in configs], 2, timeout_s=600)
     of_config: dict[RunConfig, list[OnRank]] = dict(zip(configs, map(list, zip(*by_rank, strict=True)), strict=True))
     of_layouts = problems([LAYOUTS], lambda config: of_config[config])
     names = {table: [name for name in ENTRIES if name.startswith(f"{table}-")] for table in TABLES}
