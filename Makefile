@@ -2,13 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN ?= runs/quickstart
+# Of `make mutants`: where mistakes are planted (one or more of kernels, megamem, parallel, pretrain), how many in each, and which; RETRY=1 tries the survivors once more.
+PACKAGE ?= kernels megamem parallel pretrain
+SAMPLE ?= 60
+SEED ?= 1
 # Sequences of 4096 tokens per step, of models timed on one GPU.
 BENCH_BATCH ?= 8
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest minimum bench-gpu clean
+.PHONY: help quickstart test lint pytest minimum mutants bench-gpu clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
@@ -58,6 +62,10 @@ minimum:  ## after adding tests: raise the number below which the suite counts a
 	@$(INSTALL) requirements/test.txt
 	@$(PYTEST) --collect-only --quiet --raise-collected-minimum | tail -n 2
 
+mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
+	@$(INSTALL) requirements/mutants.txt
+	@"$(BIN)/python" -m tests.mutants $(PACKAGE) --sample $(SAMPLE) --seed $(SEED) $(if $(RETRY),--retry)
+
 bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and speed; then where a step's time goes. PYTHON must have a CUDA build of torch, and Triton
 	"$(PYTHON)" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench-gpu: this machine has no GPU that torch can use")'
 	"$(PYTHON)" -m pytest -q tests/gpu
@@ -66,5 +74,5 @@ bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and
 	  "$(PYTHON)" -m tools.cli bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done
 
 clean:  ## remove the environment and caches; data/ and runs/ stay
-	rm -rf "$(VENV)" "$(VENV)-old" build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf "$(VENV)" "$(VENV)-old" .mutants build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

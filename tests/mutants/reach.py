@@ -1,0 +1,149 @@
+"""Which tests run which functions, recorded once and kept; the tests that are asked about a mutant."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import coverage
+
+_FILE = "reach.json"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What ran what.
+
+    Attributes:
+        tests: by "path::function", the tests that ran a line of it.
+        seconds: what each test took.
+    """
+
+    tests: dict[str, list[str]]
+    seconds: dict[str, float]
+
+    def renewed_by(self, newer: Reach) -> Reach:
+        """This record, with that of the test files in `newer` in place of what was known of them."""
+        files = {test.partition("::")[0] for test in newer.seconds}
+
+        def others(tests: Iterable[str]) -> set[str]:
+            return {test for test in tests if test.partition("::")[0] not in files}
+
+        keys = self.tests.keys() | newer.tests.keys()
+        tests = {key: sorted(others(self.tests.get(key, ())) | set(newer.tests.get(key, ()))) for key in keys}
+        seconds = {test: cost_s for test, cost_s in self.seconds.items() if test in others([test])} | newer.seconds
+        return Reach({key: found for key, found in tests.items() if found}, seconds)
+
+    def of(self, path: str, function: str) -> list[str]:
+        """The tests that run a function; of code outside of functions those of its whole file, and where nothing was seen of that, all."""
+        known = self.tests.get(f"{path}::{function}")
+        if known is None:
+            inside = f"{path}::{function}." if function else f"{path}::"
+            known = sorted({test for key, tests in self.tests.items() if key.startswith(inside) for test in tests})
+        if not known and function:
+            return self.of(path, function.rpartition(".")[0])
+        return known or sorted(self.seconds)
+
+    def affordable(self, tests: Iterable[str], budget_s: float) -> list[str]:
+        """The cheapest test of every file, then every file's second and so on, for as long as they fit."""
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test)):
+            by_file[test.partition("::")[0]].append(test)
+        files = sorted(by_file.values(), key=lambda tests: self.seconds.get(tests[0], 0.0))
+        chosen, spent_s = [], 0.0
+        for test in (test for rank in itertools.zip_longest(*files) for test in rank if test is not None):
+            cost_s = self.seconds.get(test, 0.0)
+            if not chosen or spent_s + cost_s <= budget_s:
+                chosen.append(test)
+                spent_s += cost_s
+        # pytest keeps the order of files as given here: the cheap ones may answer first.
+        order = {name: place for place, name in enumerate(by_file)}
+        return sorted(chosen, key=lambda test: (order[test.partition("::")[0]], self.seconds.get(test, 0.0)))
+
+
+def record(root: Path, folder: Path, tests: Sequence[str] = ()) -> None:
+    """Run tests once, traced, and keep what they ran in `folder`.
+
+    Args:
+        root: of the repository.
+        folder: where it is kept.
+        tests: files or tests whose record is renewed, beside what is known of the others; none: the whole suite.
+
+    Raises:
+        SystemExit: a test failed; what catches a mistake has to pass without one.
+    """
+    known = load(folder) if tests else None
+    raw = folder / "raw"
+    shutil.rmtree(raw, ignore_errors=True)
+    raw.mkdir(parents=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.mutants.reach_plugin",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
+    code = subprocess.run(command, cwd=root, env={**os.environ, "MEGAMEM_REACH": str(raw)}).returncode
+    if code != 0:
+        raise SystemExit("make mutants: tests fail without any mistake in the product: mend that first")
+    found = collected(root, raw)
+    if known is not None:
+        found = known.renewed_by(found)
+    (folder / _FILE).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+def load(folder: Path) -> Reach | None:
+    """What `record` has kept, if it has."""
+    path = folder / _FILE
+    return Reach(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def collected(root: Path, raw: Path) -> Reach:
+    """What the plugin has left in a folder, by function."""
+    lines = coverage.Coverage(data_file=str(raw / "lines"), config_file=False)
+    lines.combine()
+    data = lines.get_data()
+    tests: dict[str, set[str]] = defaultdict(set)
+    for file in data.measured_files():
+        path = Path(file)
+        if path.suffix != ".py" or not path.is_relative_to(root):
+            continue
+        spans = _functions(path)
+        for line, contexts in data.contexts_by_lineno(file).items():
+            for function in {name for name, first, last in spans if first <= line <= last}:
+                tests[f"{path.relative_to(root)}::{function}"] |= set(contexts) - {""}
+    seconds: dict[str, float] = {}
+    for part in raw.glob("seconds.*.json"):
+        seconds |= json.loads(part.read_text(encoding="utf-8"))
+    return Reach({key: sorted(found) for key, found in tests.items() if found}, seconds)
+
+
+def _functions(path: Path) -> list[tuple[str, int, int]]:
+    """(dotted name, first line of the body, last line) of every function; nested ones count for those around them too."""
+    found = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{prefix}{child.name}"
+                if not isinstance(child, ast.ClassDef):
+                    found.append((name, child.body[0].lineno, child.end_lineno or child.lineno))
+                visit(child, f"{name}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found
