@@ -126,6 +126,9 @@ def _is_text(node: cst.CSTNode) -> bool:
         return True
     if isinstance(node, cst.Call):
         return m.matches(node.func, m.Name("print") | m.Name("TypeVar") | m.Name("cast"))
+    if isinstance(node, cst.Arg):
+        # zip's own assertion.
+        return m.matches(node, m.Arg(keyword=m.Name("strict")))
     # Type aliases and __all__.
     return m.matches(node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
 
@@ -160,7 +163,7 @@ def _may_have_a_default(call: cst.CSTNode, shorter: cst.CSTNode) -> bool:
         return False
     kept = {id(argument) for argument in shorter.args}
     gone = next(argument for argument in call.args if id(argument) not in kept)
-    return gone.keyword is not None or gone is call.args[-1]
+    return not _is_text(gone) and (gone.keyword is not None or gone is call.args[-1])
 
 
 def _without_statement(line: cst.SimpleStatementLine) -> Iterable[cst.SimpleStatementLine]:
