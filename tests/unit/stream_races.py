@@ -45,10 +45,12 @@ class Races:
 
     Attributes:
         found: pairs of uses in no order.
+        blocking: copies that the host waited for.
     """
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.blocking: list[str] = []
         self._clocks: dict[str, Clock] = {HOST: {HOST: 0}}
         self._uses: list[Use] = []
         self._device: list[tuple[int, int]] = []
@@ -162,6 +164,7 @@ class _Copies(TorchFunctionMode):
             return
         races.queue(what, reads=[source], writes=[target])
         if not non_blocking:
+            races.blocking.append(what)
             torch.cuda.current_stream().synchronize()
 
 
