@@ -128,7 +128,8 @@ class Samples:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a `World` from a configuration and a state."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A signal that the loop does not take must fail a test, not end the session.
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def make(config: RunConfig = CONFIG, state: RunState = START, is_main: bool = True) -> World:
         nothing: Any = None

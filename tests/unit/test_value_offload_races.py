@@ -135,3 +135,21 @@ def test_a_rank_without_tables_counts_the_updates_all_the_same() -> None:
     tables = HostTables([], PlainAdamW(Races()))
     tables.step()
     assert tables.num_updates == 1
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_staging_memory_is_page_locked_for_weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    """Two windows' gradients, and their weights in the model's dtype; without page locks copies would not be in flight."""
+    races, made = Races(), []
+    empty = torch.empty
+
+    def watching(size: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> Tensor:
+        made.append((size, dtype, device, pin_memory))
+        return empty(size, dtype=dtype, device=device)
+
+    shard = HostShard.of({}, torch.zeros(2 * WINDOW, dtype=torch.bfloat16), torch.zeros(2 * WINDOW))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: on_gpu), raising=False)
+    monkeypatch.setattr(torch, "empty", watching)
+    with races.watching():
+        HostTables([shard], PlainAdamW(races))
+    assert made == 2 * [(WINDOW, torch.float32, "cpu", on_gpu), (WINDOW, torch.bfloat16, "cpu", on_gpu)]
