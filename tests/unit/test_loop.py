@@ -25,6 +25,7 @@ from pretrain.config.schema import (
     EvaluationConfig,
     LoggingConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     TrainConfig,
 )
@@ -52,6 +53,7 @@ CONFIG = RunConfig(
         value_lr_decay_tokens=6 * 96,
         pre_value_lr_multiplier=0.5,
     ),
+    parallel=ParallelConfig(pipeline=2),
     logging=LoggingConfig(memory_every_steps=0),
 )
 START = RunState()
@@ -158,7 +160,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
         def evaluate(*arguments: Any, **keywords: Any) -> Evaluation:
             assert arguments == (run.chunks, run.held_out, run.groups)
-            assert keywords == {"micro_batch_size": config.train.micro_batch_size, "pipeline": config.parallel.pipeline}
+            assert keywords == {"micro_batch_size": config.train.micro_batch_size, "pipeline": 2}
             world.log.append(f"evaluate {run.state.step}")
             return Evaluation(1.5, 2.5, 3, 4)
 
@@ -501,3 +503,25 @@ def test_a_step_is_saved_once(make: Any) -> None:
     world.run.save()
     assert world.log == ["save 0", "save 1"]
     assert world.run.last_saved_step == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "is_main", "kinds"),
+    [
+        (spaced(usage=3), True, "MemoryUsage MetricsFile ProgressLine Evaluations Checkpoints"),
+        (spaced(), True, "MetricsFile ProgressLine Evaluations Checkpoints"),
+        (spaced(usage=3), False, "MemoryUsage Evaluations Checkpoints"),
+        (replace(spaced(usage=3), model=ModelConfig()), False, "Evaluations Checkpoints"),
+        (
+            replace(CONFIG, logging=LoggingConfig(memory_every_steps=0, tensorboard=True, wandb_mode="offline")),
+            True,
+            "MetricsFile ProgressLine TensorBoard WandB Evaluations Checkpoints",
+        ),
+    ],
+    ids=["observed", "not observed", "another rank", "dense", "with trackers"],
+)
+def test_a_run_does_what_its_configuration_asks_for(make: Any, config: RunConfig, is_main: bool, kinds: str) -> None:
+    """Counters of what is never observed would take memory."""
+    assert [
+        type(callback).__name__ for callback in default_callbacks(make(config, is_main=is_main).run)
+    ] == kinds.split()
