@@ -127,6 +127,7 @@ def compare(name: str, groups: ParallelGroups) -> dict[str, Any]:
         "error": distance(model),
         "distance from the defaults": distance(PLAIN),
         "stds": stds,
+        "shapes": {key: tuple(p.shape) for key, p in chunk.named_parameters()},
         "rows": len(weights["embedding.word_embeddings.weight"]),
         "output rows": logits.shape[-1],
         "frequencies": frequencies.tolist(),
@@ -160,6 +161,30 @@ def test_every_setting_tells(compared: dict[str, dict[str, Any]], name: str) -> 
 def test_the_embedding_is_padded(compared: dict[str, dict[str, Any]], name: str) -> None:
     """61 ids: to 64, or to 63."""
     assert compared[name]["rows"] == compared[name]["output rows"] == PADDED[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_have_the_widths_of_the_settings(compared: dict[str, dict[str, Any]], name: str) -> None:
+    """Hidden size 24, feed-forward 20 (gate and up together 40), four heads of 8 or, without head_dim, of 6."""
+    head, groups = (6 if name == "head_dim" else 8), (2 if name == "num_query_groups" else 4)
+    expected: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (PADDED[name], 24),
+        "decoder.final_layernorm.weight": (24,),
+    }
+    for layer in ("decoder.layers.0.", "decoder.layers.1."):
+        expected |= {
+            f"{layer}input_layernorm.weight": (24,),
+            f"{layer}self_attention.linear_qkv.weight": ((4 + 2 * groups) * head, 24),
+            f"{layer}self_attention.linear_proj.weight": (24, 4 * head),
+            f"{layer}pre_mlp_layernorm.weight": (24,),
+            f"{layer}mlp.linear_fc1.weight": (40, 24),
+            f"{layer}mlp.linear_fc2.weight": (24, 20),
+        }
+        if name != "qk_norm":
+            expected |= {f"{layer}self_attention.{part}_layernorm.weight": (head,) for part in "qk"}
+    if name == "tied_embeddings":
+        expected["output_layer.weight"] = (64, 24)
+    assert compared[name]["shapes"] == expected
 
 
 @pytest.mark.parametrize("name", MODELS)
