@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from types import FrameType
 
@@ -13,9 +13,10 @@ from megatron.core import tensor_parallel
 from megamem.moe import ROUTER_LOSS_NAMES
 from pretrain.callbacks import Callback, Row
 from pretrain.errors import StoppedEarly, UserError
+from pretrain.optimizer import GroupName
 from pretrain.run import Run
 from pretrain.schedule import apply_schedule, group_settings
-from pretrain.step import StepResult, train_step
+from pretrain.step import Batch, StepResult, train_step
 
 
 def train(run: Run, callbacks: Sequence[Callback]) -> None:
@@ -31,20 +32,7 @@ def train(run: Run, callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         callback.on_start(run)
     while run.state.step < config.train.num_steps:
-        started = time.perf_counter()
-        seed_step(config.seed, run.state.step)
-        apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train)
-        result = train_step(
-            run.chunks,
-            run.optimizer,
-            batches,
-            run.groups,
-            num_microbatches=run.num_microbatches,
-            micro_batch_size=config.train.micro_batch_size,
-            sequence_length=config.train.sequence_length,
-            stop_requested=stop.requested,
-        )
-        row = _account(run, result, time.perf_counter() - started)
+        result, row = take_step(run, batches, stop_requested=stop.requested)
         for callback in callbacks:
             callback.on_step(run, row)
         _check_progress(run)
@@ -58,6 +46,31 @@ def train(run: Run, callbacks: Sequence[Callback]) -> None:
         )
 
 
+def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: bool = False) -> tuple[StepResult, Row]:
+    """One step of a run, whose state moves on: what it did, and its metrics row.
+
+    Args:
+        run: where it stands says which step this is.
+        batches: a stream of microbatches per model chunk, from where the run stands.
+        stop_requested: this rank was told to stop.
+    """
+    config = run.config
+    started = time.perf_counter()
+    seed_step(config.seed, run.state.step)
+    apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train)
+    result = train_step(
+        run.chunks,
+        run.optimizer,
+        batches,
+        run.groups,
+        num_microbatches=run.num_microbatches,
+        micro_batch_size=config.train.micro_batch_size,
+        sequence_length=config.train.sequence_length,
+        stop_requested=stop_requested,
+    )
+    return result, _account(run, result, time.perf_counter() - started)
+
+
 def seed_step(seed: int, step: int) -> None:
     """Seed every random state from (seed, step), so that a resumed step draws what the uninterrupted one drew."""
     tensor_parallel.model_parallel_cuda_manual_seed((seed * 1_000_003 + step) % 2**31, force_reset_rng=True)
@@ -66,7 +79,7 @@ def seed_step(seed: int, step: int) -> None:
 def _account(run: Run, result: StepResult, step_s: float) -> Row:
     """Move the run's state on, and make the step's metrics row."""
     config = run.config
-    settings = group_settings(run.state.step, config.optimizer, config.train)
+    rates = _learning_rates(run)
     run.state = run.state.after_step(
         samples=config.train.global_batch_size, tokens=run.tokens_per_step, updated=result.updated
     )
@@ -75,7 +88,7 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
         "step": run.state.step,
         "loss": result.loss.mean,
         "grad_norm": result.grad_norm,
-        "lr": settings["backbone"][0],
+        "lr": rates["backbone"],
         "consumed_samples": run.state.consumed_samples,
         "consumed_tokens": run.state.consumed_tokens,
         "num_skipped": run.state.num_skipped,
@@ -84,7 +97,7 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
         "tflops_per_gpu": tokens_per_s * run.flops_per_token / run.groups.world_size / 1e12,
     }
     if config.model.memory is not None:
-        row["value_lr"] = settings["values"][0]
+        row["value_lr"] = rates["values"]
     if result.value_grad_norm is not None:
         row["value_grad_norm"] = result.value_grad_norm
     for name, of_block in result.auxiliary.items():
@@ -94,6 +107,16 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
                 value
             )
     return row
+
+
+def _learning_rates(run: Run) -> dict[GroupName, float]:
+    """The learning rate of every group in the step just taken: what this rank's groups still carry.
+
+    A stage without split parameters has no such groups, and says what the schedule gives those of other stages.
+    """
+    scheduled = group_settings(run.state.step, run.config.optimizer, run.config.train)
+    carried: dict[GroupName, float] = {group["name"]: group["lr"] for group in run.optimizer.param_groups}
+    return {name: lr for name, (lr, _) in scheduled.items()} | carried
 
 
 def _check_progress(run: Run) -> None:

@@ -143,19 +143,18 @@ class HostShard:
 
 
 class _Slot:
-    """One window's staging memory, and when it may be read and written.
+    """One window's staging memory, and when it may be read.
 
     Attributes:
         gradient: fp32, filled from the device.
         weights: in the dtype of the model's, sent to it.
         arrived: the gradient is here.
-        sent: the weights have left.
     """
 
     def __init__(self, size: int, weights_dtype: torch.dtype, *, pinned: bool) -> None:
         self.gradient = torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self.weights = torch.empty(size, dtype=weights_dtype, device="cpu", pin_memory=pinned)
-        self.arrived, self.sent = torch.cuda.Event(), torch.cuda.Event()
+        self.arrived = torch.cuda.Event()
 
 
 class HostTables:
@@ -219,8 +218,7 @@ class HostTables:
             lr=shard.group["lr"],
             weight_decay=shard.group["weight_decay"],
         )
-        # Two windows ago this memory was sent from; that is long done.
-        slot.sent.synchronize()
+        # Two windows ago this memory was sent from: before the gradient that has arrived, on the same stream.
         slot.weights[:size].copy_(shard.main[window])
 
     def _send(self, index: int) -> None:
@@ -228,7 +226,6 @@ class HostTables:
         slot = self._slots[index % 2]
         with torch.cuda.stream(self._copies):
             shard.weights[window].copy_(slot.weights[: window.stop - window.start], non_blocking=True)
-            slot.sent.record(self._copies)
 
 
 def _windows(num_elements: int) -> Iterator[slice]:

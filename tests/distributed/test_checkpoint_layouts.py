@@ -19,8 +19,6 @@ import torch.distributed.checkpoint as torch_checkpoint
 from tiny_runs import PRIVATE, SHARED, on, tiny_run
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import RunConfig
 from pretrain.state import RunState
 
@@ -56,6 +54,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2)
+"""After two steps."""
 
 
 def layouts_of(config: RunConfig) -> dict[str, dict[str, int]]:
@@ -112,16 +111,14 @@ def check_pairs(
         for name, sizes in layouts.items():
             with tiny_run(on(config, micro_batch_size=1, **sizes)) as run:
                 run.train(2)
-                save_run(run.config, STATE, run.chunks, run.optimizer, tmp_path / name)
+                run.save(tmp_path / name)
         # Each loads what another one saved, into weights of another seed, saves it again, and trains on.
         for source, target in pairs:
             other_seed = replace(on(config, micro_batch_size=1, **layouts[target]), seed=99)
             with tiny_run(other_seed) as run:
-                saved = read_state(tmp_path / source / "step_00000002")
-                state = restore_run(saved, run.chunks, run.optimizer)
-                assert state == STATE
-                save_run(run.config, state, run.chunks, run.optimizer, tmp_path / f"{source} to {target}")
-                run.step = 2
+                run.resume(tmp_path / source / "step_00000002")
+                assert run.run.state == STATE
+                run.save(tmp_path / f"{source} to {target}")
                 losses.append([loss for loss, _ in run.train(1)])
         dist.barrier()
         return losses

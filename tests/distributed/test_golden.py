@@ -152,9 +152,12 @@ def compute(
         if name.startswith(prefix)
     }
     load(model, from_released(recorded, config.model))
-    # Megatron computes the frequencies in fp32 whatever the model's dtype.
     rope, width = model.rotary_pos_emb, config.model.attention_head_dim
-    rope.inv_freq = config.model.rotary_base ** -(torch.arange(0, width, 2, dtype=dtype) / width)
+    frequencies = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    # Megatron computes them in fp32 whatever the model's dtype, and divides, which is one more rounding. The ill-conditioned case multiplies it
+    # by a thousand: the release's take their place, once they are known to be the same to two roundings.
+    torch.testing.assert_close(rope.inv_freq.double(), frequencies, rtol=2 * UNIT_ROUNDOFF, atol=0)
+    rope.inv_freq = frequencies.to(dtype)
     with torch.no_grad():
         change(model)
     streams = capture_streams(model)

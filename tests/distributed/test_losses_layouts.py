@@ -13,8 +13,8 @@ from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
 from megamem.config import PlacementConfig
 from megamem.usage import LayerMetrics, UsageCollector
 from pretrain.config.schema import RunConfig
-from pretrain.schedule import apply_schedule
-from pretrain.step import evaluation_loss, train_step
+from pretrain.loop import take_step
+from pretrain.step import evaluation_loss
 
 STEPS = 3
 WITH_LOSSES = replace(
@@ -65,16 +65,15 @@ def run_steps(run: TinyRun) -> Outcome:
         device=run.groups.device,
     )
     sizes: dict[str, Any] = {
-        "num_microbatches": train.global_batch_size // train.micro_batch_size // run.groups.data_size,
+        "num_microbatches": run.run.num_microbatches,
         "micro_batch_size": train.micro_batch_size,
         "sequence_length": train.sequence_length,
     }
     results = []
     for step in range(STEPS):
-        apply_schedule(run.optimizer.param_groups, step, run.config.optimizer, train)
         if step == STEPS - 1:
             collector.start()
-        results.append(train_step(run.chunks, run.optimizer, run.batches, run.groups, **sizes))
+        results.append(take_step(run.run, run.batches)[0])
     # Not counted: an evaluation between a step and the end of its observation.
     evaluation_loss(run.chunks, run.batches, run.groups, **sizes)
     return Outcome(

@@ -19,12 +19,9 @@ from megamem.config import MoEConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
-from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.loop import take_step
 from pretrain.optimizer import assign_groups
-from pretrain.state import RunState
-from pretrain.step import train_step
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
 
 # Weights that the losses show at: with a wrong scale on some layout, the first gradient norm would tell.
@@ -159,17 +156,7 @@ def test_the_weight_of_the_losses_does_not_depend_on_the_number_of_microbatches(
 def reported(config: RunConfig) -> dict[str, dict[int, float]]:
     """The losses that a step reports."""
     with tiny_run(config) as run:
-        train = config.train
-        result = train_step(
-            run.chunks,
-            run.optimizer,
-            run.batches,
-            run.groups,
-            num_microbatches=train.global_batch_size // train.micro_batch_size // run.groups.data_size,
-            micro_batch_size=train.micro_batch_size,
-            sequence_length=train.sequence_length,
-        )
-        return result.auxiliary
+        return take_step(run.run, run.batches)[0].auxiliary
 
 
 def test_the_losses_are_reported_once_per_token(run_ranks: Any) -> None:
@@ -201,19 +188,14 @@ def save_half_way(folder: Path, layout: dict[str, int]) -> list[tuple[float, flo
     config = on(MOE, layout)
     with tiny_run(config) as run:
         run.train(2)
-        save_run(config, RunState(step=2, num_updates=2), run.chunks, run.optimizer, folder)
+        run.save(folder)
         return run.train(2)
 
 
 def resume(path: Path, layout: dict[str, int]) -> list[tuple[float, float]]:
     config = on(MOE, layout)
     with tiny_run(config) as run:
-        restore_run(read_state(path), run.chunks, run.optimizer)
-        run.step = 2
-        per_rank = config.train.global_batch_size // config.train.micro_batch_size // run.groups.data_size
-        for batches in run.batches:
-            for _ in range(2 * per_rank):
-                next(batches)
+        run.resume(path)
         return run.train(2)
 
 

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from megamem.config import MoEConfig, PlacementConfig, SharingConfig
-from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.state import RunState
 from tests.distributed.tiny_runs import MEMORY, SHARED, tiny_run
 
 
@@ -54,15 +51,12 @@ def test_a_checkpoint_of_a_stage_without_memory_goes_on_elsewhere(run_ranks: Any
     def save() -> list[tuple[float, float]]:
         with tiny_run(on(config, pipeline=2)) as run:
             run.train(2)
-            save_run(config, RunState(step=2, num_updates=2), run.chunks, run.optimizer, tmp_path)
+            run.save(tmp_path)
             return run.train(2)
 
     def resume() -> list[tuple[float, float]]:
         with tiny_run(config) as run:
-            restore_run(read_state(tmp_path / "step_00000002"), run.chunks, run.optimizer)
-            run.step = 2
-            for _ in range(2 * config.train.global_batch_size // config.train.micro_batch_size):
-                next(run.batches[0])
+            run.resume(tmp_path / "step_00000002")
             return run.train(2)
 
     expected = run_ranks(save, 2)[0]

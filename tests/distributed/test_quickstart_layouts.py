@@ -122,10 +122,10 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
     """The first steps of a run, in the world that is already joined."""
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import initialise_groups
+    from pretrain.loop import take_step
     from pretrain.megatron import parallel_sizes
     from pretrain.run import RunFolder, open_run
-    from pretrain.schedule import apply_schedule
-    from pretrain.step import train_step, unwrap
+    from pretrain.step import unwrap
 
     with cuda_on_cpu():
         groups = initialise_groups(
@@ -136,17 +136,8 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
         # Ties are sought where the others are compared with.
         selections = Selections(layers, NUM_DRAWS if groups.world_size == 1 else 0)
         batches, history = run.batches(), []
-        for step in range(NUM_STEPS):
-            apply_schedule(run.optimizer.param_groups, step, config.optimizer, config.train)
-            result = train_step(
-                run.chunks,
-                run.optimizer,
-                batches,
-                groups,
-                num_microbatches=run.num_microbatches,
-                micro_batch_size=config.train.micro_batch_size,
-                sequence_length=config.train.sequence_length,
-            )
+        for _ in range(NUM_STEPS):
+            result, _row = take_step(run, batches)
             history.append(Step(result.loss.mean, result.grad_norm, *selections.take()))
         return history
 

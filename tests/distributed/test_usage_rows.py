@@ -5,48 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tiny_runs import MEMORY, SHARED, tiny_run
 
 from pretrain.callbacks import MemoryUsage, MetricsFile, default_callbacks
 from pretrain.config.schema import LoggingConfig, RunConfig
-from pretrain.loop import _account
+from pretrain.loop import take_step
 from pretrain.run import RunFolder
-from pretrain.state import RunState
-from pretrain.step import train_step
 
 FIGURES = {"coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std", "singular_values"}
 
 
 def rows_of(config: RunConfig, folder: Path, num_steps: int) -> list[dict[str, Any]]:
     """Train with the callbacks that measure and write, as the loop does."""
-    train = config.train
     with tiny_run(config) as built:
-        run: Any = SimpleNamespace(
-            config=config,
-            folder=RunFolder(folder),
-            groups=built.groups,
-            chunks=built.chunks,
-            state=RunState(),
-            tokens_per_step=train.global_batch_size * train.sequence_length,
-            flops_per_token=1.0,
-        )
+        run = replace(built.run, folder=RunFolder(folder))
         callbacks = [c for c in default_callbacks(run) if isinstance(c, MemoryUsage | MetricsFile)]
         for callback in callbacks:
             callback.on_start(run)
         for _ in range(num_steps):
-            result = train_step(
-                built.chunks,
-                built.optimizer,
-                built.batches,
-                built.groups,
-                num_microbatches=4,
-                micro_batch_size=train.micro_batch_size,
-                sequence_length=train.sequence_length,
-            )
-            row = _account(run, result, 1.0)
+            _, row = take_step(run, built.batches)
             for callback in callbacks:
                 callback.on_step(run, row)
     return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]

@@ -18,11 +18,8 @@ from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
 from torch import Tensor
 
 from pretrain import value_offload
-from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import RunConfig
 from pretrain.optimizer import TABLE_GROUPS, OffloadingOptimizer, assign_groups
-from pretrain.state import RunState
 from pretrain.value_offload import HostAdamW
 
 # So small that every share of a table is several windows, the last of them shorter.
@@ -77,34 +74,23 @@ def skip_a_step(run: TinyRun) -> None:
     assert run.num_skipped == before + 1
 
 
-def save(run: TinyRun, folder: Path) -> None:
-    save_run(
-        run.config, RunState(step=run.step, num_updates=run.step - run.num_skipped), run.chunks, run.optimizer, folder
-    )
-
-
 def first_half(config: RunConfig, folder: Path) -> None:
     with tiny_run(config) as run:
         run.train(SAVED_STEP)
-        save(run, folder)
+        run.save(folder)
         second_half(run, folder)
 
 
 def second_half(run: TinyRun, folder: Path) -> None:
     skip_a_step(run)
     run.train(LAST_STEP - SAVED_STEP)
-    save(run, folder)
+    run.save(folder)
 
 
 def resumed(config: RunConfig, source: Path, folder: Path) -> None:
     """The second half from a checkpoint of the first."""
     with tiny_run(config) as run:
-        restore_run(read_state(source / f"step_{SAVED_STEP:08d}"), run.chunks, run.optimizer)
-        run.step = SAVED_STEP
-        for batches in run.batches:
-            train = config.train
-            for _ in range(SAVED_STEP * train.global_batch_size // train.micro_batch_size // run.groups.data_size):
-                next(batches)
+        run.resume(source / f"step_{SAVED_STEP:08d}")
         second_half(run, folder)
 
 

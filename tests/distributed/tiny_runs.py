@@ -6,23 +6,27 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer
 
 from megamem.config import MemoryConfig, ModelConfig, SharingConfig
 from megamem.model import MemoryGPTModel
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
 from pretrain.build import build_chunks, wrap_chunks
+from pretrain.checkpoint.folder import read_state
+from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.loop import take_step
 from pretrain.megatron import parallel_sizes
-from pretrain.optimizer import build_optimizer
-from pretrain.schedule import apply_schedule
-from pretrain.step import Batch, train_step
+from pretrain.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.run import Run
+from pretrain.state import RunState
+from pretrain.step import Batch
 
 VOCAB_SIZE = 61
 
@@ -56,35 +60,54 @@ PRIVATE = replace(
 
 @dataclass
 class TinyRun:
-    """A built run and how to train it."""
+    """A built run without data sets or a folder, the batches that it trains on, and how to train it.
 
-    config: RunConfig
-    groups: ParallelGroups
+    Attributes:
+        run: the product's; its state moves on.
+        bare: this rank's chunks without DDP.
+        batches: a stream of microbatches per chunk.
+    """
+
+    run: Run
     bare: list[MemoryGPTModel]
-    chunks: list[DistributedDataParallel]
-    optimizer: ChainedOptimizer
     batches: list[Iterator[Batch]]
-    step: int = 0
-    num_skipped: int = 0
 
     def train(self, num_steps: int) -> list[tuple[float, float]]:
-        """Take steps, and count those that were skipped; the loss and the gradient norm of each."""
-        train, history = self.config.train, []
-        for _ in range(num_steps):
-            apply_schedule(self.optimizer.param_groups, self.step, self.config.optimizer, train)
-            result = train_step(
-                self.chunks,
-                self.optimizer,
-                self.batches,
-                self.groups,
-                num_microbatches=train.global_batch_size // train.micro_batch_size // self.groups.data_size,
-                micro_batch_size=train.micro_batch_size,
-                sequence_length=train.sequence_length,
-            )
-            self.num_skipped += not result.updated
-            history.append((result.loss.mean, result.grad_norm))
-            self.step += 1
-        return history
+        """Take steps as the training loop does; the loss and the gradient norm of each."""
+        rows = [take_step(self.run, self.batches)[1] for _ in range(num_steps)]
+        return [(row["loss"], row["grad_norm"]) for row in rows]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    @property
+    def groups(self) -> ParallelGroups:
+        return self.run.groups
+
+    @property
+    def chunks(self) -> list[DistributedDataParallel]:
+        return self.run.chunks
+
+    @property
+    def optimizer(self) -> MemoryOptimizer:
+        return self.run.optimizer
+
+    @property
+    def num_skipped(self) -> int:
+        return self.run.state.num_skipped
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint of where the run stands."""
+        return save_run(self.config, self.run.state, self.chunks, self.optimizer, folder)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint: state and place in the data. The run has not trained yet."""
+        self.run.state = restore_run(read_state(path), self.chunks, self.optimizer)
+        per_rank = self.config.train.micro_batch_size * self.groups.data_size
+        for batches in self.batches:
+            for _ in range(self.run.state.consumed_samples // per_rank):
+                next(batches)
 
 
 def on(
@@ -144,7 +167,21 @@ def build(
     bare = build_model(config, groups, vocab_size=VOCAB_SIZE)
     chunks = wrap_chunks(bare, groups)
     optimizer = build_optimizer(config, chunks, groups)
-    return TinyRun(config, groups, bare, chunks, optimizer, [random_batches(config, groups) for _ in chunks])
+    # What reads data sets or folders is not asked for.
+    nothing: Any = None
+    run = Run(
+        config=config,
+        folder=nothing,
+        groups=groups,
+        tokenizer=nothing,
+        train_data=nothing,
+        held_out=nothing,
+        chunks=chunks,
+        optimizer=optimizer,
+        state=RunState(),
+        flops_per_token=1.0,
+    )
+    return TinyRun(run, bare, [random_batches(config, groups) for _ in chunks])
 
 
 def random_batches(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]:

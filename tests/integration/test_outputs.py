@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -95,18 +96,42 @@ def test_data_parallel_ranks_share_the_batch(run: Path, megamem: Megamem, config
         )
 
 
-def test_a_run_says_who_steps_its_tables_and_their_norm(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+EVERY_SO_MANY = (
+    "train.num_steps=11",
+    "optimizer.value_offload=cpu",
+    "optimizer.value_clip_grad=0.5",
+    "logging.every_steps=3",
+    "logging.memory_every_steps=4",
+    "evaluation.every_steps=5",
+    "evaluation.max_sequences=3",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep_last=2",
+    "checkpoint.keep_every_steps=4",
+)
+
+
+def test_rows_evaluations_and_checkpoints_are_those_that_were_asked_for(
+    megamem: Megamem, config_file: Path, tmp_path: Path
+) -> None:
+    """Of a run whose tables are stepped by the host, and clipped apart, which it says."""
     path = tmp_path / "run"
-    result = megamem(
-        "train",
-        config_file,
-        "--run-dir",
-        path,
-        "optimizer.value_offload=cpu",
-        "optimizer.value_clip_grad=0.5",
-        "train.num_steps=4",
-        "checkpoint.every_steps=0",
-    )
+    result = megamem("train", config_file, "--run-dir", path, *EVERY_SO_MANY)
     assert result.code == 0, result.output
     assert "tables' main weights and moments in host memory (" in result.output
+    assert [row["step"] for row in steps(path)] == [3, 4, 6, 8, 9, 11]
+    assert [row["step"] for row in steps(path) if "memory" in row] == [4, 8]
     assert all(row["value_grad_norm"] > 0 for row in steps(path))
+    assert [(row["step"], row["validation_tokens"]) for row in evaluations(path)] == [(5, 96), (10, 96), (11, 96)]
+    kept = sorted(folder.name for folder in (path / "checkpoints").iterdir())
+    # Multiples of four, and the last two of 2, 4, 6, 8, 10 and the end.
+    assert kept == [f"step_{step:08d}" for step in (4, 8, 10, 11)]
+
+
+def test_the_rows_learning_rates_are_those_of_the_schedule(trained: Path) -> None:
+    """160 steps with three of warm-up, a cosine from 1e-2 to 4e-4, and tables at 5 times that, falling to twice."""
+    found = [row for row in rows(trained) if "loss" in row]
+    assert [row["step"] for row in found] == list(range(1, 161))
+    for step, row in enumerate(found):
+        lr = 1e-2 * (step + 1) / 3 if step < 3 else 4e-4 + 96e-4 * (1 + math.cos(math.pi * (step - 3) / 156)) / 2
+        assert row["lr"] == pytest.approx(lr, rel=1e-12), step
+        assert row["value_lr"] == pytest.approx(lr * (5 - 3 * step / 160), rel=1e-12), step

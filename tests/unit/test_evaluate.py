@@ -1,0 +1,137 @@
+"""Evaluation in passes: how many microbatches each has, what is summed, and in which mode the model is. The passes are stand-ins."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pretrain.evaluate as evaluate_module
+import pretrain.step as step_module
+from pretrain.evaluate import Evaluation, evaluate
+from pretrain.step import LossSum, evaluation_loss
+
+LENGTH = 4
+
+
+class Windows:
+    """Windows of four targets, whose losses are their numbers; the last has three."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.sequence_length = count, LENGTH
+        self.num_target_tokens, self.num_bytes = count * LENGTH - 1, 77
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(LENGTH)
+        if index == self.count - 1:
+            mask[-1] = 0
+        return {"number": torch.full((LENGTH,), float(index)), "loss_mask": mask}
+
+    def nats(self) -> float:
+        return LENGTH * sum(range(self.count)) - (self.count - 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "micro_batch_size", "pipeline", "passes"),
+    [
+        (1, 4, 1, [1]),
+        (32, 2, 1, [16]),
+        (33, 2, 1, [16, 1]),
+        (37, 2, 1, [16, 3]),
+        # Multiples of the number of stages: more than there is to read.
+        (37, 2, 4, [16, 4]),
+        (37, 2, 3, [18, 3]),
+        (3, 1, 32, [32]),
+        (70, 1, 1, [16, 16, 16, 16, 6]),
+    ],
+)
+def test_every_window_counts_once_in_passes_that_fill_the_pipeline(
+    monkeypatch: pytest.MonkeyPatch, count: int, micro_batch_size: int, pipeline: int, passes: list[int]
+) -> None:
+    windows: Any = Windows(count)
+    groups: Any = SimpleNamespace(data_rank=0, data_size=1, device=torch.device("cpu"), is_main=True)
+    chunks: Any = ["first", "second"]
+    seen: list[int] = []
+
+    def one_pass(chunks_: Any, streams: Any, groups_: Any, **sizes: Any) -> LossSum:
+        assert (chunks_, groups_, len(streams)) == (chunks, groups, 2)
+        assert (sizes["micro_batch_size"], sizes["sequence_length"]) == (micro_batch_size, LENGTH)
+        seen.append(sizes["num_microbatches"])
+        nats = num_tokens = 0.0
+        for _ in range(sizes["num_microbatches"]):
+            batch, same = (next(stream) for stream in streams)
+            assert torch.equal(batch["number"], same["number"])
+            assert batch["number"].shape == (micro_batch_size, LENGTH)
+            nats += float((batch["number"] * batch["loss_mask"]).sum())
+            num_tokens += float(batch["loss_mask"].sum())
+        return LossSum(nats, num_tokens)
+
+    monkeypatch.setattr(evaluate_module, "evaluation_loss", one_pass)
+    result = evaluate(chunks, windows, groups, micro_batch_size=micro_batch_size, pipeline=pipeline)
+    nats, num_tokens = windows.nats(), count * LENGTH - 1
+    assert seen == passes
+    assert result == Evaluation(
+        pytest.approx(nats / num_tokens), pytest.approx(nats / (math.log(2) * 77)), num_tokens, 77
+    )
+
+
+def test_a_rank_of_several_reads_its_own_windows_and_as_many_microbatches_as_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thirteen windows, three at a time, on two ranks: three microbatches each, of which the last of this one, the second, is padding."""
+    windows: Any = Windows(13)
+    groups: Any = SimpleNamespace(data_rank=1, data_size=2, device=torch.device("cpu"), is_main=True)
+    read: list[tuple[list[float], float]] = []
+
+    def one_pass(chunks: Any, streams: Any, groups: Any, **sizes: Any) -> LossSum:
+        for _ in range(sizes["num_microbatches"]):
+            batch = next(streams[0])
+            read.append((batch["number"][:, 0].tolist(), float(batch["loss_mask"].sum())))
+        # The sum over both ranks.
+        return LossSum(1.0, 13 * LENGTH - 1)
+
+    monkeypatch.setattr(evaluate_module, "evaluation_loss", one_pass)
+    evaluate([nn.Identity()], windows, groups, micro_batch_size=3, pipeline=1)
+    assert read == [([3, 4, 5], 12), ([9, 10, 11], 12), ([12, 12, 12], 0)]
+
+
+def test_tokens_that_no_rank_saw_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: Any = Windows(2)
+    groups: Any = SimpleNamespace(data_rank=0, data_size=1, device=torch.device("cpu"), is_main=True)
+    monkeypatch.setattr(evaluate_module, "evaluation_loss", lambda *_, **__: LossSum(1.0, 6.0))
+    with pytest.raises(AssertionError, match="did not see every held-out token once"):
+        evaluate([nn.Identity()], windows, groups, micro_batch_size=2, pipeline=1)
+
+
+def test_the_model_is_evaluated_without_gradients_and_trains_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    streams, groups = [iter([{}]), iter([{}])], SimpleNamespace()
+
+    def schedule(chunks_: Any, iterators: Any, *sizes: int, forward_only: bool) -> list[torch.Tensor]:
+        assert (chunks_, iterators, sizes, forward_only) == (chunks, streams, (5, 6, 7), True)
+        assert not any(chunk.training for chunk in chunks)
+        assert not torch.is_grad_enabled()
+        return [torch.tensor([3.0, 2.0])]
+
+    def world_loss(losses: Any, chunks_: Any, groups_: Any, stop_requested: bool) -> Any:
+        assert (len(losses), chunks_, groups_, stop_requested) == (1, (), groups, False)
+        return LossSum(3.0, 2.0), {}, False
+
+    monkeypatch.setattr(step_module, "_schedule", schedule)
+    monkeypatch.setattr(step_module, "_world_loss", world_loss)
+    arguments: Any = (chunks, streams, groups)
+    found = evaluation_loss(*arguments, num_microbatches=5, micro_batch_size=6, sequence_length=7)
+    assert found == LossSum(3.0, 2.0)
+    assert all(chunk.training for chunk in chunks)
+
+
+def test_the_mean_of_a_sum_is_per_token() -> None:
+    assert LossSum(6.0, 4.0).mean == 1.5
+    assert LossSum(0.0, 0.0).mean == 0.0

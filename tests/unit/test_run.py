@@ -1,0 +1,326 @@
+"""Opening a run: what its parts are built from, what may change before it goes on, and what is written down. The parts are stand-ins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain.checkpoint.run as saving
+import pretrain.restore as restore_module
+import pretrain.run as run_module
+from megamem.config import MemoryConfig, ModelConfig
+from megamem.formulas import training_flops_per_token
+from pretrain.checkpoint.folder import SavedState
+from pretrain.config.loader import load_config, to_dict
+from pretrain.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DatasetEntry,
+    EvaluationConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from pretrain.errors import CheckpointError
+from pretrain.run import Run, RunFolder, check_resumable, open_run
+from pretrain.state import RunState
+
+CONFIG = RunConfig(
+    seed=3,
+    model=ModelConfig(vocab_size_multiple=16, memory=MemoryConfig(num_keys=16)),
+    train=TrainConfig(num_steps=20, global_batch_size=8, micro_batch_size=2, sequence_length=32),
+    data=DataConfig(datasets=(DatasetEntry("some"),)),
+    evaluation=EvaluationConfig(max_sequences=5),
+)
+STATE = RunState(step=6, consumed_samples=100, consumed_tokens=3200, num_updates=4, num_skipped=2, num_skipped_in_row=1)
+
+
+def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
+    return SavedState(Path("somewhere/step_00000006"), state.to_dict(), {}, to_dict(config), {}, {})
+
+
+# What may change
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (CONFIG, []),
+        (replace(CONFIG, train=replace(CONFIG.train, num_steps=30)), ["train.num_steps: 20 -> 30"]),
+        (
+            replace(CONFIG, name="other", parallel=ParallelConfig(tensor=2)),
+            ["name: run -> other", "parallel.tensor: 1 -> 2"],
+        ),
+        (replace(CONFIG, optimizer=OptimizerConfig(lr=0.5)), ["optimizer.lr: 0.001 -> 0.5"]),
+        (
+            replace(CONFIG, model=replace(CONFIG.model, implementation="transformer_engine")),
+            ["model.implementation: local -> transformer_engine"],
+        ),
+        (replace(CONFIG, data=replace(CONFIG.data, seed=4)), ["data.seed: None -> 4"]),
+    ],
+    ids=lambda value: ", ".join(value) or "nothing" if isinstance(value, list) else "",
+)
+def test_what_may_change_is_told(changed: RunConfig, told: list[str]) -> None:
+    assert check_resumable(changed, saved_with(CONFIG)) == told
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (replace(CONFIG, seed=4), "seed: 3 -> 4"),
+        (replace(CONFIG, model=replace(CONFIG.model, hidden_size=64)), "model.hidden_size: 128 -> 64"),
+        (replace(CONFIG, model=replace(CONFIG.model, rotary_base=50)), "model.rotary_base: 10000 -> 50"),
+        (replace(CONFIG, model=replace(CONFIG.model, memory=None)), "model.memory.top_k: 16 -> not set"),
+        (
+            replace(CONFIG, model=replace(CONFIG.model, memory=MemoryConfig(num_keys=16, top_k=8))),
+            "model.memory.top_k: 16 -> 8",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_another_seed_or_model_is_another_run(changed: RunConfig, told: str) -> None:
+    """Whatever else changes: of that, nothing is said."""
+    changed = replace(changed, train=replace(changed.train, num_steps=30))
+    with pytest.raises(CheckpointError, match="is of another run") as error:
+        check_resumable(changed, saved_with(CONFIG))
+    assert "somewhere/step_00000006" in str(error.value)
+    assert told in str(error.value)
+    assert "num_steps" not in str(error.value)
+
+
+# What is built
+
+
+@dataclass
+class Parts:
+    """What the parts of a run were asked to be."""
+
+    saved: SavedState | None = None
+    calls: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, name: str, result: Any) -> Any:
+        def build(*arguments: Any, **keywords: Any) -> Any:
+            assert name not in self.calls
+            self.calls[name] = (arguments, keywords)
+            return result
+
+        return build
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    parts = Parts()
+    results = {
+        "check_blend": SimpleNamespace(vocab_size=257),
+        "build_train_dataset": "training data",
+        "HeldOutDataset": "held-out data",
+        "build_chunks": "new chunks",
+        "build_unset_chunks": "unset chunks",
+        "wrap_chunks": ["wrapped chunks"],
+        "build_optimizer": "optimizer",
+        "restore_run": STATE,
+        "_record_config": None,
+    }
+    for name, result in results.items():
+        monkeypatch.setattr(run_module, name, parts.call(name, result))
+    monkeypatch.setattr(run_module, "_agreed_checkpoint", lambda folder: (parts.saved, []))
+    return parts
+
+
+GROUPS: Any = SimpleNamespace(is_main=False, data_size=2)
+
+
+def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
+    run = open_run(CONFIG, RunFolder(tmp_path), GROUPS)
+    assert (run.state, run.last_saved_step) == (RunState(), None)
+    assert (run.train_data, run.held_out, run.chunks, run.optimizer) == (
+        "training data",
+        "held-out data",
+        ["wrapped chunks"],
+        "optimizer",
+    )
+    assert parts.calls["check_blend"] == ((CONFIG.data.datasets,), {})
+    assert parts.calls["build_train_dataset"] == (
+        (CONFIG.data.datasets,),
+        {
+            "sequence_length": 32,
+            "num_samples": 160,
+            "seed": 3,
+            "tokenizer": run.tokenizer,
+            "cache_dir": tmp_path / "data_cache",
+        },
+    )
+    assert parts.calls["HeldOutDataset"] == ((CONFIG.data.datasets, 32, 5), {})
+    assert parts.calls["build_chunks"] == ((CONFIG, GROUPS), {"vocab_size": 257})
+    assert parts.calls["wrap_chunks"] == (("new chunks", GROUPS), {})
+    assert parts.calls["build_optimizer"] == ((CONFIG, ["wrapped chunks"], GROUPS), {})
+    # 257 ids are padded to 272.
+    assert run.flops_per_token == training_flops_per_token(CONFIG.model, 272, 32)
+    assert parts.calls["_record_config"] == ((run,), {})
+    assert not {"restore_run", "build_unset_chunks"} & parts.calls.keys()
+    assert (run.num_microbatches, run.tokens_per_step) == (2, 256)
+
+
+def test_a_run_that_goes_on(parts: Parts, tmp_path: Path) -> None:
+    """Fourteen steps are left, whatever the batch was before."""
+    parts.saved = saved_with(CONFIG)
+    config = replace(CONFIG, data=replace(CONFIG.data, seed=8), model=CONFIG.model)
+    run = open_run(config, RunFolder(tmp_path), GROUPS)
+    assert (run.state, run.last_saved_step) == (STATE, 6)
+    _, data = parts.calls["build_train_dataset"]
+    assert (data["num_samples"], data["seed"]) == (100 + 14 * 8, 8)
+    assert parts.calls["restore_run"] == ((parts.saved, ["wrapped chunks"], "optimizer"), {})
+    assert parts.calls["build_unset_chunks"] == ((config, GROUPS), {"vocab_size": 257})
+    assert "build_chunks" not in parts.calls
+
+
+def test_a_run_that_has_gone_further_than_now_asked_for_needs_what_it_has_read(parts: Parts, tmp_path: Path) -> None:
+    parts.saved = saved_with(CONFIG)
+    open_run(replace(CONFIG, train=replace(CONFIG.train, num_steps=4)), RunFolder(tmp_path), GROUPS)
+    assert parts.calls["build_train_dataset"][1]["num_samples"] == 100
+
+
+def test_a_checkpoint_of_another_run_is_refused_before_anything_is_built(parts: Parts, tmp_path: Path) -> None:
+    parts.saved = saved_with(replace(CONFIG, seed=99))
+    with pytest.raises(CheckpointError, match="seed: 99 -> 3"):
+        open_run(CONFIG, RunFolder(tmp_path), GROUPS)
+    assert set(parts.calls) == {"check_blend"}
+
+
+def test_the_vocabulary_may_be_larger_than_the_tokenizers(parts: Parts, tmp_path: Path) -> None:
+    config = replace(CONFIG, model=replace(CONFIG.model, vocab_size=1000))
+    run = open_run(config, RunFolder(tmp_path), GROUPS)
+    assert parts.calls["build_chunks"][1] == {"vocab_size": 1000}
+    assert run.flops_per_token == training_flops_per_token(config.model, 1008, 32)
+
+
+# What is written down
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_first_rank_writes_the_configuration_and_all_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_main: bool
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(run_module, "save_tokenizer", lambda tokenizer, path: log.append(f"{tokenizer} {path.name}"))
+    monkeypatch.setattr(run_module.dist, "barrier", lambda: log.append("barrier"))
+    run: Any = SimpleNamespace(
+        config=CONFIG,
+        groups=SimpleNamespace(is_main=is_main),
+        folder=RunFolder(tmp_path / "run"),
+        tokenizer="tokenizer",
+    )
+    run_module._record_config(run)
+    assert log == (["tokenizer tokenizer", "barrier"] if is_main else ["barrier"])
+    assert run.folder.path.exists() == is_main
+    if is_main:
+        assert load_config(run.folder.config) == CONFIG
+        assert [path.name for path in run.folder.path.iterdir()] == ["config.yaml"]
+
+
+def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, checkpoint=CheckpointConfig(keep_last=7, keep_every_steps=9))
+    log: list[Any] = []
+    entries: Any = {"model0": "entries"}
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "barrier", lambda: log.append("barrier"))
+    monkeypatch.setattr(saving, "_entries", lambda *_, is_loading: {**entries, "is_loading": is_loading})
+    monkeypatch.setattr(saving, "save_tensors", lambda tensors, path: log.append(("tensors", tensors, path.name)))
+    monkeypatch.setattr(saving, "package_versions", lambda: {"torch": "2"})
+    for name in ("start_writing", "complete", "remove_superseded"):
+        monkeypatch.setattr(
+            saving.folders, name, lambda *args, name=name, **keywords: log.append((name, args, keywords))
+        )
+    nothing: Any = None
+    assert saving.save_run(config, STATE, nothing, nothing, tmp_path) == tmp_path / "step_00000006"
+    assert log == [
+        ("start_writing", (tmp_path, 6), {}),
+        "barrier",
+        ("tensors", {"model0": "entries", "is_loading": False}, ".writing_step_00000006"),
+        (
+            "complete",
+            (tmp_path, 6),
+            {
+                "run": STATE.to_dict(),
+                "rng": {"seed": 3, "step": 6},
+                "config": to_dict(config),
+                "versions": {"torch": "2"},
+            },
+        ),
+        ("remove_superseded", (tmp_path, 6), {"keep_last": 7, "keep_every_steps": 9}),
+        "barrier",
+    ]
+
+
+def test_restoring_tells_the_optimizer_how_many_updates_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not how many steps: two of them were skipped."""
+    log: list[Any] = []
+    loaded: Any = {"model0": "weights"}
+    monkeypatch.setattr(saving, "_entries", lambda chunks, optimizer, *, is_loading: ("entries", is_loading))
+    monkeypatch.setattr(saving, "load_tensors", lambda entries, path: log.append((entries, path)) or loaded)
+    monkeypatch.setattr(saving, "unwrap", lambda chunk: f"bare {chunk}")
+    monkeypatch.setattr(saving, "_load_chunks", lambda chunks, tensors: log.append((chunks, tensors)))
+    optimizer: Any = SimpleNamespace(set_num_updates=lambda number: log.append(number))
+    saved, chunks = saved_with(CONFIG), ["chunk"]
+    assert saving.restore_run(saved, chunks, optimizer) == STATE  # type: ignore[arg-type]
+    assert log == [(("entries", True), saved.path), (["bare chunk"], loaded), 4]
+
+
+# A trained model
+
+
+def test_a_model_is_opened_on_its_own_layout_or_another() -> None:
+    config = replace(CONFIG, parallel=ParallelConfig(tensor=2, pipeline=2))
+    saved = saved_with(config)
+    assert restore_module.saved_config(saved, None) == config
+    other = ParallelConfig(context=2)
+    assert restore_module.saved_config(saved, other) == replace(config, parallel=other)
+
+
+def test_a_restored_model_has_the_weights_and_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    config = replace(CONFIG, model=replace(CONFIG.model, vocab_size=300))
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        log.append((arguments, keywords))
+        return chunks
+
+    monkeypatch.setattr(restore_module, "build_unset_chunks", build)
+    monkeypatch.setattr(restore_module, "load_weights", lambda path, found: log.append((path, found)))
+    tokenizer: Any = SimpleNamespace(vocab_size=257)
+    assert restore_module.restore_model(config, Path("checkpoint"), tokenizer, GROUPS) == chunks
+    assert log == [((config, GROUPS), {"vocab_size": 300}), (Path("checkpoint"), chunks)]
+    assert not any(chunk.training for chunk in chunks)
+
+
+def test_the_newest_checkpoint_or_that_of_a_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, newest = RunFolder(tmp_path), saved_with(CONFIG)
+    monkeypatch.setattr(
+        restore_module, "newest_complete", lambda path: (newest if path == folder.checkpoints else None, [])
+    )
+    monkeypatch.setattr(restore_module, "read_state", lambda path: path)
+    assert restore_module.find_checkpoint(folder, None) is newest
+    assert restore_module.find_checkpoint(folder, 12) == tmp_path / "checkpoints" / "step_00000012"
+    assert restore_module.find_checkpoint(folder, 0) == tmp_path / "checkpoints" / "step_00000000"
+    monkeypatch.setattr(restore_module, "newest_complete", lambda path: (None, []))
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        restore_module.find_checkpoint(folder, None)
+    with pytest.raises(CheckpointError, match="no such run folder"):
+        restore_module.find_checkpoint(RunFolder(tmp_path / "none"), None)
+
+
+def test_the_number_of_microbatches_is_of_one_rank() -> None:
+    nothing: Any = None
+    for data_size, expected in ((1, 4), (2, 2), (4, 1)):
+        groups: Any = SimpleNamespace(data_size=data_size)
+        run = Run(CONFIG, nothing, groups, nothing, nothing, nothing, nothing, nothing, RunState(), 1.0)
+        assert run.num_microbatches == expected
