@@ -74,6 +74,8 @@ def test_every_token_is_served_once_per_epoch(
     samples = [dataset[i] for i in range(num_samples)]
     expected = times(epoch_of(entry.path), num_epochs)
     assert Counter(tokens(samples)) == expected
+    # Ends of documents count in the loss like any other token.
+    assert set(tokens(samples, "loss_mask")) == {1.0}
     # The last label of all is the first token of the next epoch, in place of the first token of the first.
     labels = Counter(tokens(samples, "labels"))
     assert labels.total() == expected.total()
@@ -177,6 +179,16 @@ def test_both_orders_depend_on_all_of_the_seed(tmp_path: Path) -> None:
         orders.append(served_order(streams[-1], build([entry], tmp_path / "cache", 6, 14, seed), 6))
     assert all_differ(streams)
     assert all_differ(orders)
+
+
+def test_lengths_do_not_meet_in_the_index(tmp_path: Path) -> None:
+    """Four blocks each, from one cache folder and from two."""
+    entry = make(tmp_path)
+    for sequence_length, num_samples in ((12, 12), (6, 28)):
+        shared, own = (
+            build([entry], tmp_path / cache, sequence_length, num_samples) for cache in ("cache", str(sequence_length))
+        )
+        assert tokens([shared[i] for i in range(num_samples)]) == tokens([own[i] for i in range(num_samples)])
 
 
 @pytest.mark.parametrize(("run_seed", "data_seed", "expected"), [(3, None, 3), (3, 7, 7), (3, 0, 0), (0, None, 0)])
