@@ -172,3 +172,15 @@ def test_roundings_of_subnormal_numbers() -> None:
     assert_bits(cpu_pieces().sum_rows(table, torch.zeros(1, 1, dtype=torch.int64), coef), eighths)
     products = cpu_pieces().dot_rows(table.view(-1, 1), torch.arange(81).view(1, -1), coef.view(1, 1), 1)
     assert_bits(products.view(1, -1), eighths)
+
+
+@needs_compiler
+def test_nan_of_any_payload_stays_nan() -> None:
+    """Rounding up the largest of them would overflow to a zero, and cutting the smallest off would leave an infinity."""
+    payloads = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert payloads.isnan().all()
+    ids = torch.arange(len(payloads)).view(1, -1)
+    products = cpu_pieces().dot_rows(payloads.view(-1, 1).contiguous(), ids, torch.ones(1, 1, dtype=BF16), 1)
+    assert products.isnan().all()
+    ones = torch.ones(len(payloads), 1, dtype=BF16)
+    assert cpu_pieces().sum_rows(ones, ids.view(-1, 1), payloads.view(-1, 1, 1)).isnan().all()
