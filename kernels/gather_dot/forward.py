@@ -5,6 +5,7 @@ Legend: R table rows, T tokens, J rows read per token, C column groups, W column
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.blocks import vectors_of_entries
@@ -33,5 +34,7 @@ def grouped_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, b
             vectors = x[chunk].reshape(rows.shape[0], 1, *per_group)
             out[chunk] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
         else:
-            out[chunk] = (rows * vectors_of_entries(x[chunk], block[chunk], table.shape[1]).view(rows.shape)).sum(-1)
+            vectors = vectors_of_entries(x[chunk], block[chunk], table.shape[1]).view(rows.shape)
+            # In bf16 every product would be rounded before it is added.
+            out[chunk] = (rows * vectors.to(torch.promote_types(vectors.dtype, torch.float32))).sum(-1)
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamem.calibration import calibrate_scores
 from megamem.config import MemoryConfig, ModelConfig, SharingConfig
-from megamem.initial_variance import sigma_values, swiglu_ffn_variance
+from megamem.initial_variance import swiglu_ffn_variance
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from parallel.cpu import cuda_on_cpu
@@ -74,6 +74,16 @@ def eq_22(model: ModelConfig, memory: MemoryConfig, sigma_s: float, table_std: f
     return 0.4 * product * (1 + sigma_s**2) * table_std**2 * read / model.hidden_size
 
 
+def eq_26(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> float:
+    """sigma_V as the paper writes it; without pre-values P falls out, and 0.08 under a square root stands for 0.2 under a fourth one."""
+    k_inner = model.ffn_hidden_size / model.hidden_size
+    read = memory.top_k * memory.num_heads * memory.value_dim * (1 + sigma_s**2)
+    share = k_inner * model.hidden_size / (read * model.num_layers)
+    if memory.pre_dim:
+        return float((0.2 * share / memory.pre_dim) ** 0.25)
+    return float((0.08 * share) ** 0.5)
+
+
 def measure(model: MemoryGPTModel, config: ModelConfig, seed: int) -> Measured:
     memory = config.memory
     assert memory is not None
@@ -81,7 +91,9 @@ def measure(model: MemoryGPTModel, config: ModelConfig, seed: int) -> Measured:
     for index, layer in enumerate(model.memory_layers):
         hidden = unit_rms_tokens(config.hidden_size, 1000 * seed + index)
         with torch.no_grad():
-            scores.append(float(layer.retrieve(hidden.flatten(0, 1)).scores.mean()))
+            retrieved = layer.retrieve(hidden.flatten(0, 1)).scores
+            scores.append(float(retrieved.mean()))
+            sigma_s = float(retrieved.std() / retrieved.mean())
             variances.append(float(layer(hidden).square().mean()))
             ffn_variances.append(float(model.decoder.layers[index].mlp.ffn(hidden)[0].square().mean()))
         assert layer.cores is not None
@@ -89,7 +101,7 @@ def measure(model: MemoryGPTModel, config: ModelConfig, seed: int) -> Measured:
         values = dict(model.banks.named_parameters())[f"{layer.view.bank}.values"]
         std = float(values.detach().double().std())
         predicted.append(eq_22(config, memory, calibration.sigma_s, std))
-        stds.append(std / sigma_values(config, memory, calibration.sigma_s))
+        stds.append(std / eq_26(config, memory, sigma_s))
     k_inner = config.ffn_hidden_size / config.hidden_size
     return Measured(
         mean_score=fmean(scores),

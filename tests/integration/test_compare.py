@@ -11,6 +11,8 @@ import pytest
 import yaml
 from commands import TINY, Megamem, Result, Start, checkpoint, evaluations, last_step, rows, steps, wait_until
 
+from pretrain.checkpoint.folder import newest_complete
+
 SHORT = ("train.num_steps=4", "checkpoint.every_steps=2", "checkpoint.keep_last=0", "evaluation.max_sequences=4")
 
 
@@ -127,5 +129,9 @@ def test_a_stopped_comparison_says_how_to_go_on(tmp_path: Path, start: Start, mo
     result = command.wait()
     assert result.code == 75, result.output
     assert "run the same command again" in result.output
-    assert list((folder / "memory" / "seed_1" / "checkpoints").glob("step_*"))
+    saved, problems = newest_complete(folder / "memory" / "seed_1" / "checkpoints")
+    assert not problems
+    assert saved is not None
+    # Where it stopped: no step that has a row is lost.
+    assert saved.step == last_step(folder / "memory" / "seed_1")
     assert not (folder / "dense").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -57,8 +58,26 @@ def test_tensorboard_has_the_metrics(run: Path) -> None:
     assert [event.step for event in events.Scalars("validation_loss")] == [20]
 
 
-def test_wandb_writes_offline(run: Path) -> None:
-    assert list((run / "logs").glob("wandb/offline-run-*/*.wandb"))
+def log_payload(path: Path) -> bytes:
+    """What a file in LevelDB's log format holds, without the headers: blocks of 32 KiB, of fragments with checksum, length and type."""
+    content, payload, at = path.read_bytes(), b"", 7
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            # No header fits into the rest of the block.
+            at += 32768 - at % 32768
+            continue
+        length = int.from_bytes(content[at + 4 : at + 6], "little")
+        payload += content[at + 7 : at + 7 + length]
+        at += 7 + length
+    return payload
+
+
+def test_wandb_has_the_metrics_offline(run: Path) -> None:
+    (path,) = (run / "logs").glob("wandb/offline-run-*/*.wandb")
+    payload = log_payload(path)
+    # Records hold values as JSON.
+    missing = [row["step"] for row in steps(run) if json.dumps(row["loss"]).encode() not in payload]
+    assert not missing
 
 
 def test_running_a_finished_run_again_says_so(run: Path, megamem: Megamem, config_file: Path) -> None:

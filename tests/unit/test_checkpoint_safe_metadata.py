@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,39 @@ def test_code_is_refused_and_not_run(saved: Path, tmp_path: Path, wrap: Callable
 def test_no_function_of_python_or_torch_gets_through(saved: Path, function: Callable[..., Any]) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(Payload(function, "x")))
     with pytest.raises(CheckpointError, match="it wants"):
+        check_index(saved)
+
+
+def names_that_are_no_dtype() -> list[str]:
+    return sorted(name for name in dir(torch) if not isinstance(getattr(torch, name), torch.dtype) and name != "Size")
+
+
+def wants(module: str, name: str) -> bytes:
+    """A pickle that is nothing but a reference, by the opcode that takes any name; most pickled functions say where they are defined instead."""
+    return f"c{module}\n{name}\n.".encode()
+
+
+def test_of_torch_itself_only_sizes_and_dtypes_get_through(saved: Path) -> None:
+    names = [*names_that_are_no_dtype(), "hub.load", "float32.__class__", "no_such_name"]
+    assert {"load", "save", "hub", "compile", "ops", "jit", "Tensor", "set_default_dtype", "from_file"} <= set(names)
+    for name in names:
+        (saved / ".metadata").write_bytes(wants("torch", name))
+        with pytest.raises(CheckpointError, match=re.escape(f"it wants torch.{name}, which")):
+            check_index(saved)
+    for name in ("Size", "float32", "bfloat16", "int64", "bool"):
+        (saved / ".metadata").write_bytes(wants("torch", name))
+        with pytest.raises(CheckpointError, match="it holds a"):
+            check_index(saved)
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch.hub", "evil"])
+def test_a_dtype_of_another_module_is_refused_before_the_module_is_imported(
+    saved: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (saved / "evil.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(saved)
+    (saved / ".metadata").write_bytes(wants(module, "float32"))
+    with pytest.raises(CheckpointError, match=rf"it wants {module}\.float32"):
         check_index(saved)
 
 

@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tools")
+PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "tools")
 """Each may import itself and those before it."""
 
 CONFIG_FILES = ("megamem/config.py", "pretrain/config/schema.py")
 
 
 def source_files(package: str) -> list[Path]:
-    return sorted((REPOSITORY / package).rglob("*.py"))
+    files = sorted((REPOSITORY / package).rglob("*.py"))
+    assert files, f"{package} is not there: what holds of its files would hold of none"
+    return files
+
+
+def test_every_package_is_there_and_no_other() -> None:
+    folders = {path.parent.name for path in REPOSITORY.glob("*/__init__.py")}
+    assert folders - {"tests"} == set(PACKAGES)
 
 
 def parse(path: Path) -> ast.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import fmean, stdev
+from statistics import fmean
 
 import pytest
 import torch
@@ -51,14 +51,15 @@ def measured_scores(memory: MemoryConfig, num_keys: int, cores: Tensor, gain: fl
 def test_mean_and_deviation_hold_on_other_samples(name: str) -> None:
     memory, num_keys = CONFIGS[name]
     cores = cores_of(memory)
-    calibration = calibrate_scores(memory, num_keys, cores, seed=1, name="layer")
-    scores = [measured_scores(memory, num_keys, cores, calibration.gain, seed) for seed in range(12)]
-    means = [float(s.mean()) for s in scores]
-    # The calibration is one such sample itself.
-    spread = stdev(means)
-    assert spread < 0.08
-    assert abs(fmean(means) - 1) < 4 * spread
-    assert fmean(float(s.std()) for s in scores) == pytest.approx(calibration.sigma_s, rel=0.15)
+    calibrations = [calibrate_scores(memory, num_keys, cores, seed=seed, name="layer") for seed in range(12)]
+    scores = [
+        measured_scores(memory, num_keys, cores, calibration.gain, seed)
+        for seed, calibration in enumerate(calibrations)
+    ]
+    # One sample on one calibration's gain leaves a deviation below 0.04, so the mean of twelve one of about 0.01.
+    assert fmean(float(s.mean()) for s in scores) == pytest.approx(1, abs=0.05)
+    deviation = fmean(float(s.std()) for s in scores)
+    assert deviation == pytest.approx(fmean(calibration.sigma_s for calibration in calibrations), rel=0.05)
 
 
 def test_calibration_is_a_function_of_seed_name_and_cores() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import lzma
 from pathlib import Path
@@ -93,6 +94,38 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer(tmp_path: Path):
     assert HeldOutDataset([by_bytes], 8).num_bytes == HeldOutDataset([by_bpe], 8).num_bytes
     assert HeldOutDataset([by_bpe], 8).num_target_tokens < HeldOutDataset([by_bytes], 8).num_target_tokens
     assert {document.decode() for document in held_out_documents([by_bpe])} <= set(texts)
+
+
+@pytest.mark.parametrize("read_tokens", [60, 61, 97, 1 << 22])
+def test_bytes_do_not_depend_on_how_much_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_tokens: int
+) -> None:
+    """Of letters that are spread over several tokens, and would be cut in two where a read ends."""
+    texts = [f"漢字{i}ü" * 2 for i in range(20)]
+    bpe = train_bpe(["ascii alone"], 257, tmp_path / "t.json", progress=False)
+    entry = make(tmp_path, texts, "data", bpe)
+    stream, held_out = stream_of([entry]), list(held_out_documents([entry]))
+    monkeypatch.setattr("pretrain.data.held_out._READ_TOKENS", read_tokens)
+    ends = [position + 1 for position, token in enumerate(stream) if token == bpe.eod]
+    assert max(ends[0], *(after - before for before, after in itertools.pairwise(ends))) < 60 < len(stream)
+    for num_documents, end in enumerate(ends[:-1], start=1):
+        counted = HeldOutDataset([entry], 1, max_sequences=end).num_bytes
+        assert counted == sum(len(document) for document in held_out[:num_documents])
+
+
+def test_compressors_are_at_their_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small text the presets of xz agree, which differ in how far they look back."""
+    made: list[dict[str, int]] = []
+    original = lzma.LZMACompressor
+
+    def make_compressor(**options: int) -> lzma.LZMACompressor:
+        made.append(options)
+        return original(**options)
+
+    entry = make(tmp_path, ["one", "two"])
+    monkeypatch.setattr("pretrain.data.held_out.lzma.LZMACompressor", make_compressor)
+    compression_baselines([entry])
+    assert made == [{"format": lzma.FORMAT_XZ, "preset": 9}]
 
 
 def test_baselines_are_what_the_tools_reach(tmp_path: Path):

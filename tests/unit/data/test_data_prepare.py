@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from pretrain.data import prepare as prepare_module
 from pretrain.data.manifest import Manifest, open_dataset
-from pretrain.data.prepare import PreparationResult, prepare
+from pretrain.data.prepare import PreparationResult, held_out_score, prepare
 from pretrain.data.sources import BadDocumentLog, Record, list_files
 from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from pretrain.data.workers import tokenize_records
@@ -111,6 +112,85 @@ def test_both_splits_get_a_document(
         "validation.idx",
         "manifest.json",
     }
+
+
+def test_held_out_scores_are_uniform_and_independent_of_each_other() -> None:
+    count = 20_000
+    scores = np.array([[held_out_score(seed, index) for index in range(count)] for seed in (1, 2)])
+    assert scores.min() >= 0
+    assert scores.max() < 1
+    # Five standard errors: of the share below a bound, and of correlations between seeds and between neighbours.
+    for bound in (0.01, 0.05, 0.5, 0.9):
+        assert np.abs((scores < bound).mean(1) - bound).max() < 5 * (bound * (1 - bound) / count) ** 0.5
+    assert abs(np.corrcoef(scores[0], scores[1])[0, 1]) < 5 * count**-0.5
+    assert abs(np.corrcoef(scores[0, :-1], scores[0, 1:])[0, 1]) < 5 * count**-0.5
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.2, 1 - 1e-9])
+def test_documents_with_the_lowest_scores_are_held_out(tmp_path: Path, fraction: float) -> None:
+    """Where that leaves a split empty, the document whose score is nearest moves."""
+    source = corpus(tmp_path / "a.jsonl")
+    run(source, tmp_path / "out", validation_fraction=fraction, seed=3)
+    wanted = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+    scores = [held_out_score(3, index) for index in range(len(wanted))]
+    held_out = {index for index, score in enumerate(scores) if score < fraction}
+    held_out = held_out or {scores.index(min(scores))}
+    if len(held_out) == len(wanted):
+        held_out -= {scores.index(max(scores))}
+    assert documents(tmp_path / "out", "validation") == [wanted[index] for index in sorted(held_out)]
+
+
+def test_bytes_of_the_text_are_counted_and_not_its_letters(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    texts = [f"größer {i} 漢字" for i in range(9)]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    splits = run(source, tmp_path / "out").dataset.manifest.splits
+    assert sum(split.num_bytes for split in splits.values()) == sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 2}, {"field_name": "copy"}, {"validation_fraction": 0.3}, {"tokenizer": "bpe"}, {"time": 1}],
+    ids=lambda other: next(iter(other)),
+)
+def test_every_argument_and_the_files_are_part_of_the_request(tmp_path: Path, other: dict[str, object]) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": f"text {i}", "copy": f"text {i}"}) + "\n" for i in range(9)))
+    os.utime(source, ns=(0, 0))
+    run(source, tmp_path / "out")
+    assert run(source, tmp_path / "out").was_already_there
+    options = dict(other)
+    if options.pop("time", None):
+        os.utime(source, ns=(1, 1))
+    if "tokenizer" in options:
+        options["tokenizer"] = train_bpe(["text " * 9], 260, tmp_path / "t.json", progress=False)
+    with pytest.raises(DataError, match="other files or with other arguments"):
+        run(source, tmp_path / "out", **options)
+
+
+def test_the_content_fingerprint_is_of_the_tokens_and_their_tokenizer(tmp_path: Path) -> None:
+    manifest = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset.manifest
+    changed = [replace(manifest, tokenizer=replace(manifest.tokenizer, fingerprint="0"))]
+    for name, split in manifest.splits.items():
+        for field in ("bin_sha256", "idx_sha256"):
+            changed.append(replace(manifest, splits={**manifest.splits, name: replace(split, **{field: "0"})}))
+    assert len({other.content_fingerprint for other in [manifest, *changed]}) == 6
+    # Where the tokens came from plays no part.
+    assert replace(manifest, request_fingerprint="0", num_skipped=3).content_fingerprint == manifest.content_fingerprint
+
+
+def test_everything_is_on_disk_before_the_folder_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        assert not (tmp_path / "out").exists()
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr("pretrain.data.staging.os.fsync", record)
+    run(corpus(tmp_path / "a.jsonl"), tmp_path / "out")
+    assert {path.stat().st_ino for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]} <= synced
 
 
 def test_one_document_cannot_be_split(tmp_path: Path):
@@ -209,6 +289,31 @@ def test_changed_bytes_are_found_by_verification(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     with pytest.raises(DataError, match=r"validation\.bin is not the file that was written"):
         open_dataset(tmp_path / "out").verify()
+
+
+@pytest.mark.parametrize(
+    "name", [f"{split}.{suffix}" for split in ("train", "validation") for suffix in ("bin", "idx")]
+)
+def test_every_file_is_verified(tmp_path: Path, name: str) -> None:
+    dataset = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset
+    dataset.verify()
+    path = tmp_path / "out" / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=rf"{name} is not the file that was written"):
+        dataset.verify()
+
+
+def test_an_index_of_as_many_documents_of_other_lengths_is_damage(tmp_path: Path) -> None:
+    folders = []
+    for name, word in (("a", "word"), ("b", "words")):
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text((json.dumps({"text": word}) + "\n") * 9)
+        folders.append(run(source, tmp_path / name).dataset.path)
+    shutil.copy(folders[1] / "train.idx", folders[0] / "train.idx")
+    with pytest.raises(DataError, match="damaged"):
+        open_dataset(folders[0]).open_split("train")
 
 
 def test_index_without_its_header_is_damage(tmp_path: Path):

@@ -1,0 +1,157 @@
+"""Every number of the configuration at its limits: the last value that can run passes, the first that cannot is refused by key and value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+from pretrain.config.describe import describe_fields
+from pretrain.config.loader import parse_config
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+
+TINY = 5e-324
+"""The smallest float above 0."""
+
+
+class Limit(NamedTuple):
+    """A limit of a key, and what else has to be set for the key to be read and its neighbours to be out of its way."""
+
+    key: str
+    good: Any
+    bad: Any
+    context: Mapping[str, Any]
+
+
+def at_least(smallest: int, *keys: str, **context: Any) -> list[Limit]:
+    return [Limit(key, smallest, smallest - 1, context) for key in keys]
+
+
+def not_negative(*keys: str, **context: Any) -> list[Limit]:
+    return [Limit(key, 0.0, -TINY, context) for key in keys]
+
+
+def above_zero(*keys: str, **context: Any) -> list[Limit]:
+    return [Limit(key, TINY, 0.0, context) for key in keys]
+
+
+def below(bound: float, *keys: str) -> list[Limit]:
+    return [Limit(key, math.nextafter(bound, -math.inf), bound, {}) for key in keys]
+
+
+def at_most(largest: float, *keys: str, **context: Any) -> list[Limit]:
+    following = largest + 1 if isinstance(largest, int) else math.nextafter(largest, math.inf)
+    return [Limit(key, largest, following, context) for key in keys]
+
+
+# Keyword arguments cannot hold dots: `model__moe` is `model.moe`.
+MOE: dict[str, Any] = {"model__moe__num_experts": 4, "model__moe__top_k": 1}
+MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores": 1}
+PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1.0}
+END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
+
+LIMITS = [
+    *at_least(0, "seed"),
+    *at_most(2**31 - 1, "seed"),
+    # model
+    *at_least(1, "model.num_layers", "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"),
+    *at_least(1, "model.vocab_size", "model.vocab_size_multiple", "model.rotary_base"),
+    *at_least(1, "model.hidden_size", model__head_dim=2),
+    # Rotary embeddings need an even width, so the smallest is 2; 1 is refused for being odd.
+    Limit("model.head_dim", 2, 0, {}),
+    *above_zero("model.norm_epsilon", "model.init_std"),
+    *at_least(1, "model.moe.num_experts", "model.moe.top_k", "model.moe.expert_ffn_hidden_size", **MOE),
+    *at_most(4, "model.moe.top_k", **MOE),
+    *not_negative("model.moe.balance_loss_weight", "model.moe.z_loss_weight", **MOE),
+    *at_least(1, "model.memory.num_keys", "model.memory.key_dim", "model.memory.value_dim", **MEMORY),
+    *at_least(1, "model.memory.top_k", "model.memory.row_top_k_limit", "model.memory.num_heads", **MEMORY),
+    *at_least(1, "model.memory.tucker_rank", "model.memory.num_cores", "model.memory.key_expansion", **MEMORY),
+    *at_least(0, "model.memory.pre_value_dim", **MEMORY),
+    # As many rows as are to be selected, and as many candidates as values.
+    *at_least(16, "model.memory.num_keys", model__memory__top_k=16),
+    *at_least(8, "model.memory.num_keys", model__memory__top_k=16, model__memory__key_expansion=2),
+    *at_most(16, "model.memory.top_k", model__memory__row_top_k_limit=4),
+    *not_negative("model.memory.tucker_penalty_weight", "model.memory.key_balance_weight", **MEMORY),
+    *not_negative("model.memory.tucker_penalty_margin", **PENALISED),
+    *at_least(1, "model.memory.sharing.group", **MEMORY, model__memory__sharing__pattern="block"),
+    *at_most(4, "model.memory.sharing.group", **MEMORY, model__memory__sharing__pattern="ring"),
+    *at_least(1, "model.memory.placement.every", **MEMORY),
+    Limit("model.memory.placement.blocks", [0], [-1], MEMORY),
+    # parallel
+    *at_least(1, "parallel.tensor", "parallel.pipeline", "parallel.context"),
+    *at_least(1, "parallel.virtual_pipeline", parallel__pipeline=2),
+    *at_least(1, "parallel.memory", **MEMORY),
+    *above_zero("parallel.timeout_minutes"),
+    # train
+    *at_least(1, "train.num_steps", "train.sequence_length", "train.max_skipped_steps"),
+    *at_least(1, "train.global_batch_size", "train.micro_batch_size", train__micro_batch_size=1),
+    # optimizer
+    *above_zero("optimizer.lr", optimizer__schedule="constant"),
+    *above_zero("optimizer.epsilon"),
+    *not_negative("optimizer.min_lr", "optimizer.weight_decay", "optimizer.clip_grad"),
+    *at_most(0.5, "optimizer.min_lr", optimizer__lr=0.5),
+    *not_negative("optimizer.beta1", "optimizer.beta2"),
+    *below(1.0, "optimizer.beta1", "optimizer.beta2"),
+    *at_least(0, "optimizer.warmup_steps"),
+    *at_most(100, "optimizer.warmup_steps", train__num_steps=100),
+    *not_negative("optimizer.warmup_start", optimizer__warmup_steps=5),
+    *at_most(1.0, "optimizer.warmup_start", optimizer__warmup_steps=5),
+    *at_least(1, "optimizer.decay_steps", optimizer__schedule="wsd"),
+    *at_most(95, "optimizer.decay_steps", optimizer__schedule="wsd", optimizer__warmup_steps=5, train__num_steps=100),
+    *not_negative("optimizer.value_weight_decay", "optimizer.value_clip_grad", "optimizer.value_lr", **MEMORY),
+    *not_negative("optimizer.value_lr_multiplier", "optimizer.value_lr_end_multiplier", **MEMORY),
+    *not_negative("optimizer.pre_value_lr_multiplier", **MEMORY),
+    *at_least(0, "optimizer.value_lr_decay_tokens", **END_MULTIPLIER),
+    # data, and what is done on the way
+    *above_zero("data.datasets.0.weight", data__datasets__0__path="x"),
+    *at_least(0, "data.seed", "data.num_workers"),
+    *at_most(2**31 - 1, "data.seed"),
+    *at_least(0, "evaluation.every_steps"),
+    *at_least(1, "evaluation.max_sequences"),
+    *at_least(0, "checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps"),
+    *at_least(1, "logging.every_steps"),
+    *at_least(0, "logging.memory_every_steps", **MEMORY),
+]
+
+
+def config_with(limit: Limit, value: Any) -> RunConfig:
+    tree: dict[str, Any] = {}
+    settings = {key.replace("__", "."): setting for key, setting in limit.context.items()} | {limit.key: value}
+    for key, setting in settings.items():
+        *path, name = key.split(".")
+        owner = tree
+        for segment in path:
+            owner = owner.setdefault(segment, {})
+        owner[name] = setting
+    if isinstance(entries := tree.get("data", {}).get("datasets"), dict):
+        tree["data"]["datasets"] = list(entries.values())
+    return parse_config(tree, RunConfig)
+
+
+def test_the_last_good_value_of_every_limit_passes() -> None:
+    for limit in LIMITS:
+        try:
+            validate(config_with(limit, limit.good), None)
+        except ConfigError as error:
+            pytest.fail(f"{limit.key} = {limit.good}: {error}")
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{limit.key}={limit.bad}")
+def test_the_first_bad_value_is_refused_by_key_and_value(limit: Limit) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(config_with(limit, limit.bad), None)
+    message = str(refused.value)
+    assert re.search(rf"(?<![\w.]){re.escape(limit.key)} (is )?{re.escape(str(limit.bad))}(?![\w.])", message), message
+
+
+def test_every_number_of_the_schema_has_a_limit() -> None:
+    """Upwards most have none: what a machine can hold is not known here."""
+    numbers = {doc.key for doc in describe_fields(RunConfig) if doc.type.split(" ")[0] in ("int", "float")}
+    assert len(numbers) > 60
+    limited = {limit.key.replace("datasets.0", "datasets.N") for limit in LIMITS}
+    assert limited - {"model.memory.placement.blocks"} == numbers

@@ -1,0 +1,221 @@
+"""Generation from a model whose logits are known: what it is shown, what is taken from it, and how often each token is drawn."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.generate import Sampling, generate
+from tools import generate as command
+
+VOCAB_SIZE, PADDED_SIZE, EOD = 11, 16, 10
+
+
+class Alone:
+    """A memory group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+class Bigrams(nn.Module):
+    """Logits of the next token by the one before, at every position; the embedding's padding would always win.
+
+    Attributes:
+        contexts: what the model was shown, pass by pass.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.full((PADDED_SIZE, PADDED_SIZE), 50.0))
+        with torch.no_grad():
+            self.table[: len(rows), :VOCAB_SIZE] = torch.tensor(rows)
+        self.banks = nn.ModuleDict()
+        self.contexts: list[list[int]] = []
+
+    def forward(self, ids: Tensor, position_ids: None, attention_mask: None) -> Tensor:
+        assert ids.shape[0] == 1
+        self.contexts.append(ids[0].tolist())
+        return self.table[ids]
+
+
+def run(model: Bigrams, prompt: Sequence[int] = (), max_tokens: int = 1, **options: Any) -> list[int]:
+    settings: dict[str, Any] = {"context_tokens": 4, "vocab_size": VOCAB_SIZE, "eod": EOD, "group": Alone()} | options
+    settings.setdefault("sampling", Sampling(temperature=0))
+    return list(generate(model, prompt, max_tokens=max_tokens, **settings))  # type: ignore[arg-type]
+
+
+def successors(following: dict[int, int]) -> list[list[float]]:
+    """Rows in which each token has one likeliest successor, and another that is the least likely."""
+    rows = [[0.1 * column for column in range(VOCAB_SIZE)] for _ in range(VOCAB_SIZE)]
+    for token, successor in following.items():
+        rows[token][successor] = 5.0
+        rows[token][(successor + 1) % VOCAB_SIZE] = -5.0
+    return rows
+
+
+CYCLE = {EOD: 3, 3: 7, 7: 1, 1: 4, 4: 3}
+
+
+def test_temperature_0_follows_the_largest_logit_of_the_last_position() -> None:
+    model = Bigrams(successors(CYCLE))
+    assert run(model, [3, 7], max_tokens=6) == [1, 4, 3, 7, 1, 4]
+    # A document is preceded by the end of another, and the oldest tokens leave first.
+    assert model.contexts == [[EOD, 3, 7], [EOD, 3, 7, 1], [3, 7, 1, 4], [7, 1, 4, 3], [1, 4, 3, 7], [4, 3, 7, 1]]
+
+
+def test_an_empty_prompt_starts_a_document_and_a_long_one_loses_its_beginning() -> None:
+    model = Bigrams(successors(CYCLE))
+    assert run(model) == [3]
+    assert run(model, [0, 1, 2, 3, 4, 5, 6, 7]) == [1]
+    assert run(model, [0, 1, 3]) == [7]
+    assert model.contexts == [[EOD], [4, 5, 6, 7], [EOD, 0, 1, 3]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_as_many_tokens_as_were_asked_for(max_tokens: int) -> None:
+    model = Bigrams(successors(CYCLE))
+    assert run(model, max_tokens=max_tokens) == [3, 7, 1, 4, 3][:max_tokens]
+    assert len(model.contexts) == max_tokens
+
+
+def test_the_end_of_a_document_ends_the_text_and_is_no_part_of_it() -> None:
+    assert run(Bigrams(successors({**CYCLE, 1: EOD})), max_tokens=9) == [3, 7, 1]
+
+
+# Probabilities by id, in no order; the largest three are 0.4, 0.2 and 0.15.
+PROBABILITIES = [0.05, 0.2, 0.02, 0.4, 0.03, 0.15, 0.04, 0.06, 0.01, 0.03, 0.01]
+NUM_DRAWS = 4000
+# The 99.99 % quantiles of chi-square by degrees of freedom.
+CHI_SQUARE = {1: 15.14, 2: 18.42, 10: 35.56}
+
+
+def expected_shares(temperature: float, top_p: float) -> dict[int, float]:
+    """The distribution in Python's floats: tempered, and cut after the token that reaches `top_p`."""
+    powers = [probability ** (1 / temperature) for probability in PROBABILITIES]
+    shares = {token: power / sum(powers) for token, power in enumerate(powers)}
+    kept: dict[int, float] = {}
+    for token in sorted(shares, key=lambda token: -shares[token]):
+        if sum(kept.values()) < top_p:
+            kept[token] = shares[token]
+    return {token: share / sum(kept.values()) for token, share in kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "num_kept"),
+    [(1.0, 1.0, 11), (0.5, 1.0, 11), (2.0, 1.0, 11), (1.0, 0.7, 3), (1.0, 0.55, 2), (1.0, 0.39, 1), (2.0, 0.4, 3)],
+)
+def test_tokens_are_drawn_as_often_as_they_should_be(temperature: float, top_p: float, num_kept: int) -> None:
+    rows = [[math.log(probability) for probability in PROBABILITIES] for _ in range(PADDED_SIZE)]
+    # No id ends the text, so that one run draws them all; every draw has the same distribution.
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=3)
+    drawn = Counter(run(Bigrams(rows), max_tokens=NUM_DRAWS, sampling=sampling, eod=PADDED_SIZE - 1, context_tokens=1))
+    shares = expected_shares(temperature, top_p)
+    assert len(shares) == num_kept
+    assert set(drawn) <= set(shares)
+    assert drawn.total() == NUM_DRAWS
+    if num_kept > 1:
+        distance = sum((drawn[t] - NUM_DRAWS * p) ** 2 / (NUM_DRAWS * p) for t, p in shares.items())
+        assert distance < CHI_SQUARE[num_kept - 1]
+
+
+def test_draws_follow_from_the_seed_alone() -> None:
+    flat = Bigrams([[0.0] * VOCAB_SIZE] * PADDED_SIZE)
+
+    def text(seed: int) -> list[int]:
+        # The state of the process's own generator plays no part.
+        torch.rand(1)
+        return run(flat, max_tokens=40, sampling=Sampling(1.0, 1.0, seed), eod=PADDED_SIZE - 1)
+
+    texts = [text(seed) for seed in (1, 2, 3)]
+    assert len({tuple(found) for found in texts}) == 3
+    assert text(1) == texts[0]
+
+
+SETTINGS = ["--max-tokens", "7", "--temperature", "0.25", "--top-p", "0.75", "--seed", "12", "--step", "40"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sampling", "max_tokens", "step"),
+    [(SETTINGS, Sampling(0.25, 0.75, 12), 7, 40), ([], Sampling(0.8, 0.95, 1), 200, None)],
+    ids=["set", "default"],
+)
+def test_the_command_hands_over_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    sampling: Sampling,
+    max_tokens: int,
+    step: int | None,
+) -> None:
+    """And prints a character when all of its bytes are there."""
+    asked: dict[str, Any] = {}
+    group, model = object(), object()
+
+    def sample(model: Any, prompt: Sequence[int], **options: Any) -> Iterator[int]:
+        asked.update(options, model=model, prompt=list(prompt))
+        yield from "ü—".encode()
+        yield 0xC3
+
+    def find(folder: Any, step: int | None) -> SimpleNamespace:
+        asked.update(step=step, folder=folder.path)
+        return SimpleNamespace(path=Path("there"))
+
+    config = RunConfig(train=TrainConfig(sequence_length=48))
+    groups = SimpleNamespace(megatron=SimpleNamespace(ep=group), is_main=True)
+    monkeypatch.setattr("pretrain.generate.generate", sample)
+    monkeypatch.setattr("pretrain.restore.find_checkpoint", find)
+    monkeypatch.setattr("pretrain.restore.saved_config", lambda saved, parallel: config)
+    monkeypatch.setattr("pretrain.restore.restore_model", lambda *arguments: [model])
+    monkeypatch.setattr("pretrain.session.session", lambda config: contextlib.nullcontext(groups))
+    monkeypatch.setattr("pretrain.data.manifest.open_saved_tokenizer", lambda folder: ByteTokenizer())
+    monkeypatch.setattr(command, "run_on_ranks", lambda main, num_ranks: main())
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["generate", "runs/one", "--prompt", "né", *words])
+    arguments.func(arguments)
+    assert asked == {
+        "folder": Path("runs/one"),
+        "step": step,
+        "model": model,
+        "prompt": [0x6E, 0xC3, 0xA9],
+        "max_tokens": max_tokens,
+        "context_tokens": 48,
+        "vocab_size": 257,
+        "eod": 256,
+        "sampling": sampling,
+        "group": group,
+    }
+    assert capsys.readouterr().out == "néü—\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_the_tables_are_split_over_as_many_ranks_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def configured(saved: Any, parallel: ParallelConfig) -> RunConfig:
+        asked.append(parallel)
+        return RunConfig()
+
+    monkeypatch.setattr("pretrain.restore.find_checkpoint", lambda folder, step: SimpleNamespace(path=Path("there")))
+    monkeypatch.setattr("pretrain.restore.saved_config", configured)
+    monkeypatch.setattr(command, "run_on_ranks", lambda main, num_ranks: asked.append(num_ranks))
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["generate", "runs/one", "--nproc", "4"])
+    arguments.func(arguments)
+    assert asked == [ParallelConfig(memory=4), 4]
