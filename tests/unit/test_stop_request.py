@@ -13,11 +13,16 @@ from pretrain.loop import StopRequest
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+def unheeded(number: int, _: object) -> None:
+    raise AssertionError(f"no one has asked for signal {number}")
+
+
 @pytest.fixture(autouse=True)
-def _handlers_of_a_terminal() -> Iterator[None]:
+def _handlers_that_fail() -> Iterator[None]:
+    """In place of Python's defaults, which would end the test process."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOP_SIGNALS:
+        signal.signal(number, unheeded)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
