@@ -8,11 +8,13 @@ SAMPLE ?= 60
 SEED ?= 1
 # Sequences of 4096 tokens per step, of models timed on one GPU.
 BENCH_BATCH ?= 8
+# Processes that share the tests.
+WORKERS ?= 2
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest minimum mutants bench-gpu clean
+.PHONY: help quickstart test lint pytest test-more minimum mutants bench-gpu clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
@@ -20,6 +22,8 @@ INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)"
 TOKENIZER := data/stdlib-4096.json
 # Whole-suite runs go through this plugin: it fails the run if tests have gone missing.
 PYTEST := "$(BIN)/python" -m pytest -p tests.collected_minimum
+# A file's tests stay together, as what they share is made once; files in their order, in which the long ones come first.
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:  ## this list
 	@echo "make TARGET [PYTHON=python3.11] [VENV=.venv]"
@@ -56,7 +60,12 @@ lint:  ## ruff and mypy
 
 pytest:  ## the test suite alone
 	@$(INSTALL) requirements/test.txt
-	$(PYTEST)
+	$(PYTEST) $(SPREAD)
+
+test-more:  ## what make test leaves out: kernels built for every generation of GPUs, and DeepSpeed's optimizer, which is installed for it
+	@$(INSTALL) requirements/more.txt
+	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed" \
+	  tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/distributed/test_value_offload.py
 
 minimum:  ## after adding tests: raise the number below which the suite counts as incomplete
 	@$(INSTALL) requirements/test.txt

@@ -129,12 +129,16 @@ def _check_progress(run: Run) -> None:
 
 
 class StopRequest:
-    """Whether this rank was told to stop: SIGTERM and SIGINT let the step finish and the run save."""
+    """Whether this rank was told to stop: SIGTERM and SIGINT let the step finish and the run save.
+
+    One that is ignored stays so: a shell asks for that with SIGINT when it starts a job in the background.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -1,12 +1,15 @@
 """Fails a whole-suite run that has collected fewer tests than `collected_minimum.txt` says.
 
 A test that is no longer found (a file renamed, an import guarded, a parametrisation that came out empty) fails nowhere by itself. `make test`
-loads this plugin with `-p tests.collected_minimum`; a run of some tests by hand does not. After adding tests: `make minimum`.
+loads this plugin with `-p tests.collected_minimum`; a run of some tests by hand does not. After adding tests: `make minimum`. Under pytest-xdist
+every worker collects all tests, and the process that the workers report to compares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,14 +28,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compares; a collection that has errors fails anyway, and is not counted."""
-    if session.testsfailed:
-        return
-    collected, minimum = len(session.items), read_minimum(MINIMUM_FILE)
-    session.config.stash[_COLLECTED] = collected
+    """Compares where there are no workers; a collection that has errors fails anyway, and is not counted."""
+    if not session.testsfailed and not hasattr(session.config, "workerinput"):
+        compare(len(session.items), session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
+    """Compares what a worker has collected; its errors were reported before."""
+    if not node.config.pluginmanager.getplugin("terminalreporter").stats.get("error"):
+        compare(len(ids), node.config)
+
+
+def compare(collected: int, config: pytest.Config) -> None:
+    """Ends the run if tests are missing, and raises the minimum if asked to."""
+    minimum = read_minimum(MINIMUM_FILE)
+    config.stash[_COLLECTED] = collected
     if collected < minimum:
         raise pytest.UsageError(shortfall(collected, minimum))
-    if session.config.getoption("--raise-collected-minimum") and collected > minimum:
+    if config.getoption("--raise-collected-minimum") and collected > minimum:
         MINIMUM_FILE.write_text(f"{collected}\n", encoding="utf-8")
 
 

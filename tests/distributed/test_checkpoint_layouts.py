@@ -1,12 +1,12 @@
 """What one layout saves, every other one loads: weights and optimizer state, bit for bit.
 
 A checkpoint is loaded into a run of other weights on the target layout and saved again from there: the two checkpoints must hold the same
-tensors. That compares every element of every global tensor, whichever ranks own it.
+tensors. That compares every element of every global tensor, whichever ranks own it. A checkpoint's tensors are global and know no layout, so
+that every layout writes once and reads once per model: pairs of layouts add nothing to that.
 """
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +30,12 @@ DENSE = replace(TIED, model=replace(TIED.model, memory=None))
 CASES: dict[str, RunConfig] = {
     "shared tables": SHARED,
     "untied, two heads": PRIVATE,
-    "tied": TIED,
     "dense": DENSE,
-    "bf16": replace(TIED, train=replace(TIED.train, precision="bf16")),
+    "tied, bf16": replace(TIED, train=replace(TIED.train, precision="bf16")),
 }
 
-STRIDES = {"shared tables": 1, "untied, two heads": 2, "tied": 1, "dense": 3, "bf16": 4}
+# How many layouts further the one is that reads what a layout has written.
+STRIDES = {"shared tables": 1, "untied, two heads": 2, "dense": 1, "tied, bf16": 3}
 
 MEMORY_LAYOUTS: dict[str, dict[str, int]] = {
     "context 2 x data 2": {"context": 2},
@@ -58,8 +58,10 @@ STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2
 
 
 def layouts_of(config: RunConfig) -> dict[str, dict[str, int]]:
-    """Pairs of layers that share a table cannot be split."""
-    shared = config.model.memory is not None and config.model.memory.sharing.pattern == "block"
+    """Pairs of layers that share a table cannot be split. Without memories there is less to see: what the stages do to the ends of the model."""
+    if config.model.memory is None:
+        return {name: LAYOUTS[name] for name in ("tensor 2 x pipeline 2", "pipeline 2 x data 2, interleaved")}
+    shared = config.model.memory.sharing.pattern == "block"
     return {
         name: sizes
         for name, sizes in LAYOUTS.items()
@@ -85,15 +87,14 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
 def test_every_layout_loads_what_any_layout_saved(run_ranks: Any, tmp_path: Path, case: str) -> None:
     layouts = layouts_of(CASES[case])
     names = list(layouts)
-    # Every layout writes once and reads once; the strides of the cases with five layouts make up all ordered pairs of them.
     pairs = [(name, names[(i + STRIDES[case]) % len(names)]) for i, name in enumerate(names)]
     check_pairs(run_ranks, tmp_path, CASES[case], layouts, pairs)
 
 
-@pytest.mark.parametrize("case", ["shared tables", "bf16"])
+@pytest.mark.parametrize("case", ["shared tables", "tied, bf16"])
 def test_tables_can_be_split_over_another_number_of_ranks(run_ranks: Any, tmp_path: Path, case: str) -> None:
-    pairs = list(itertools.permutations(MEMORY_LAYOUTS, 2))
-    check_pairs(run_ranks, tmp_path, CASES[case], MEMORY_LAYOUTS, pairs[:: 1 if case == "shared tables" else 3])
+    names = list(MEMORY_LAYOUTS)
+    check_pairs(run_ranks, tmp_path, CASES[case], MEMORY_LAYOUTS, list(zip(names, names[1:] + names[:1], strict=True)))
 
 
 def check_pairs(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.launch import RankError, RankTimeout, launch_ranks
+from parallel.launch import RankError, RankTimeout, _collected_signals, launch_ranks
+from parallel.rank_process import STOP_SIGNALS
 from parallel.ranks import RankEnvironment, current_ranks
 from pretrain.errors import DataError
 
@@ -116,10 +117,11 @@ def test_a_rank_may_end_by_sys_exit() -> None:
 
 def test_the_parents_environment_and_output_are_untouched() -> None:
     before, stdout = dict(os.environ), sys.stdout
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     launch_ranks(my_ranks, 2)
     assert dict(os.environ) == before
     assert sys.stdout is stdout
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
 
 
 def fail_on(rank: int, how: Callable[[], Any]) -> Callable[[], None]:
@@ -298,13 +300,21 @@ def test_no_grandchild_survives_a_killed_rank(tmp_path: Path) -> None:
     wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "grandchildren to be gone")
 
 
-def fork_parent(launch: Callable[[], Any]) -> int:
-    """Run `launch` in a process of its own, which exits as the command line would. Returns its pid."""
+def fork_parent(launch: Callable[[], Any], ignored: Sequence[int] = ()) -> int:
+    """Run `launch` in a process of its own, which exits as the command line would. Returns its pid.
+
+    Its stop signals are those of a command in a terminal, but for `ignored`: the test process may itself be a job in the background, for
+    which shells ignore SIGINT.
+    """
     pid = os.fork()
     if pid != 0:
         return pid
     code = 1
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         launch()
         code = 0
     except Exception as error:
@@ -314,8 +324,21 @@ def fork_parent(launch: Callable[[], Any]) -> int:
 
 
 def exit_code_of(pid: int) -> int:
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+    """How a process of `fork_parent` ended. One that does not end fails the test, and is killed."""
+    statuses: list[int] = []
+
+    def ended() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        statuses.extend([status] * bool(found))
+        return bool(found)
+
+    try:
+        wait_until(ended, "the launching process to end")
+    finally:
+        if not statuses:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(statuses[0])
 
 
 def test_nothing_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +389,34 @@ def test_a_stop_signal_reaches_every_rank_once(tmp_path: Path, number: int) -> N
     assert exit_code_of(parent) == 75
     received = sorted(path.name.split(".")[1:3] for path in tmp_path.glob("signal.*"))
     assert received == [[str(rank), str(int(signal.SIGTERM))] for rank in range(3)]
+
+
+def test_a_job_in_the_background_stops_by_sigterm_alone(tmp_path: Path) -> None:
+    """Two signals that count would kill the ranks, and one that does not must not be the first of two."""
+    parent = fork_parent(lambda: launch_ranks(lambda: stop_in_order(tmp_path), 2), ignored=[signal.SIGINT])
+    wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
+    os.kill(parent, signal.SIGINT)
+    os.kill(parent, signal.SIGTERM)
+    assert exit_code_of(parent) == 75
+    received = sorted(path.name.split(".")[1:3] for path in tmp_path.glob("signal.*"))
+    assert received == [[str(rank), str(int(signal.SIGTERM))] for rank in range(2)]
+
+
+@pytest.mark.parametrize("ignored", STOP_SIGNALS)
+def test_a_stop_signal_that_is_ignored_stays_so(ignored: int) -> None:
+    (heeded,) = set(STOP_SIGNALS) - {ignored}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        signal.signal(heeded, signal.SIG_DFL)
+        signal.signal(ignored, signal.SIG_IGN)
+        with _collected_signals() as received:
+            os.kill(os.getpid(), ignored)
+            os.kill(os.getpid(), heeded)
+        assert received == [heeded]
+        assert (signal.getsignal(ignored), signal.getsignal(heeded)) == (signal.SIG_IGN, signal.SIG_DFL)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

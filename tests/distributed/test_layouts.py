@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import tiny_runs
 import torch
-from tiny_runs import TinyRun, build, global_parameter_name, joined, on, tiny_run
+from tiny_runs import PRIVATE, SHARED, TinyRun, build, global_parameter_name, joined, on, tiny_run
 from torch import Tensor
 
 from megamem.shards import walk_shards
@@ -23,13 +22,6 @@ NUM_STEPS = 20
 FEW_STEPS = 5
 # Of a loss, a gradient norm, or the largest element of a parameter, against one rank.
 TOLERANCE = 1e-5
-
-# AdamW divides by sqrt(v) + epsilon. Where a gradient is a rounding of 0, the usual 1e-8 makes an update of full size out of it. With an epsilon
-# above the median element of the clipped gradients (5e-4), an update still tells how large its gradient was, and equal parameters mean
-# equal gradients.
-EPSILON = 1e-3
-SHARED = replace(tiny_runs.SHARED, optimizer=replace(tiny_runs.SHARED.optimizer, epsilon=EPSILON))
-PRIVATE = replace(tiny_runs.PRIVATE, optimizer=replace(tiny_runs.PRIVATE.optimizer, epsilon=EPSILON))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pretrain import value_offload
 from pretrain.config.schema import RunConfig
 from pretrain.optimizer import TABLE_GROUPS, OffloadingOptimizer, assign_groups
 from pretrain.value_offload import HostAdamW
+from tests.unit.needs import NEEDS_DEEPSPEED
 
 # So small that every share of a table is several windows, the last of them shorter.
 WINDOW = 512
@@ -217,7 +218,7 @@ def test_nothing_is_said_of_tables_on_the_device(run_ranks: Any) -> None:
     assert run_ranks(main, 1) == [None]
 
 
-@pytest.mark.skipif(not value_offload.has_deepspeed(), reason="deepspeed is not installed")
+@NEEDS_DEEPSPEED
 def test_deepspeed_steps_tables_to_rounding(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_offload, "has_deepspeed", lambda: True)
 

@@ -14,6 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 Runner = Callable[..., subprocess.CompletedProcess[str]]
+# By itself, and spread over workers as `make test` does.
+WORKERS = [pytest.param((), id="alone"), pytest.param(("-p", "xdist.plugin", "-n", "2"), id="workers")]
 
 
 @pytest.fixture
@@ -35,23 +37,30 @@ def run_suite(tmp_path: Path) -> Runner:
     return run
 
 
-def test_fewer_than_the_minimum_fail(run_suite: Runner) -> None:
-    result = run_suite(3)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_fewer_than_the_minimum_fail(run_suite: Runner, workers: tuple[str, ...]) -> None:
+    result = run_suite(3, *workers)
     assert result.returncode != 0
     assert "2 tests were collected, but there were at least 3 before" in result.stderr + result.stdout
 
 
-def test_enough_pass_and_say_how_to_raise_it(run_suite: Runner) -> None:
-    result = run_suite(1)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_enough_pass_and_say_how_to_raise_it(run_suite: Runner, workers: tuple[str, ...]) -> None:
+    result = run_suite(1, *workers)
     assert result.returncode == 0
+    assert "2 passed" in result.stdout
     assert "2 tests collected, at least 1 expected (`make minimum` raises it)" in result.stdout
 
 
-def test_a_file_that_does_not_import_is_its_own_error(run_suite: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_file_that_does_not_import_is_its_own_error(
+    run_suite: Runner, tmp_path: Path, workers: tuple[str, ...]
+) -> None:
     (tmp_path / "tests" / "test_broken.py").write_text("import nothing_of_this_name\n", encoding="utf-8")
-    result = run_suite(3)
+    result = run_suite(3, *workers)
     assert result.returncode != 0
     assert "nothing_of_this_name" in result.stdout
+    assert "tests were collected, but there were" not in result.stderr + result.stdout
 
 
 def test_minimum_is_raised_but_never_lowered(run_suite: Runner, tmp_path: Path) -> None:

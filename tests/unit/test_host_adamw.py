@@ -14,10 +14,10 @@ from pretrain import value_offload
 from pretrain.config.schema import OptimizerConfig
 from pretrain.errors import ConfigError
 from pretrain.value_offload import HostAdamW, host_adamw
+from tests.unit.needs import NEEDS_DEEPSPEED
 
 SETTINGS = OptimizerConfig(lr=7e-4, beta1=0.85, beta2=0.97, epsilon=1e-6, weight_decay=0.3)
 
-NEEDS_DEEPSPEED = pytest.mark.skipif(not value_offload.has_deepspeed(), reason="deepspeed is not installed")
 IMPLEMENTATIONS = [
     pytest.param(False, id="torch"),
     pytest.param(True, id="deepspeed", marks=NEEDS_DEEPSPEED),

@@ -1,0 +1,15 @@
+"""Marks of tests that want something that may not be there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pretrain.value_offload import has_deepspeed
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    not has_deepspeed() and os.environ.get("MEGAMEM_DEEPSPEED") != "required",
+    reason="deepspeed is not installed (`make test-more` installs it)",
+)
+"""Where it was to be installed, the tests run and fail without it."""
