@@ -18,6 +18,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         # Triton decides when it is imported: without a GPU its kernels are interpreted.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    from hypothesis import settings
+
+    # Hypothesis's deadline of 200 ms per example is an assertion about the machine: on a busy one right code fails.
+    settings.register_profile("megamem", deadline=None)
+    settings.load_profile("megamem")
 
 
 @pytest.fixture(scope="session")

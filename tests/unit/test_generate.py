@@ -100,7 +100,7 @@ def test_the_end_of_a_document_ends_the_text_and_is_no_part_of_it() -> None:
 
 # Probabilities by id, in no order; the largest three are 0.4, 0.2 and 0.15.
 PROBABILITIES = [0.05, 0.2, 0.02, 0.4, 0.03, 0.15, 0.04, 0.06, 0.01, 0.03, 0.01]
-NUM_DRAWS = 4000
+NUM_DRAWS = 2000
 # The 99.99 % quantiles of chi-square by degrees of freedom.
 CHI_SQUARE = {1: 15.14, 2: 18.42, 10: 35.56}
 
@@ -118,7 +118,7 @@ def expected_shares(temperature: float, top_p: float) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "num_kept"),
-    [(1.0, 1.0, 11), (0.5, 1.0, 11), (2.0, 1.0, 11), (1.0, 0.7, 3), (1.0, 0.55, 2), (1.0, 0.39, 1), (2.0, 0.4, 3)],
+    [(1.0, 1.0, 11), (0.7, 1.0, 11), (2.0, 1.0, 11), (1.0, 0.7, 3), (1.0, 0.55, 2), (1.0, 0.39, 1), (2.0, 0.4, 3)],
 )
 def test_tokens_are_drawn_as_often_as_they_should_be(temperature: float, top_p: float, num_kept: int) -> None:
     rows = [[math.log(probability) for probability in PROBABILITIES] for _ in range(PADDED_SIZE)]

@@ -72,8 +72,25 @@ def test_truncation_padding_and_added_tokens_of_the_file_do_not_apply(bpe: Huggi
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    tokenizer = HuggingFaceTokenizer(edited(bpe, post_processor=template, truncation=truncation))
+    padding = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    tokenizer = HuggingFaceTokenizer(edited(bpe, post_processor=template, truncation=truncation, padding=padding))
     assert tokenizer.tokenize("a long enough text") == bpe.tokenize("a long enough text")
+
+
+def test_special_tokens_but_the_end_of_a_document_are_shown(bpe: HuggingFaceTokenizer):
+    """A model may generate them, and their bytes count."""
+    definition = json.loads(bpe.definition)
+    special = {**definition["added_tokens"][0], "id": bpe.vocab_size, "content": "<|other|>"}
+    tokenizer = HuggingFaceTokenizer(edited(bpe, added_tokens=[*definition["added_tokens"], special]))
+    assert tokenizer.vocab_size == bpe.vocab_size + 1
+    assert tokenizer.decode_bytes([*bpe.tokenize("a"), bpe.vocab_size, tokenizer.eod]) == b"a<|other|>"
 
 
 def test_training_is_deterministic_and_complete(bpe: HuggingFaceTokenizer, tmp_path: Path):
