@@ -83,6 +83,13 @@ class Worker:
                 answer = self._ask(_module(mutant.path), asked)
             finally:
                 target.write_text(original, encoding="utf-8")
+            if answer["outcome"] == "unknown":
+                # What tests there are may depend on the product.
+                if self._ask(None, asked, collect_only=True)["outcome"] == "unknown":
+                    raise RuntimeError(
+                        "tests have changed since it was recorded what they reach: record anew, with --record"
+                    )
+                return Trial(mutant, "caught", "collection", len(asked), answer["seconds"])
             by = answer["by"].removesuffix(" (collection)")
             if answer["outcome"] != "caught" or not by or self._passes_without(by):
                 return Trial(mutant, answer["outcome"], answer["by"], len(asked), answer["seconds"])
@@ -102,10 +109,16 @@ class Worker:
                 self._untrusted.add(test)
         return test in self._trusted
 
-    def _ask(self, module: str | None, tests: list[str]) -> dict[str, Any]:
+    def _ask(self, module: str | None, tests: list[str], *, collect_only: bool = False) -> dict[str, Any]:
         expected_s = sum(self._reach.seconds.get(test, 1.0) for test in tests)
         log = str(self._folder / "tests.log")
-        request = {"module": module, "tests": tests, "timeout_s": 120 + 4 * expected_s, "log": log}
+        request = {
+            "module": module,
+            "tests": tests,
+            "timeout_s": 120 + 4 * expected_s,
+            "log": log,
+            "collect_only": collect_only,
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)

@@ -1,6 +1,6 @@
 """A process that has paid for the imports of everything that is not ours, and forks one process per mutant from itself.
 
-Reads requests from standard input, one JSON object per line (`module`, `tests`, `timeout_s`, `log`), and answers each with one: `outcome` is `caught`,
+Reads requests from standard input, one JSON object per line (`module`, `tests`, `timeout_s`, `log`, `collect_only`), and answers each with one: `outcome` is `caught`,
 `survived`, `timeout`, `broken` (the module cannot be imported) or `unknown` (one of the tests is not there); `by` is the test that failed.
 """
 
@@ -66,14 +66,14 @@ def main() -> None:
         print(json.dumps(attempt(**request)), file=answers)
 
 
-def attempt(module: str | None, tests: list[str], timeout_s: float, log: str) -> dict[str, Any]:
+def attempt(module: str | None, tests: list[str], timeout_s: float, log: str, collect_only: bool) -> dict[str, Any]:
     """Run the tests in a fork."""
     read_end, write_end = os.pipe()
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        _test(module, tests, log, write_end)
+        _test(module, [*tests, "--collect-only"] if collect_only else tests, log, write_end)
     os.close(write_end)
     status = None
     while status is None and time.monotonic() - started < timeout_s:
