@@ -18,8 +18,8 @@ from megamem.shards import walk_shards
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import transformer_config
 
-NUM_STEPS = 20
-FEW_STEPS = 5
+NUM_STEPS = 10
+FEW_STEPS = 3
 # Of a loss, a gradient norm, or the largest element of a parameter, against one rank.
 TOLERANCE = 1e-5
 
@@ -47,65 +47,67 @@ LAYOUTS = {
     "shared, 1 rank": Layout(SHARED, 1),
     "private, 1 rank": Layout(PRIVATE, 1),
     "full recomputation": Layout(SHARED, 1, {"recompute": "full"}),
-    "small microbatches": Layout(SHARED, 1, {"micro_batch_size": 1}, num_steps=5),
+    "small microbatches": Layout(SHARED, 1, {"micro_batch_size": 1}, num_steps=FEW_STEPS),
     "tensor 2": Layout(SHARED, 2, {"tensor": 2}),
     "pipeline 2": Layout(SHARED, 2, {"pipeline": 2, "micro_batch_size": 2}),
     "data 2": Layout(SHARED, 2),
-    "private, tensor 2": Layout(PRIVATE, 2, {"tensor": 2}, num_steps=5),
+    "private, tensor 2": Layout(PRIVATE, 2, {"tensor": 2}, num_steps=FEW_STEPS),
     # More microbatches than stages: the interleaved schedule has a steady phase only then.
     "pipeline 2 x virtual 2": Layout(PRIVATE, 2, {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
     "tensor 2 x pipeline 2": Layout(SHARED, 4, {"tensor": 2, "pipeline": 2}),
     "tensor 2 x pipeline 2, full recomputation": Layout(
-        SHARED, 4, {"tensor": 2, "pipeline": 2, "recompute": "full"}, num_steps=5
+        SHARED, 4, {"tensor": 2, "pipeline": 2, "recompute": "full"}, num_steps=FEW_STEPS
     ),
     "tensor 2 x pipeline 2, selective recomputation": Layout(
-        SHARED, 4, {"tensor": 2, "pipeline": 2, "recompute": "selective"}, num_steps=5
+        SHARED, 4, {"tensor": 2, "pipeline": 2, "recompute": "selective"}, num_steps=FEW_STEPS
     ),
     "tensor 2 x data 2": Layout(SHARED, 4, {"tensor": 2}),
     "pipeline 2 x data 2": Layout(SHARED, 4, {"pipeline": 2, "micro_batch_size": 2}),
-    "data 4": Layout(SHARED, 4, {"micro_batch_size": 2}, num_steps=5),
-    "pipeline 4": Layout(PRIVATE, 4, {"pipeline": 4, "micro_batch_size": 1}, num_steps=5),
+    "data 4": Layout(SHARED, 4, {"micro_batch_size": 2}, num_steps=FEW_STEPS),
+    "pipeline 4": Layout(PRIVATE, 4, {"pipeline": 4, "micro_batch_size": 1}, num_steps=FEW_STEPS),
     "tensor 2 x pipeline 2 x virtual 2": Layout(
-        PRIVATE, 4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, num_steps=5
+        PRIVATE, 4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, num_steps=FEW_STEPS
     ),
     "pipeline 2 x virtual 2 x data 2": Layout(
-        PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1}, num_steps=5
+        PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "micro_batch_size": 1}, num_steps=FEW_STEPS
     ),
     "memory 2": Layout(SHARED, 2, {"memory": 2}),
     "tensor 2 x memory 2": Layout(SHARED, 2, {"tensor": 2, "memory": 2}),
     "private, tensor 2 x memory 2, full recomputation": Layout(
-        PRIVATE, 2, {"tensor": 2, "memory": 2, "recompute": "full"}, num_steps=5
+        PRIVATE, 2, {"tensor": 2, "memory": 2, "recompute": "full"}, num_steps=FEW_STEPS
     ),
-    "memory 4, small microbatches": Layout(SHARED, 4, {"memory": 4, "micro_batch_size": 1}, num_steps=5),
-    "data 4 x memory 2": Layout(PRIVATE, 4, {"memory": 2, "micro_batch_size": 2}, num_steps=5),
-    "tensor 2 x data 2 x memory 4": Layout(SHARED, 4, {"tensor": 2, "memory": 4}, num_steps=5),
+    "memory 4, small microbatches": Layout(SHARED, 4, {"memory": 4, "micro_batch_size": 1}, num_steps=FEW_STEPS),
+    "data 4 x memory 2": Layout(PRIVATE, 4, {"memory": 2, "micro_batch_size": 2}, num_steps=FEW_STEPS),
+    "tensor 2 x data 2 x memory 4": Layout(SHARED, 4, {"tensor": 2, "memory": 4}, num_steps=FEW_STEPS),
     "tensor 2 x data 2 x memory 2, full recomputation": Layout(
-        SHARED, 4, {"tensor": 2, "memory": 2, "recompute": "full"}, num_steps=5
+        SHARED, 4, {"tensor": 2, "memory": 2, "recompute": "full"}, num_steps=FEW_STEPS
     ),
     "pipeline 2 x memory 2": Layout(SHARED, 4, {"pipeline": 2, "memory": 2, "micro_batch_size": 2}),
     "pipeline 2 x virtual 2 x memory 2": Layout(
-        PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
+        PRIVATE, 4, {"pipeline": 2, "virtual_pipeline": 2, "memory": 2, "micro_batch_size": 1}, num_steps=FEW_STEPS
     ),
-    "context 2": Layout(SHARED, 2, {"context": 2}, num_steps=5),
-    "context 2, full recomputation": Layout(PRIVATE, 2, {"context": 2, "recompute": "full"}, num_steps=5),
+    "context 2": Layout(SHARED, 2, {"context": 2}, num_steps=FEW_STEPS),
+    "context 2, full recomputation": Layout(PRIVATE, 2, {"context": 2, "recompute": "full"}, num_steps=FEW_STEPS),
     "context 2 x memory 2, small microbatches": Layout(
-        SHARED, 2, {"context": 2, "memory": 2, "micro_batch_size": 1}, num_steps=5
+        SHARED, 2, {"context": 2, "memory": 2, "micro_batch_size": 1}, num_steps=FEW_STEPS
     ),
-    "tensor 2 x context 2": Layout(SHARED, 4, {"tensor": 2, "context": 2}, num_steps=5),
-    "pipeline 2 x context 2": Layout(SHARED, 4, {"pipeline": 2, "context": 2, "micro_batch_size": 2}, num_steps=5),
+    "tensor 2 x context 2": Layout(SHARED, 4, {"tensor": 2, "context": 2}, num_steps=FEW_STEPS),
+    "pipeline 2 x context 2": Layout(
+        SHARED, 4, {"pipeline": 2, "context": 2, "micro_batch_size": 2}, num_steps=FEW_STEPS
+    ),
     "pipeline 2 x virtual 2 x context 2 x memory 2": Layout(
         PRIVATE,
         4,
         {"pipeline": 2, "virtual_pipeline": 2, "context": 2, "memory": 2, "micro_batch_size": 1},
-        num_steps=5,
+        num_steps=FEW_STEPS,
     ),
-    "context 2 x data 2": Layout(SHARED, 4, {"context": 2}, num_steps=5),
+    "context 2 x data 2": Layout(SHARED, 4, {"context": 2}, num_steps=FEW_STEPS),
     "context 2 x data 2 x memory 4, selective recomputation": Layout(
-        PRIVATE, 4, {"context": 2, "memory": 4, "recompute": "selective"}, num_steps=5
+        PRIVATE, 4, {"context": 2, "memory": 4, "recompute": "selective"}, num_steps=FEW_STEPS
     ),
-    "memory 8": Layout(SHARED, 8, {"memory": 8, "micro_batch_size": 1}, num_steps=5),
+    "memory 8": Layout(SHARED, 8, {"memory": 8, "micro_batch_size": 1}, num_steps=FEW_STEPS),
     "tensor 2 x pipeline 2 x data 2 x memory 2": Layout(
-        SHARED, 8, {"tensor": 2, "pipeline": 2, "memory": 2, "micro_batch_size": 2}, num_steps=5
+        SHARED, 8, {"tensor": 2, "pipeline": 2, "memory": 2, "micro_batch_size": 2}, num_steps=FEW_STEPS
     ),
     "tensor 2 x pipeline 2 x virtual 2 x data 2 x memory 4, full recomputation": Layout(
         PRIVATE,
@@ -118,11 +120,11 @@ LAYOUTS = {
             "micro_batch_size": 1,
             "recompute": "full",
         },
-        num_steps=5,
+        num_steps=FEW_STEPS,
     ),
     # One memory group over the ranks of all three.
     "tensor 2 x context 2 x data 2 x memory 8": Layout(
-        SHARED, 8, {"tensor": 2, "context": 2, "memory": 8}, num_steps=5
+        SHARED, 8, {"tensor": 2, "context": 2, "memory": 8}, num_steps=FEW_STEPS
     ),
 }
 PARALLEL = [name for name in LAYOUTS if not name.endswith("1 rank")]

@@ -21,7 +21,7 @@ from pretrain.build import build_chunks
 from pretrain.megatron import ddp_config
 from pretrain.step import _schedule
 
-STEPS = 5
+STEPS = 3
 LEARNING_RATE = 0.05
 NAMES = [
     name

@@ -18,7 +18,7 @@ from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 
-NUM_STEPS = 10
+NUM_STEPS = 4
 # Of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
 
