@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,11 +24,11 @@ class Reach:
     """What ran what.
 
     Attributes:
-        tests: by "path::function", the tests that ran a line of it.
+        tests: by "path::function", the tests that ran it, and how many of its lines.
         seconds: what each test took.
     """
 
-    tests: dict[str, list[str]]
+    tests: dict[str, dict[str, int]]
     seconds: dict[str, float]
 
     def renewed_by(self, newer: Reach) -> Reach:
@@ -38,36 +38,44 @@ class Reach:
         def others(tests: Iterable[str]) -> set[str]:
             return {test for test in tests if test.partition("::")[0] not in files}
 
-        keys = self.tests.keys() | newer.tests.keys()
-        tests = {key: sorted(others(self.tests.get(key, ())) | set(newer.tests.get(key, ()))) for key in keys}
-        seconds = {test: cost_s for test, cost_s in self.seconds.items() if test in others([test])} | newer.seconds
+        tests = {}
+        for key in self.tests.keys() | newer.tests.keys():
+            known = self.tests.get(key, {})
+            tests[key] = {test: known[test] for test in others(known)} | newer.tests.get(key, {})
+        seconds = {test: self.seconds[test] for test in others(self.seconds)} | newer.seconds
         return Reach({key: found for key, found in tests.items() if found}, seconds)
 
-    def of(self, path: str, function: str) -> list[str]:
+    def of(self, path: str, function: str) -> dict[str, int]:
         """The tests that run a function; of code outside of functions those of its whole file, and where nothing was seen of that, all."""
         known = self.tests.get(f"{path}::{function}")
         if known is None:
             inside = f"{path}::{function}." if function else f"{path}::"
-            known = sorted({test for key, tests in self.tests.items() if key.startswith(inside) for test in tests})
+            known = {test: 0 for key, tests in self.tests.items() if key.startswith(inside) for test in tests}
         if not known and function:
             return self.of(path, function.rpartition(".")[0])
-        return known or sorted(self.seconds)
+        return known or dict.fromkeys(self.seconds, 0)
 
-    def affordable(self, tests: Iterable[str], budget_s: float) -> list[str]:
-        """The cheapest test of every file, then every file's second and so on, for as long as they fit."""
+    def affordable(self, tests: Mapping[str, int], budget_s: float) -> list[str]:
+        """Of every file the test that runs most of the function, then every file's second and so on, for as long as they fit.
+
+        A test that runs most lines of a function sees its rare branches; of equal ones the cheapest is taken.
+        """
         by_file: dict[str, list[str]] = defaultdict(list)
-        for test in sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test)):
+        for test in sorted(tests, key=lambda test: (-tests[test], self._cost_s(test), test)):
             by_file[test.partition("::")[0]].append(test)
-        files = sorted(by_file.values(), key=lambda tests: self.seconds.get(tests[0], 0.0))
         chosen, spent_s = [], 0.0
-        for test in (test for rank in itertools.zip_longest(*files) for test in rank if test is not None):
-            cost_s = self.seconds.get(test, 0.0)
-            if not chosen or spent_s + cost_s <= budget_s:
+        for test in (test for rank in itertools.zip_longest(*by_file.values()) for test in rank if test is not None):
+            if not chosen or spent_s + self._cost_s(test) <= budget_s:
                 chosen.append(test)
-                spent_s += cost_s
-        # pytest keeps the order of files as given here: the cheap ones may answer first.
-        order = {name: place for place, name in enumerate(by_file)}
-        return sorted(chosen, key=lambda test: (order[test.partition("::")[0]], self.seconds.get(test, 0.0)))
+                spent_s += self._cost_s(test)
+        # The cheap ones may answer first; pytest runs a file's tests together.
+        of_file_s = {file: min(map(self._cost_s, of_file)) for file, of_file in by_file.items()}
+        return sorted(
+            chosen, key=lambda test: (of_file_s[test.partition("::")[0]], test.partition("::")[0], self._cost_s(test))
+        )
+
+    def _cost_s(self, test: str) -> float:
+        return self.seconds.get(test, 0.0)
 
 
 def record(root: Path, folder: Path, tests: Sequence[str] = ()) -> None:
@@ -116,7 +124,7 @@ def collected(root: Path, raw: Path) -> Reach:
     lines = coverage.Coverage(data_file=str(raw / "lines"), config_file=False)
     lines.combine()
     data = lines.get_data()
-    tests: dict[str, set[str]] = defaultdict(set)
+    tests: dict[str, Counter[str]] = defaultdict(Counter)
     for file in data.measured_files():
         path = Path(file)
         if path.suffix != ".py" or not path.is_relative_to(root):
@@ -124,11 +132,11 @@ def collected(root: Path, raw: Path) -> Reach:
         spans = _functions(path)
         for line, contexts in data.contexts_by_lineno(file).items():
             for function in {name for name, first, last in spans if first <= line <= last}:
-                tests[f"{path.relative_to(root)}::{function}"] |= set(contexts) - {""}
+                tests[f"{path.relative_to(root)}::{function}"].update(set(contexts) - {""})
     seconds: dict[str, float] = {}
     for part in raw.glob("seconds.*.json"):
         seconds |= json.loads(part.read_text(encoding="utf-8"))
-    return Reach({key: sorted(found) for key, found in tests.items() if found}, seconds)
+    return Reach({key: dict(found) for key, found in tests.items() if found}, seconds)
 
 
 def _functions(path: Path) -> list[tuple[str, int, int]]:
