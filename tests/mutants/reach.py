@@ -64,10 +64,11 @@ class Reach:
         for test in sorted(tests, key=lambda test: (-tests[test], self._cost_s(test), test)):
             by_file[test.partition("::")[0]].append(test)
         chosen, spent_s = [], 0.0
-        for test in (test for rank in itertools.zip_longest(*by_file.values()) for test in rank if test is not None):
-            if not chosen or spent_s + self._cost_s(test) <= budget_s:
-                chosen.append(test)
-                spent_s += self._cost_s(test)
+        for one_per_file in itertools.zip_longest(*by_file.values()):
+            for test in sorted((test for test in one_per_file if test is not None), key=self._cost_s):
+                if not chosen or spent_s + self._cost_s(test) <= budget_s:
+                    chosen.append(test)
+                    spent_s += self._cost_s(test)
         # The cheap ones may answer first; pytest runs a file's tests together.
         of_file_s = {file: min(map(self._cost_s, of_file)) for file, of_file in by_file.items()}
         return sorted(
