@@ -161,6 +161,16 @@ def test_sequence_longer_than_the_corpus(tmp_path: Path):
         build([entry], tmp_path / "cache", sequence_length=64)
 
 
+def test_longest_sequence_that_a_corpus_has(tmp_path: Path):
+    """The next token of its last one has to be there: one token more than the sequence."""
+    entry = make(tmp_path, ["12345", "12345"])
+    # Five bytes and the end of the document.
+    (sample,) = rows(build([entry], tmp_path / "cache", sequence_length=5, num_samples=1))
+    assert len(sample) == 6
+    with pytest.raises(DataError, match="data has 6 training tokens, and a sequence of 6 needs 7"):
+        build([entry], tmp_path / "cache", sequence_length=6, num_samples=1)
+
+
 @pytest.mark.parametrize("bad_id", [257, 65535])
 def test_id_past_the_vocabulary_names_document_and_data_set(tmp_path: Path, bad_id: int):
     entry = make(tmp_path, ["x" * 9] * 6)
