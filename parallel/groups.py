@@ -53,14 +53,6 @@ class ParallelGroups:
     device: torch.device
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline_rank == self.sizes.pipeline - 1
-
-    @property
     def rank(self) -> int:
         return dist.get_rank()
 

@@ -115,6 +115,14 @@ def test_a_rank_may_end_by_sys_exit() -> None:
     assert launch_ranks(lambda: sys.exit(0), 2) == [None, None]
 
 
+def test_ranks_meet_on_the_loopback_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of this machine may resolve to nothing, or to a VPN."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert launch_ranks(lambda: os.environ.get("GLOO_SOCKET_IFNAME"), 1, num_threads=1, grace_s=2) == ["lo"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "another")
+    assert launch_ranks(lambda: os.environ.get("GLOO_SOCKET_IFNAME"), 1, num_threads=1, grace_s=2) == ["another"]
+
+
 def test_the_parents_environment_and_output_are_untouched() -> None:
     before, stdout = dict(os.environ), sys.stdout
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
