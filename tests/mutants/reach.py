@@ -56,7 +56,7 @@ class Reach:
         return known or dict.fromkeys(self.seconds, 0)
 
     def affordable(self, tests: Mapping[str, int], budget_s: float) -> list[str]:
-        """Of every file the test that runs most of the function, then every file's second and so on, for as long as they fit.
+        """The cheapest tests for half of what may be spent; then of every file the test that runs most of the function, every file's second and so on.
 
         A test that runs most lines of a function sees its rare branches; of equal ones the cheapest is taken.
         """
@@ -64,8 +64,16 @@ class Reach:
         for test in sorted(tests, key=lambda test: (-tests[test], self._cost_s(test), test)):
             by_file[test.partition("::")[0]].append(test)
         chosen, spent_s = [], 0.0
+        for test in sorted(tests, key=lambda test: (self._cost_s(test), test)):
+            if spent_s + self._cost_s(test) > budget_s / 2:
+                break
+            chosen.append(test)
+            spent_s += self._cost_s(test)
+        taken = set(chosen)
         for one_per_file in itertools.zip_longest(*by_file.values()):
-            for test in sorted((test for test in one_per_file if test is not None), key=self._cost_s):
+            for test in sorted(
+                (test for test in one_per_file if test is not None and test not in taken), key=self._cost_s
+            ):
                 if not chosen or spent_s + self._cost_s(test) <= budget_s:
                     chosen.append(test)
                     spent_s += self._cost_s(test)
