@@ -234,14 +234,15 @@ class _DrawnTables:
     """A lookup that draws the rows it is asked for, as the bank's tables hold them.
 
     Attributes:
-        bank: whose tables.
-        std: of their elements.
+        bank: whose tables; set before a layer reads.
+        std: of their elements; set with it.
     """
+
+    bank: int
+    std: float
 
     def __init__(self, memory: MemoryConfig, seed: int) -> None:
         self.memory, self.seed = memory, seed
-        self.bank = 0
-        self.std = 1.0
         self._drawn: dict[str, tuple[Tensor, Tensor]] = {}
 
     def read(

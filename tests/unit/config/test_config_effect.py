@@ -116,6 +116,26 @@ def test_conditions_on_another_section(tmp_path: Path) -> None:
         ("value_blocks: summed", "value_blocks", "kind is ultramem_v2 and key_expansion is above 1"),
         ("biases: true", "biases", "kind is pkm, memory_plus or peer"),
         ("sharing: {pattern: all, group: 2}", "sharing.group", "sharing.pattern is block, ring or no_ring"),
+        # At the edge: one singular value is the leading one, and no pre-values have no products.
+        (
+            "tucker_rank: 1, tucker_penalty_weight: 1.0",
+            "tucker_penalty_weight",
+            "kind is ultramem_v2 or ultramem and tucker_rank is above 1",
+        ),
+        (
+            "pre_value_dim: 0, pre_value_activation: gelu",
+            "pre_value_activation",
+            "kind is ultramem_v2 and pre_value_dim is above 0",
+        ),
+        ("tucker_penalty_margin: 0.5", "tucker_penalty_margin", "tucker_penalty_weight is above 0"),
+        (
+            "sharing: {pattern: block, group: 2, window: released}",
+            "sharing.window",
+            "sharing.pattern is ring or no_ring",
+        ),
+        ("placement: {blocks: [1], every: 2}", "placement.every", "placement.blocks and placement.spans are null"),
+        ("placement: {spans: '0:1', blocks: [1]}", "placement.blocks", "placement.spans is null"),
+        ("placement: {spans: '0:1', position: instead}", "placement.position", "placement.spans is null"),
     ],
 )
 def test_a_kind_of_memory_has_its_own_options(tmp_path: Path, memory: str, key: str, reason: str) -> None:
