@@ -13,10 +13,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.mutants import reach as reaches
-from tests.mutants.operators import Mutant, mutants_of
+from tests.mutants.operators import PACKAGES, Mutant, mutants_of
 from tests.mutants.trial import Trial, Worker
 
-PACKAGES = ("kernels", "megamem", "parallel", "pretrain")
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -17,6 +17,8 @@ import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation import mutators
 
+PACKAGES = ("kernels", "megamem", "parallel", "pretrain")
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -129,7 +131,6 @@ def _is_text(node: cst.CSTNode) -> bool:
     if isinstance(node, cst.Arg):
         # zip's own assertion.
         return m.matches(node, m.Arg(keyword=m.Name("strict")))
-    # Type aliases and __all__.
     return m.matches(node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import coverage
 import pytest
 
-PACKAGES = ("kernels", "megamem", "parallel", "pretrain")
+from tests.mutants.operators import PACKAGES
 
 _FOLDER = Path(os.environ["MEGAMEM_REACH"])
 # One file per process: a rank keeps the context of the test that forked it.

@@ -21,7 +21,7 @@ class Trial:
 
     Attributes:
         mutant: which.
-        outcome: caught, timeout (which counts as caught), survived, unreached (no test runs it), or broken (cannot be imported, and does not count).
+        outcome: caught, timeout (which counts as caught), survived, or broken (cannot be imported, and does not count).
         by: the test that failed.
         num_tests: how many were asked.
         seconds: how long they took.
@@ -42,7 +42,7 @@ class Trial:
         return self.outcome in ("caught", "timeout")
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self)})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Trial:
