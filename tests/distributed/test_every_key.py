@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from keys_of_layouts import LAYOUTS, STAND_INS, OnRank, on_rank
+from keys_of_memory import MEMORIES
 from keys_of_model import MODEL
 from keys_of_runs import COMMANDS, RUNS, Outputs, prepare_corpora
 from keys_of_training import TRAINING
-from keys_table import BASE, Entry, Subject, Table, schema_keys
+from keys_table import BASE, Entry, Subject, schema_keys
 from tiny_runs import joined
 
 from pretrain.config.effective import ineffective_fields
@@ -23,9 +24,10 @@ from pretrain.config.schema import RunConfig
 
 TABLES = {
     "model": MODEL,
+    "memory": MEMORIES,
     "training": TRAINING,
     "layout": LAYOUTS,
-    "stand-in": STAND_INS,
+    "standin": STAND_INS,
     "run": RUNS,
     "command": COMMANDS,
 }
@@ -43,22 +45,23 @@ def problem(entry: Entry, base: Any, second: Any) -> str | None:
     return None
 
 
-def problems(tables: list[Table], subject: Callable[[RunConfig], Any]) -> list[str | None]:
-    """Of all entries, in order; a configuration is one subject in all of them."""
+def problems(tables: Sequence[str], subject: Callable[[RunConfig], Any]) -> dict[str, str | None]:
+    """Of the entries of some tables, by name; a configuration is one subject in all of them."""
     of = cache(subject)
-    return [problem(entry, of(entry.base), of(entry.second)) for table in tables for entry in table.entries]
+    entries = {name: entry for name, entry in ENTRIES.items() if name.partition("-")[0] in tables}
+    return {name: problem(entry, of(entry.base), of(entry.second)) for name, entry in entries.items()}
 
 
-def on_one_rank(folder: Path) -> list[str | None]:
+def on_one_rank(folder: Path) -> dict[str, str | None]:
     """Of the entries that need one rank."""
     os.chdir(folder)
     with joined(BASE) as groups:
-        return [
-            *problems([MODEL, TRAINING], lambda config: Subject(config, groups)),
-            *problems([STAND_INS], lambda config: Subject(config, groups)),
-            *problems([RUNS], lambda config: Outputs(config, groups)),
-            *problems([COMMANDS], lambda config: config),
-        ]
+        return {
+            **problems(["model", "memory", "training"], lambda config: Subject(config, groups)),
+            **problems(["standin"], lambda config: Subject(config, groups)),
+            **problems(["run"], lambda config: Outputs(config, groups)),
+            **problems(["command"], lambda config: config),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +73,7 @@ def found(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     configs = list(dict.fromkeys(config for entry in LAYOUTS.entries for config in (entry.base, entry.second)))
     by_rank = run_ranks(lambda: [on_rank(config) for config in configs], 2, timeout_s=600)
     of_config: dict[RunConfig, list[OnRank]] = dict(zip(configs, map(list, zip(*by_rank, strict=True)), strict=True))
-    of_layouts = problems([LAYOUTS], lambda config: of_config[config])
-    names = {table: [name for name in ENTRIES if name.startswith(f"{table}-")] for table in TABLES}
-    in_order = [
-        name for table in ("model", "training", "stand-in", "run", "command", "layout") for name in names[table]
-    ]
-    return dict(zip(in_order, [*of_one, *of_layouts], strict=True))
+    return {**of_one, **problems(["layout"], lambda config: of_config[config])}
 
 
 @pytest.mark.parametrize("name", ENTRIES)

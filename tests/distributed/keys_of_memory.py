@@ -1,0 +1,444 @@
+"""What the keys under `model.memory` do, measured on initial weights and single passes of models on one rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from keys_of_model import is_linear_in, product_key_scores, scores_are, tucker_key_scores
+from keys_table import (
+    BASE,
+    MEMORY,
+    PKM,
+    Subject,
+    Table,
+    changed_names,
+    last_parts,
+    rms,
+    root_mean_square,
+    same,
+    set_key,
+    with_memory,
+    with_model,
+)
+from torch import Tensor
+
+from megamem.config import MemoryConfig, PlacementConfig, SharingConfig
+
+MEMORIES = Table()
+FC1, QKV, PROJ = "mlp.ffn.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"
+BLOCK = "decoder.layers.0."
+
+
+NAMES_OF_KINDS = {
+    "ultramem_v2": {"query_proj", "keys", "query_norm", "keys_norm", "cores", "value_proj", "pre_value_proj"},
+    "ultramem": {"query_proj", "keys", "query_norm", "keys_norm", "cores", "value_proj"},
+    "pkm": {"query_proj", "keys", "query_norm"},
+    "memory_plus": {"query_proj", "keys", "query_norm", "value_proj", "silu_gate"},
+    "peer": {"query_proj", "keys", "query_norm"},
+}
+
+
+def _enter_kind(kind: Any) -> None:
+    base = replace(BASE, model=replace(BASE.model, memory=MemoryConfig(num_keys=12, value_dim=32, top_k=4)))
+
+    @MEMORIES.key("model.memory.kind", kind, base)
+    def _(base: Subject, second: Subject) -> None:
+        assert set(base.memory_weights) == NAMES_OF_KINDS["ultramem_v2"]
+        assert set(second.memory_weights) == NAMES_OF_KINDS[kind]
+        # PEER's pre-values are as wide as its values.
+        assert second.shapes.get("banks.0.pre_values") == ((144, 32) if kind == "peer" else None)
+        assert base.shapes["banks.0.pre_values"] == (144, 64)
+
+
+for _kind in ("ultramem", "pkm", "memory_plus", "peer"):
+    _enter_kind(_kind)
+
+
+@MEMORIES.key("model.memory.num_keys", 9)
+def _(base: Subject, second: Subject) -> None:
+    for subject, keys in ((base, 12), (second, 9)):
+        assert subject.shapes["banks.0.values"] == (keys**2, 16)
+        assert subject.memory_weights["keys"].shape == (1, 2, keys, 6, 2)
+
+
+@MEMORIES.key("model.memory.key_dim", 5)
+def _(base: Subject, second: Subject) -> None:
+    for subject, dim in ((base, 6), (second, 5)):
+        assert subject.memory_weights["keys"].shape == (1, 2, 12, dim, 2)
+        assert subject.memory_weights["query_proj"].shape == (2 * 2 * dim, 32)
+
+
+@MEMORIES.key("model.memory.value_dim", 14)
+def _(base: Subject, second: Subject) -> None:
+    for subject, columns in ((base, 16), (second, 14)):
+        assert subject.shapes["banks.0.values"] == (144, columns)
+        assert subject.memory_weights["value_proj"].shape == (32, columns)
+        assert subject.shapes["banks.0.pre_values"] == (144, 10)
+
+
+@MEMORIES.key("model.memory.pre_value_dim", 7)
+def _(base: Subject, second: Subject) -> None:
+    for subject, columns in ((base, 10), (second, 7)):
+        assert subject.shapes["banks.0.pre_values"] == (144, columns)
+        assert subject.memory_weights["pre_value_proj"].shape == (columns, 32)
+        assert subject.shapes["banks.0.values"] == (144, 16)
+
+
+def retrieved(subject: Subject) -> Any:
+    with torch.no_grad():
+        return subject.layer.retrieve(subject.hidden)
+
+
+@MEMORIES.key("model.memory.top_k", 6, with_memory(row_top_k_limit=3))
+def _(base: Subject, second: Subject) -> None:
+    """More of one order, out of nine candidates."""
+    for subject, top_k in ((base, 4), (second, 6)):
+        assert retrieved(subject).row_ids.shape == retrieved(subject).column_ids.shape == (7, 1, 3)
+        assert retrieved(subject).slots[:, 0].tolist() == best_slots(subject, top_k)
+
+
+def best_slots(subject: Subject, top_k: int) -> list[list[int]]:
+    """The best slots of every token among the kept rows and columns, best first, one product at a time."""
+    found, (core,) = retrieved(subject), subject.memory_weights["cores"].sum(0)
+    rows, columns = (scores[:, 0] for scores in tucker_key_scores(subject, 1e-5))
+    best = []
+    for token in range(7):
+        grid = [
+            (float(rows[token, i] @ core @ columns[token, j]), int(i) * 12 + int(j))
+            for i in found.row_ids[token, 0]
+            for j in found.column_ids[token, 0]
+        ]
+        best.append([slot for _, slot in sorted(grid, reverse=True)[:top_k]])
+    return best
+
+
+@MEMORIES.key("model.memory.row_top_k_limit", 2)
+def _(base: Subject, second: Subject) -> None:
+    """Four slots of two rows and two columns are all of their grid."""
+    all_kept, limited = retrieved(base), retrieved(second)
+    assert all_kept.row_ids.shape[2] == all_kept.column_ids.shape[2] == 4
+    assert torch.equal(limited.row_ids, all_kept.row_ids[..., :2])
+    assert torch.equal(limited.column_ids, all_kept.column_ids[..., :2])
+    for token in range(7):
+        grid = {int(i * 12 + j) for i in limited.row_ids[token, 0] for j in limited.column_ids[token, 0]}
+        assert set(limited.slots[token, 0].tolist()) == grid
+    assert not torch.equal(limited.slots, all_kept.slots)
+
+
+@MEMORIES.key("model.memory.num_heads", 3)
+def _(base: Subject, second: Subject) -> None:
+    """Queries are shared by the heads."""
+    for subject, heads in ((base, 1), (second, 3)):
+        assert subject.memory_weights["keys"].shape == (heads, 2, 12, 6, 2)
+        assert subject.memory_weights["cores"].shape == (2, heads, 2, 2)
+        assert subject.memory_weights["query_proj"].shape == (2 * 2 * 6, 32)
+        assert retrieved(subject).slots.shape == (7, heads, 4)
+
+
+@MEMORIES.key("model.memory.tucker_rank", 3)
+def _(base: Subject, second: Subject) -> None:
+    for subject, rank in ((base, 2), (second, 3)):
+        assert subject.memory_weights["cores"].shape == (2, 1, rank, rank)
+        assert subject.memory_weights["keys"].shape == (1, 2, 12, 6, rank)
+        assert subject.memory_weights["query_proj"].shape == (2 * rank * 6, 32)
+
+
+@MEMORIES.key("model.memory.num_cores", 4)
+def _(base: Subject, second: Subject) -> None:
+    for subject, cores in ((base, 2), (second, 4)):
+        assert subject.memory_weights["cores"].shape == (cores, 1, 2, 2)
+        assert retrieved(subject).scores.shape == (7, 1, 4, cores)
+
+
+@MEMORIES.key("model.memory.query", "single")
+def _(base: Subject, second: Subject) -> None:
+    """Both Tucker ranks of a side get the same query."""
+    assert base.memory_weights["query_proj"].shape == (2 * 2 * 6, 32)
+    assert second.memory_weights["query_proj"].shape == (2 * 6, 32)
+    weights = second.memory_weights
+    queries = rms((second.hidden @ weights["query_proj"].T).view(7, 2, 6), 1e-5) * weights["query_norm"]
+    keys = rms(weights["keys"].movedim(3, 4), 1e-5) * weights["keys_norm"]
+    assert scores_are(second, tuple(torch.einsum("tsd,hsnrd->sthnr", queries, keys)))  # type: ignore[arg-type]
+
+
+@MEMORIES.key("model.memory.key_expansion", 3)
+def _(base: Subject, second: Subject) -> None:
+    """Three times the keys per side, for the same rows: nine slots of the grid read each of them."""
+    for subject, expansion in ((base, 1), (second, 3)):
+        assert subject.memory_weights["keys"].shape == (1, 2, expansion * 12, 6, 2)
+        assert subject.shapes["banks.0.values"] == (144, 16)
+        rows, blocks = subject.layer.locate(torch.arange((expansion * 12) ** 2))
+        assert torch.bincount(rows, minlength=144).tolist() == [expansion**2] * 144
+        assert blocks is None
+
+
+@MEMORIES.key("model.memory.value_blocks", "projected", with_memory(key_expansion=2))
+def _(base: Subject, second: Subject) -> None:
+    for subject, blocks in ((base, 1), (second, 4)):
+        assert subject.memory_weights["value_proj"].shape == (32, blocks * 16)
+    _, block = second.layer.locate(torch.arange(576))
+    assert block is not None
+    assert torch.bincount(block).tolist() == [144] * 4
+
+
+@MEMORIES.key("model.memory.pre_value_activation", "gelu")
+def _(base: Subject, second: Subject) -> None:
+    """A lookup by its definition: scores times products, activated or not, times values."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 144, (7, 4), generator=generator)
+    scores, x = torch.randn(7, 4, 2, generator=generator), torch.randn(7, 10, generator=generator)
+    for subject, activation in ((base, lambda p: p), (second, lambda p: 0.5 * p * (1 + torch.erf(p / 2**0.5)))):
+        values, pre_values = subject.weights["banks.0.values"], subject.weights["banks.0.pre_values"]
+        products = activation(torch.einsum("tjp,tp->tj", pre_values[rows], x))
+        expected = torch.einsum("tjc,tj,tjcv->tcv", scores, products, values[rows].view(7, 4, 2, 8)).flatten(1)
+        with torch.no_grad():
+            assert same(subject.layer.lookup.read(rows, scores, x), expected)
+
+
+def _enter_shuffle(second_value: str) -> None:
+    @MEMORIES.key("model.memory.shuffle", second_value)
+    def _(base: Subject, second: Subject) -> None:
+        """All are bijections; `none` is the identity, and only `table` keeps a permutation."""
+        slots = torch.arange(144)
+        keyed, other = base.layer.locate(slots)[0], second.layer.locate(slots)[0]
+        for rows in (keyed, other):
+            assert torch.equal(rows.sort().values, slots)
+        assert not torch.equal(keyed, slots)
+        assert not torch.equal(keyed, other)
+        assert torch.equal(other, slots) == (second_value == "none")
+        stored = dict(second.layer.named_buffers()).get("permutation")
+        assert (stored is not None) == (second_value == "table")
+        assert stored is None or torch.equal(stored, other)
+        assert "permutation" not in dict(base.layer.named_buffers())
+        assert changed_names(base.weights, second.weights) == set()
+
+
+for _shuffle in ("table", "none"):
+    _enter_shuffle(_shuffle)
+
+
+@MEMORIES.key("model.memory.query_norm", False, PKM)
+def _(base: Subject, second: Subject) -> None:
+    assert set(base.memory_weights) - set(second.memory_weights) == {"query_norm"}
+    assert scores_are(base, product_key_scores(base, 1e-5))
+    assert scores_are(second, product_key_scores(second, None))
+
+
+@MEMORIES.key("model.memory.biases", True, PKM)
+def _(base: Subject, second: Subject) -> None:
+    assert set(second.memory_weights) - set(base.memory_weights) == {"query_bias"}
+
+
+@MEMORIES.key("model.memory.biases", True, with_memory(kind="memory_plus", pre_value_dim=64, output_gate=True))
+def _(base: Subject, second: Subject) -> None:
+    added = set(second.memory_weights) - set(base.memory_weights)
+    assert added == {"query_bias", "value_bias", "silu_gate_bias", "output_gate_bias"}
+
+
+@MEMORIES.key("model.memory.value_projection", True, PKM)
+def _(base: Subject, second: Subject) -> None:
+    assert set(second.memory_weights) - set(base.memory_weights) == {"value_proj"}
+    values = torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert torch.equal(base.layer.project(values, base.hidden), values)
+        expected = values @ second.memory_weights["value_proj"].T
+        assert same(second.layer.project(values, second.hidden), expected)
+
+
+@MEMORIES.key("model.memory.output_gate", True, PKM)
+def _(base: Subject, second: Subject) -> None:
+    assert set(second.memory_weights) - set(base.memory_weights) == {"output_gate"}
+    values = torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
+    gate = 1 / (1 + torch.exp(-second.hidden @ second.memory_weights["output_gate"][0]))
+    with torch.no_grad():
+        assert torch.equal(base.layer.project(values, base.hidden), values)
+        assert same(second.layer.project(values, second.hidden), values * gate[:, None])
+
+
+@MEMORIES.key("model.memory.initialisation", "matched")
+def _(base: Subject, second: Subject) -> None:
+    """Only the tables, by the fourth root of the SwiGLU's inner variance over the paper's 0.16, for gates and inputs of variance 0.4."""
+    assert last_parts(changed_names(base.weights, second.weights)) == {"values", "pre_values"}
+    gate = np.linspace(-8, 8, 100_001)
+    density = np.exp(-(gate**2) / 0.8) / math.sqrt(0.8 * math.pi)
+    inner = 0.4 * float(np.sum((gate / (1 + np.exp(-gate))) ** 2 * density) * (gate[1] - gate[0]))
+    scale = (inner / 0.16) ** 0.25
+    for name in ("banks.0.values", "banks.1.pre_values"):
+        assert same(second.weights[name], base.weights[name] * scale)
+    # Eq. 26 of `paper`, for the deviation that the layer's scores may have.
+    k_inner = 48 / 32
+    without_scores = (0.2 * k_inner * 32 / (4 * 1 * 10 * 16 * 2)) ** 0.25
+    assert 0.5 * without_scores < root_mean_square(base.weights["banks.0.values"]) < without_scores
+
+
+@MEMORIES.key("model.memory.initialisation", "released")
+def _(base: Subject, second: Subject) -> None:
+    """The constants of the release."""
+    assert root_mean_square(second.weights["banks.0.values"]) == pytest.approx(0.02, rel=0.05)
+    by_default = math.sqrt(2 / (5 * 32))
+    for part, std in (("query_proj", 6**-0.5), ("value_proj", 16**-0.5), ("pre_value_proj", 32**-0.5)):
+        assert same(second.memory_weights[part] / std, base.memory_weights[part] / by_default)
+    for part in ("query_norm", "keys_norm"):
+        assert same(second.memory_weights[part], torch.full((6,), 6**-0.4))
+    assert torch.equal(second.memory_weights["cores"], base.memory_weights["cores"])
+
+
+def penalty(cores: Tensor, margin: float) -> Tensor:
+    """Eq. 17 of cores [C, 1, 2, 2], by the closed form of the smaller singular value of a 2 x 2 matrix."""
+    matrix = cores.double().sum((0, 1))
+    square, determinant = matrix.square().sum(), matrix.det().abs()
+    smaller = ((square + 2 * determinant).sqrt() - (square - 2 * determinant).sqrt()) / 2
+    return (smaller - margin).clamp_min(0).square()
+
+
+@MEMORIES.key("model.memory.tucker_penalty_weight", 0.5)
+def _(base: Subject, second: Subject) -> None:
+    """Into the cores alone, along the gradient of Eq. 17; its margin is 0.15 by default."""
+    added = is_linear_in("model.memory.tucker_penalty_weight", 0.5, base, second, set())
+    assert last_parts({name for name, gradient in added.items() if root_mean_square(gradient) > 1e-6}) <= {"cores"}
+    reached = 0
+    for block in (0, 1):
+        name = f"decoder.layers.{block}.mlp.memory.cores"
+        cores = base.weights[name].double().requires_grad_()
+        loss = penalty(cores, 0.15)
+        (gradient,) = torch.autograd.grad(loss, cores)
+        reached += float(loss) > 0
+        # Per token, over the targets: some of the samples' tokens are none.
+        share = float((added[name] / 0.5 * gradient).sum() / gradient.square().sum()) if float(loss) > 0 else 1.0
+        assert 1.0 <= share < 2.0
+        assert torch.allclose(added[name].double(), 0.5 * share * gradient, rtol=1e-3, atol=1e-6)
+    assert reached
+
+
+@MEMORIES.key("model.memory.tucker_penalty_margin", 0.05, with_memory(tucker_penalty_weight=0.5))
+def _(base: Subject, second: Subject) -> None:
+    """The reported penalty is Eq. 17 at each margin, and the loss is the same."""
+    assert base.steps[0].loss == second.steps[0].loss
+    reported = []
+    for subject, margin in ((base, 0.15), (second, 0.05)):
+        run = subject.build()
+        expected = [float(penalty(layer.cores.detach(), margin)) for layer in run.bare[0].memory_layers]
+        run.train(1)
+        sums = [layer.losses.sums.tolist() for layer in run.bare[0].memory_layers]
+        reported.append([of_layer[1] / of_layer[0] for of_layer in sums])
+        assert reported[-1] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    assert reported[0] != reported[1]
+
+
+@MEMORIES.key("model.memory.key_balance_weight", 0.5)
+def _(base: Subject, second: Subject) -> None:
+    is_linear_in("model.memory.key_balance_weight", 0.5, base, second, {"keys", "query_proj"})
+
+
+# Sharing and placement.
+
+
+def with_sharing(pattern: Any, group: int = 1, **fields: Any) -> Any:
+    return with_model(num_layers=4, memory=replace(MEMORY, sharing=SharingConfig(pattern, group, **fields)))
+
+
+def rows_of_banks(subject: Subject) -> list[int]:
+    return [shape[0] for name, shape in subject.shapes.items() if name.endswith(".values")]
+
+
+def tables_seen(subject: Subject) -> list[set[int]]:
+    """Per memory layer: the tables of 144 rows of its bank that its slots read."""
+    found = []
+    for layer in subject.model.memory_layers:
+        rows, _ = layer.locate(torch.arange(layer.view.num_keys**2))
+        found.append({int(row) // 144 for row in rows})
+    return found
+
+
+@MEMORIES.key("model.memory.sharing.pattern", "all", with_sharing("block", 4))
+def _(base: Subject, second: Subject) -> None:
+    assert (rows_of_banks(base), rows_of_banks(second)) == ([4 * 144], [144])
+    assert tables_seen(base) == [{0, 1, 2, 3}] * 4
+    assert tables_seen(second) == [{0}] * 4
+
+
+@MEMORIES.key("model.memory.sharing.pattern", "no_ring", with_sharing("ring", 3))
+def _(base: Subject, second: Subject) -> None:
+    """A window of three: floor(12 sqrt(3))^2 = 400 rows from the table before the layer's own. At the ends it goes around, or stops."""
+    assert rows_of_banks(base) == rows_of_banks(second) == [4 * 144]
+    assert tables_seen(base) == [{3, 0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 0}]
+    assert tables_seen(second) == [{0, 1, 2}, {0, 1, 2}, {1, 2, 3}, {1, 2, 3}]
+
+
+@MEMORIES.key("model.memory.sharing.pattern", "all", with_sharing("none"))
+def _(base: Subject, second: Subject) -> None:
+    assert (rows_of_banks(base), rows_of_banks(second)) == ([144] * 4, [144])
+    assert len({layer.view.bank for layer in base.model.memory_layers}) == 4
+
+
+@MEMORIES.key("model.memory.sharing.group", 4, with_sharing("block", 2))
+def _(base: Subject, second: Subject) -> None:
+    assert rows_of_banks(base) == [2 * 144] * 2
+    assert rows_of_banks(second) == [4 * 144]
+
+
+@MEMORIES.key("model.memory.sharing.window", "released", with_sharing("ring", 3))
+def _(base: Subject, second: Subject) -> None:
+    assert tables_seen(base) == [{3, 0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 0}]
+    assert tables_seen(second) == [{0, 1, 2}, {1, 2, 3}, {2, 3, 0}, {3, 0, 1}]
+
+
+def blocks_with_memory(subject: Subject) -> list[int]:
+    return [int(layer.name.split(".")[2]) for layer in subject.model.memory_layers]
+
+
+FOUR_BLOCKS = with_model(num_layers=4)
+
+
+@MEMORIES.key("model.memory.placement.every", 2, FOUR_BLOCKS)
+def _(base: Subject, second: Subject) -> None:
+    assert (blocks_with_memory(base), blocks_with_memory(second)) == ([0, 1, 2, 3], [1, 3])
+
+
+@MEMORIES.key("model.memory.placement.blocks", (0, 3), FOUR_BLOCKS)
+def _(base: Subject, second: Subject) -> None:
+    assert (blocks_with_memory(base), blocks_with_memory(second)) == ([0, 1, 2, 3], [0, 3])
+
+
+@MEMORIES.key(
+    "model.memory.placement.position",
+    "instead",
+    set_key(FOUR_BLOCKS, "model.memory.placement", PlacementConfig(blocks=(1,))),
+)
+def _(base: Subject, second: Subject) -> None:
+    assert blocks_with_memory(base) == blocks_with_memory(second) == [1]
+    assert {name for name in base.weights if name not in second.weights} == {
+        "decoder.layers.1.mlp.ffn.linear_fc1.weight",
+        "decoder.layers.1.mlp.ffn.linear_fc2.weight",
+    }
+
+
+def outputs_that_the_memory_changes(subject: Subject) -> list[int]:
+    """Blocks whose output is another with the memory switched off."""
+    outputs: list[list[Tensor]] = []
+    for enabled in (True, False):
+        seen: list[Tensor] = []
+        hooks = [
+            layer.register_forward_hook(lambda _, inputs, out, seen=seen: seen.append(out[0]))
+            for layer in subject.model.decoder.layers
+        ]
+        subject.model.set_memory_enabled(enabled)
+        subject.logits()
+        for hook in hooks:
+            hook.remove()
+        outputs.append(seen)
+    subject.model.set_memory_enabled(True)
+    return [block for block, (on, off) in enumerate(zip(*outputs, strict=True)) if not torch.equal(on, off)]
+
+
+@MEMORIES.key("model.memory.placement.spans", "1:2", set_key(FOUR_BLOCKS, "model.memory.placement", PlacementConfig()))
+def _(base: Subject, second: Subject) -> None:
+    """It reads in block 1, and joins after block 2."""
+    assert blocks_with_memory(second) == [1]
+    assert outputs_that_the_memory_changes(base) == [0, 1, 2, 3]
+    assert outputs_that_the_memory_changes(second) == [2, 3]
