@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megamem.config import ModelConfig
-from megamem.formulas import training_flops_per_token
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
@@ -20,6 +19,7 @@ from pretrain.checkpoint.folder import SavedState, newest_complete
 from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
+from pretrain.costs.formulas import training_flops_per_token
 from pretrain.data.dataset import TrainDataset, build_train_dataset, check_blend
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, microbatches, on_device

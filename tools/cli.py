@@ -23,7 +23,7 @@ COMMAND_MODULES = (
     "tools.data",
     "tools.evaluate",
     "tools.generate",
-    "tools.bench",
+    "tools.bench.command",
     "tools.compare",
     "tools.config",
 )

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import value_at
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from pretrain.errors import ConfigError
 from tools.line_chart import Point, Series, line_chart
 

@@ -12,8 +12,6 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from megamem.config import MemoryConfig, ModelConfig
-from megamem.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
-from megamem.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from megamem.sharing import plan_sharing
 from parallel.layout import padded_size
@@ -25,6 +23,8 @@ from pretrain.config.loader import load_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.validate import validate
+from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from pretrain.errors import ConfigError
 from tools.parameter_table import parameter_tables
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megamem.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops_per_token
 from megamem.sharing import plan_sharing
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
+from pretrain.costs.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops_per_token
 from pretrain.errors import ConfigError
 
 _BF16_BYTES = 2

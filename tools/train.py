@@ -99,8 +99,8 @@ def _headline(run: Run) -> str:
     from dataclasses import asdict
 
     from kernels.implementations import describe, resolve
-    from megamem.formulas import count_parameters
     from parallel.layout import padded_size
+    from pretrain.costs.formulas import count_parameters
     from pretrain.run import model_vocab_size
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel

@@ -16,27 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config import ModelConfig, MoEConfig
 from parallel.exchange import Exchange
-from pretrain import step_profile
 from pretrain.config.schema import KernelOverridesConfig, RunConfig
-from pretrain.step import unwrap
-from pretrain.step_costs import part_costs
-from pretrain.step_profile import (
-    BACKWARD,
-    CLIPPING,
+from pretrain.costs.step import (
     EXCHANGE,
-    FORWARD,
     GATHER_DOT,
     GATHER_PAIR,
     GATHER_SUM,
     KEYS,
-    MESSAGES,
-    OPTIMIZER,
     OTHER,
     PARTS,
-    PHASES,
     PROJECTIONS,
-    REDUCTION,
-    REST,
     ROWS,
     SCORES,
     SELECTION,
@@ -46,10 +35,23 @@ from pretrain.step_profile import (
     TABLE_STEP,
     WEIGHTING,
     ZEROING,
+    part_costs,
+)
+from pretrain.step import unwrap
+from tools.bench import step_profile
+from tools.bench.step_profile import (
+    BACKWARD,
+    CLIPPING,
+    FORWARD,
+    MESSAGES,
+    OPTIMIZER,
+    PHASES,
+    REDUCTION,
+    REST,
     measure_steps,
     profiled_steps,
 )
-from pretrain.timeline import Intervals, Span, Timeline
+from tools.bench.timeline import Intervals, Span, Timeline
 
 NUM_STEPS = 2
 

@@ -18,8 +18,7 @@ from megamem.config import MemoryConfig
 from megamem.sharing import BankSpec
 from parallel.packed_rows import RowFormat
 from parallel.sharded_bank import ShardedBank
-from parallel.traffic import lookup_traffic, microbatch_traffic
-from pretrain.throughput import attention_bytes
+from pretrain.costs.traffic import attention_bytes, lookup_traffic, microbatch_traffic
 
 GROUP = 3
 TOKENS = 7

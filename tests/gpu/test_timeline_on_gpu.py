@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pretrain.timeline import Span, Timeline
+from tools.bench.timeline import Span, Timeline
 
 
 def test_parts_take_the_time_of_their_work(gpu: torch.device) -> None:

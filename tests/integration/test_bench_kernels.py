@@ -17,9 +17,9 @@ from kernels import select
 from megamem.sharing import plan_sharing
 from pretrain.config.loader import load_config
 from pretrain.errors import ConfigError, UserError
+from tools.bench.kernels import draw_ids
+from tools.bench.retrieval import RETRIEVALS
 from tools.cli import build_parser, main
-from tools.kernel_bench import draw_ids
-from tools.retrieval_bench import RETRIEVALS
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["bench", "kernels", "--rows", "500", "--tokens", "3", "--rounds", "1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Megamem
 
-from pretrain.step_profile import PARTS
+from pretrain.costs.step import PARTS
 
 QUICK = ("--rounds", 1, "--steps", 1)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
-from megamem.equal_compute import active_measure, core_measure, flops_measure, solve_experts, solve_ffn_width
-from megamem.formulas import count_parameters
+from pretrain.costs.equal_compute import active_measure, core_measure, flops_measure, solve_experts, solve_ffn_width
+from pretrain.costs.formulas import count_parameters
 from tools import cli
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=512)

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
-from megamem.formulas import (
+from parallel.layout import padded_size
+from pretrain.config.schema import RunConfig
+from pretrain.costs.formulas import (
     count_parameters,
     forward_flops_per_token,
     memory_flops,
     table_bytes_per_token,
     training_flops_per_token,
 )
-from parallel.layout import padded_size
-from pretrain.config.schema import RunConfig
 
 VOCAB = 300
 DENSE = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48)

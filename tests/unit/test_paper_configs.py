@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megamem.config import MemoryConfig, ModelConfig
-from megamem.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width
-from megamem.formulas import count_parameters
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
+from pretrain.costs.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width
+from pretrain.costs.formulas import count_parameters
 from tests.unit.test_formulas import BuiltModel, built_models, check_costs
 from tools import cli
 from tools.parameter_table import PAPER, memory_share

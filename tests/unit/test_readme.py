@@ -16,9 +16,6 @@ from tools.cli import build_parser
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
-# A package's `__init__.py` and git's own files tell a reader nothing.
-NOT_SHOWN = re.compile(r"(^|/)(__init__\.py|\.gitignore|py\.typed)$")
-
 
 def tracked_files(repository: Path) -> list[str]:
     """Paths of the repository's files: tracked, or new and not ignored, so that a file is missed before it is committed."""
@@ -27,7 +24,7 @@ def tracked_files(repository: Path) -> list[str]:
         listing = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"not a git checkout: {error}")
-    return [path for path in listing.splitlines() if not NOT_SHOWN.search(path) and (repository / path).is_file()]
+    return [path for path in listing.splitlines() if (repository / path).is_file()]
 
 
 def shown_tree(text: str) -> dict[str, str]:
@@ -48,12 +45,12 @@ def shown_tree(text: str) -> dict[str, str]:
 
 
 def tree_problems(shown: set[str], files: list[str]) -> Iterator[str]:
-    """Where the tree and the files differ. A folder that is shown with something in it is shown with everything in it."""
+    """Where the tree and the folders differ. A folder that is shown with a folder in it is shown with all of them."""
     folders = {"/".join(path.split("/")[:depth]) + "/" for path in files for depth in range(1, path.count("/") + 1)}
-    for path in sorted(shown - folders - set(files)):
+    for path in sorted(shown - folders):
         yield f"{path} is in the README's tree, but not in the repository"
-    opened = {""} | {path.rsplit("/", 2 if path.endswith("/") else 1)[0] + "/" for path in shown if "/" in path[:-1]}
-    for path in sorted({*folders, *files} - shown):
+    opened = {""} | {path.rsplit("/", 2)[0] + "/" for path in shown if "/" in path[:-1]}
+    for path in sorted(folders - shown):
         parent = path.rstrip("/").rpartition("/")[0]
         if (parent + "/" if parent else "") in opened:
             yield f"{path} is in the repository, but not in the README's tree: add a line for it"
@@ -78,17 +75,16 @@ def test_every_entry_of_the_tree_is_annotated() -> None:
 @pytest.mark.parametrize(
     ("shown", "problem"),
     [
-        ({"a/", "b.py"}, None),
-        ({"a/", "a/x.py", "a/y/", "b.py"}, None),
-        ({"a/", "a/x.py", "b.py"}, "a/y/ is in the repository"),
-        ({"a/"}, "b.py is in the repository"),
-        ({"a/", "b.py", "c.py"}, "c.py is in the README's tree"),
-        ({"a/", "b.py", "a/y/", "a/x.py", "a/y/w.py"}, "a/y/w.py is in the README's tree"),
-        ({"a", "b.py"}, "a is in the README's tree"),
+        ({"a/", "b/"}, None),
+        ({"a/", "a/y/", "a/w/", "b/"}, None),
+        ({"a/", "a/y/", "b/"}, "a/w/ is in the repository"),
+        ({"a/"}, "b/ is in the repository"),
+        ({"a/", "b/", "c/"}, "c/ is in the README's tree"),
+        ({"a/", "b/", "top.py"}, "top.py is in the README's tree"),
     ],
 )
 def test_the_comparison_sees(shown: set[str], problem: str | None) -> None:
-    found = list(tree_problems(shown, ["a/x.py", "a/y/z.py", "b.py"]))
+    found = list(tree_problems(shown, ["a/x.py", "a/y/z.py", "a/w/v.py", "b/u.py", "top.py"]))
     assert found == [] if problem is None else any(problem in text for text in found)
 
 

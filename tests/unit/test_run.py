@@ -14,7 +14,6 @@ import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
 from megamem.config import MemoryConfig, ModelConfig
-from megamem.formulas import training_flops_per_token
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.loader import load_config, to_dict
 from pretrain.config.schema import (
@@ -27,6 +26,7 @@ from pretrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from pretrain.costs.formulas import training_flops_per_token
 from pretrain.errors import CheckpointError
 from pretrain.run import Run, RunFolder, check_resumable, open_run
 from pretrain.state import RunState

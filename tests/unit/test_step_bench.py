@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megamem.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.costs.step import GATHER_SUM, KEYS, part_costs
 from pretrain.errors import ConfigError
-from pretrain.step_costs import part_costs
-from pretrain.step_profile import GATHER_SUM, KEYS, StepTimes
-from pretrain.timeline import Intervals, Span
+from tools.bench.step import Contender, block, known_peak, ratios, turns, with_pairs
+from tools.bench.step_profile import StepTimes
+from tools.bench.timeline import Intervals, Span
 from tools.cli import build_parser
-from tools.step_bench import Contender, block, known_peak, ratios, turns, with_pairs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain import timeline as module
-from pretrain.timeline import Intervals, Span, Timeline
+from tools.bench import timeline as module
+from tools.bench.timeline import Intervals, Span, Timeline
 
 CPU = torch.device("cpu")
 

@@ -12,6 +12,8 @@ from megamem.config import MemoryConfig, ModelConfig
 from megamem.sharing import plan_sharing
 from parallel.exchange import pieces_per_rank
 from parallel.packed_rows import RowFormat
+from pretrain.config.schema import RunConfig
+from pretrain.megatron import parameter_dtype
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,45 @@ def attention_traffic(
     """
     heads = model.query_groups // tensor_size
     return (context_size - 1) * num_tokens * 2 * heads * model.attention_head_dim * element_bytes
+
+
+def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step to look its tokens up in tables that are split, and to bring the gradients back.
+
+    Stages with more memory layers than others send more: this is their mean.
+    """
+    layout, train = config.parallel, config.train
+    per_microbatch = microbatch_traffic(
+        config.model,
+        group_size=layout.memory,
+        num_tokens=train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context),
+        element_bytes=parameter_dtype(config).itemsize,
+        forward_passes=2 if train.recompute == "full" else 1,
+    )
+    return _num_microbatches(config, num_ranks) * per_microbatch // layout.pipeline
+
+
+def attention_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step to attend across cut sequences; Transformer Engine, which sends by itself, is not counted.
+
+    Stages with more layers than others send more: this is their mean.
+    """
+    layout, train, model = config.parallel, config.train, config.model
+    if model.implementation == "transformer_engine":
+        return 0
+    per_pass = attention_traffic(
+        model,
+        context_size=layout.context,
+        tensor_size=layout.tensor,
+        num_tokens=train.micro_batch_size * train.sequence_length // layout.context,
+        element_bytes=parameter_dtype(config).itemsize,
+    )
+    passes = 2 if train.recompute == "none" else 3
+    return _num_microbatches(config, num_ranks) * passes * per_pass * model.num_layers // layout.pipeline
+
+
+def _num_microbatches(config: RunConfig, num_ranks: int) -> int:
+    """Of one data-parallel rank and optimizer step."""
+    layout, train = config.parallel, config.train
+    replicas = num_ranks // (layout.tensor * layout.pipeline * layout.context)
+    return train.global_batch_size // (train.micro_batch_size * replicas)

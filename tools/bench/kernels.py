@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError, UserError
-from tools import retrieval_bench
+from tools.bench import retrieval as retrieval_measures
 
 if TYPE_CHECKING:
     import torch
@@ -117,10 +117,10 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
             for tokens in args.tokens or default_tokens:
                 for spread in ("uniform", "zipf"):
                     _report(shape, args.rows or shape.rows, name, dtypes[name], tokens, spread, kernels, device, args)
-                for retrieval in retrieval_bench.RETRIEVALS[shape.name]:
-                    found = retrieval_bench.contenders(retrieval, dtypes[name], tokens, kernels, device)
+                for retrieval in retrieval_measures.RETRIEVALS[shape.name]:
+                    found = retrieval_measures.contenders(retrieval, dtypes[name], tokens, kernels, device)
                     seconds = least_seconds(found, args.rounds, device)
-                    print("\n".join(retrieval_bench.lines(retrieval, name, tokens, seconds)))
+                    print("\n".join(retrieval_measures.lines(retrieval, name, tokens, seconds)))
     return 0
 
 

@@ -9,12 +9,12 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.kernel_bench import add_arguments, run_kernel_bench, unread_options
+from tools.bench.kernels import add_arguments, run_kernel_bench, unread_options
+from tools.bench.step import Contender, add_step_arguments, bench_steps_rank, unread_step_options, with_pairs
 from tools.ranks import default_num_ranks, run_on_ranks, started_world_size
-from tools.step_bench import Contender, add_step_arguments, bench_steps_rank, unread_step_options, with_pairs
 
 if TYPE_CHECKING:
-    from pretrain.throughput import Throughput
+    from tools.bench.throughput import Throughput
 
 _EPILOG = """\
 examples:
@@ -131,7 +131,7 @@ def _changes(vary: str | None) -> list[str]:
 def bench_rank(contestants: dict[str, RunConfig], vocab_size: int, rounds: int, steps: int) -> None:
     """What one rank does: one layout after the other."""
     from pretrain.session import relaid, session
-    from pretrain.throughput import measure
+    from tools.bench.throughput import measure
 
     by_layout: dict[ParallelConfig, dict[str, RunConfig]] = {}
     for name, config in contestants.items():
@@ -157,9 +157,9 @@ def _print(
     vocab_size: int,
     amount: str,
 ) -> None:
-    from megamem.formulas import count_parameters
     from parallel.layout import padded_size
-    from pretrain.throughput import attention_bytes, exchanged_bytes
+    from pretrain.costs.formulas import count_parameters
+    from pretrain.costs.traffic import attention_bytes, exchanged_bytes
 
     print(f"{num_ranks} ranks, {amount}; tokens/s as median (lowest .. highest)")
     reference = results[next(iter(contestants))].median

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megamem.equal_compute import flops_measure, solve_experts, solve_ffn_width
-from megamem.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from parallel.layout import padded_size
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.costs.equal_compute import flops_measure, solve_experts, solve_ffn_width
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from parallel.groups import ParallelGroups
-    from pretrain.step_costs import Cost
-    from pretrain.step_profile import StepTimes
-    from pretrain.timeline import Intervals
+    from pretrain.costs.step import Cost
+    from tools.bench.step_profile import StepTimes
+    from tools.bench.timeline import Intervals
 
 STEP_OPTIONS = ("pair", "peak_tflops")
 
@@ -145,7 +145,7 @@ def bench_steps_rank(
 ) -> None:
     """What one rank does: one layout after the other, and on GPUs one configuration after the other."""
     from pretrain.session import relaid, session
-    from pretrain.step_profile import measure_steps
+    from tools.bench.step_profile import measure_steps
 
     first = next(iter(contenders.values())).config
     results: dict[str, StepTimes] = {}
@@ -228,7 +228,7 @@ def block(
         vocab_size: token ids where `model.vocab_size` is not set.
         peak_tflops: of one device; None: not known.
     """
-    from pretrain.step_costs import part_costs
+    from pretrain.costs.step import part_costs
 
     config, step_s = contender.config, median(result.step_s)
     rows, train = _rows(config, vocab_size), config.train
@@ -251,7 +251,7 @@ def block(
 
 
 def _phase_lines(marked: Intervals, step_s: float) -> Iterator[str]:
-    from pretrain.step_profile import PHASES
+    from tools.bench.step_profile import PHASES
 
     total = marked.total_s / marked.num_steps
     yield f"  {'marked step':32} {total * 1e3:10.2f} ms         ({total / step_s - 1:+.1%} on the step without marks)"
@@ -262,7 +262,8 @@ def _phase_lines(marked: Intervals, step_s: float) -> Iterator[str]:
 
 
 def _memory_lines(marked: Intervals, costs: Mapping[str, Cost]) -> Iterator[str]:
-    from pretrain.step_profile import BACKWARD, FORWARD, PARTS
+    from pretrain.costs.step import PARTS
+    from tools.bench.step_profile import BACKWARD, FORWARD
 
     total = marked.total_s / marked.num_steps
     of_memory = sum(s for span, s in marked.seconds.items() if span.part) / marked.num_steps

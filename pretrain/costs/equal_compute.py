@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megamem.config import ModelConfig, MoEConfig
-from megamem.formulas import count_parameters, forward_flops_per_token
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 
 Measure = Callable[[ModelConfig], float]
 """What is to be equal, as a function of the model."""

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from parallel.groups import ParallelGroups
-from parallel.traffic import attention_traffic, microbatch_traffic
 from pretrain.build import build_chunks, wrap_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, on_device
-from pretrain.megatron import parameter_dtype
 from pretrain.optimizer import build_optimizer
 from pretrain.schedule import apply_schedule
 from pretrain.step import train_step
@@ -31,48 +29,6 @@ class Throughput:
     @property
     def median(self) -> float:
         return median(self.tokens_per_s)
-
-
-def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
-    """Bytes that a rank sends per optimizer step to look its tokens up in tables that are split, and to bring the gradients back.
-
-    Stages with more memory layers than others send more: this is their mean.
-    """
-    layout, train = config.parallel, config.train
-    per_microbatch = microbatch_traffic(
-        config.model,
-        group_size=layout.memory,
-        num_tokens=train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context),
-        element_bytes=parameter_dtype(config).itemsize,
-        forward_passes=2 if train.recompute == "full" else 1,
-    )
-    return _num_microbatches(config, num_ranks) * per_microbatch // layout.pipeline
-
-
-def attention_bytes(config: RunConfig, num_ranks: int) -> int:
-    """Bytes that a rank sends per optimizer step to attend across cut sequences; Transformer Engine, which sends by itself, is not counted.
-
-    Stages with more layers than others send more: this is their mean.
-    """
-    layout, train, model = config.parallel, config.train, config.model
-    if model.implementation == "transformer_engine":
-        return 0
-    per_pass = attention_traffic(
-        model,
-        context_size=layout.context,
-        tensor_size=layout.tensor,
-        num_tokens=train.micro_batch_size * train.sequence_length // layout.context,
-        element_bytes=parameter_dtype(config).itemsize,
-    )
-    passes = 2 if train.recompute == "none" else 3
-    return _num_microbatches(config, num_ranks) * passes * per_pass * model.num_layers // layout.pipeline
-
-
-def _num_microbatches(config: RunConfig, num_ranks: int) -> int:
-    """Of one data-parallel rank and optimizer step."""
-    layout, train = config.parallel, config.train
-    replicas = num_ranks // (layout.tensor * layout.pipeline * layout.context)
-    return train.global_batch_size // (train.micro_batch_size * replicas)
 
 
 class Contestant:

@@ -9,22 +9,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamem.config import MemoryConfig, ModelConfig
-from megamem.formulas import count_parameters, key_scores_per_token, memory_flops
 from pretrain.config.schema import RunConfig
+from pretrain.costs.formulas import count_parameters, key_scores_per_token, memory_flops
+from pretrain.costs.traffic import exchanged_bytes
 from pretrain.megatron import parameter_dtype
-from pretrain.step_profile import (
-    EXCHANGE,
-    GATHER_DOT,
-    GATHER_PAIR,
-    GATHER_SUM,
-    KEYS,
-    PROJECTIONS,
-    SELECTION,
-    TABLE_GRADIENT,
-    TABLE_STEP,
-    ZEROING,
+
+KEYS, SELECTION, SCORES, ROWS = "queries and key scores", "selection", "scores of the selected", "row ids"
+GATHER_DOT, GATHER_SUM, GATHER_PAIR = "gather_dot", "gather_sum", "gather_pair"
+WEIGHTING, EXCHANGE = "weighting", "exchange"
+PROJECTIONS, TABLE_GRADIENT, OTHER = "projections", "table gradient", "other"
+SINGULAR_VECTORS, ZEROING, TABLE_REDUCTION, TABLE_STEP = (
+    "singular vectors",
+    "zeroing of table gradients",
+    "reduction of table gradients",
+    "optimizer step of tables",
 )
-from pretrain.throughput import exchanged_bytes
+PARTS = (
+    KEYS,
+    SELECTION,
+    SCORES,
+    ROWS,
+    GATHER_DOT,
+    GATHER_SUM,
+    GATHER_PAIR,
+    WEIGHTING,
+    EXCHANGE,
+    TABLE_GRADIENT,
+    PROJECTIONS,
+    OTHER,
+    SINGULAR_VECTORS,
+    ZEROING,
+    TABLE_REDUCTION,
+    TABLE_STEP,
+)
+"""The parts of the memory, in the order of a report."""
 
 _ADAM_BYTES = 28
 """AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""

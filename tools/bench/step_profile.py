@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: the marks of `pretrain.timeline` put around the parts of a built run, and taken away again.
+"""Where the time of a training step goes: the marks of `tools.bench.timeline` put around the parts of a built run, and taken away again.
 
 Nothing in the run knows of them. Phases come from Megatron's own timers (`config.timers`), from the gradient reduction and from the
 optimizer's methods; parts of the memory from the layers' methods, their kernels, the exchange and the tables' optimizer and gradient buffers.
@@ -23,45 +23,33 @@ from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
+from pretrain.costs.step import (
+    EXCHANGE,
+    GATHER_DOT,
+    GATHER_PAIR,
+    GATHER_SUM,
+    KEYS,
+    OTHER,
+    PROJECTIONS,
+    ROWS,
+    SCORES,
+    SELECTION,
+    SINGULAR_VECTORS,
+    TABLE_GRADIENT,
+    TABLE_REDUCTION,
+    TABLE_STEP,
+    WEIGHTING,
+    ZEROING,
+)
 from pretrain.optimizer import MemoryOptimizer
 from pretrain.step import unwrap
-from pretrain.throughput import Contestant
-from pretrain.timeline import Intervals, Timeline
+from tools.bench.throughput import Contestant
+from tools.bench.timeline import Intervals, Timeline
 
 FORWARD, BACKWARD, MESSAGES, REDUCTION = "forward", "backward", "pipeline messages", "gradient reduction"
 CLIPPING, OPTIMIZER, REST = "norm and clipping", "optimizer", "rest"
 PHASES = (FORWARD, BACKWARD, MESSAGES, REDUCTION, CLIPPING, OPTIMIZER, REST)
 """The phases of a step, in the order of a report. What recomputes activations belongs to backward; zeroing gradients to the rest."""
-
-KEYS, SELECTION, SCORES, ROWS = "queries and key scores", "selection", "scores of the selected", "row ids"
-GATHER_DOT, GATHER_SUM, GATHER_PAIR = "gather_dot", "gather_sum", "gather_pair"
-WEIGHTING, EXCHANGE = "weighting", "exchange"
-PROJECTIONS, TABLE_GRADIENT, OTHER = "projections", "table gradient", "other"
-SINGULAR_VECTORS, ZEROING, TABLE_REDUCTION, TABLE_STEP = (
-    "singular vectors",
-    "zeroing of table gradients",
-    "reduction of table gradients",
-    "optimizer step of tables",
-)
-PARTS = (
-    KEYS,
-    SELECTION,
-    SCORES,
-    ROWS,
-    GATHER_DOT,
-    GATHER_SUM,
-    GATHER_PAIR,
-    WEIGHTING,
-    EXCHANGE,
-    TABLE_GRADIENT,
-    PROJECTIONS,
-    OTHER,
-    SINGULAR_VECTORS,
-    ZEROING,
-    TABLE_REDUCTION,
-    TABLE_STEP,
-)
-"""The parts of the memory, in the order of a report."""
 
 
 @contextmanager
