@@ -72,6 +72,7 @@ def test_every_document_is_in_one_split_in_source_order(tmp_path: Path):
 def test_manifest_survives_its_file(tmp_path: Path):
     manifest = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset.manifest
     assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest.format_version == 1, "data sets that were prepared before must stay readable"
 
 
 def test_number_of_workers_changes_nothing(tmp_path: Path):
