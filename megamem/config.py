@@ -7,27 +7,16 @@ refuse a value that would change nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megamem.config_base import Advice, Config, EffectiveWhen
 from megamem.spans import Span, count_memory_layers, parse_spans, resolve_placement
 
-
-@dataclass(frozen=True)
-class EffectiveWhen:
-    """Marks a field that has an effect only where `condition(owner)` holds.
-
-    Args:
-        condition: takes the config object that owns the field.
-        reason: the condition in words, for the error message: "<key> has no effect unless <reason>".
-    """
-
-    condition: Callable[[Any], bool]
-    reason: str
-
-
 MemoryKind = Literal["ultramem_v2", "ultramem", "pkm", "memory_plus", "peer"]
+LossWeight = Annotated[NonNegativeFloat, Advice("0 turns it off")]
 Initialisation = Literal["paper", "matched", "released"]
 
 
@@ -38,7 +27,7 @@ def _only_for(*kinds: MemoryKind) -> EffectiveWhen:
 
 
 @dataclass(frozen=True)
-class SharingConfig:
+class SharingConfig(Config):
     """Which layers read which tables (UltraMemV2, Table 7)."""
 
     pattern: Literal["none", "block", "ring", "no_ring", "all"] = "none"
@@ -54,12 +43,13 @@ class SharingConfig:
     """Where layer l's window starts: paper: (group - 1) // 2 tables before l (S4 is l-1..l+2); released: at l."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.group < 1:
             raise ValueError(f"model.memory.sharing.group is {self.group}: it must be at least 1")
 
 
 @dataclass(frozen=True)
-class PlacementConfig:
+class PlacementConfig(Config):
     """Which blocks (counted from 0) have a memory, and where its output goes."""
 
     every: Annotated[
@@ -79,6 +69,7 @@ class PlacementConfig:
     """beside: the memory adds to the feed-forward of its block; instead: it replaces it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.every < 1:
             raise ValueError(f"model.memory.placement.every is {self.every}: it must be at least 1")
         if self.spans is not None:
@@ -92,7 +83,7 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(Config):
     """One memory layer, the same in every block that has one (UltraMemV2, section 3).
 
     What a kind fixes or derives instead of reading a field stands in the properties: the layers read those.
@@ -169,6 +160,7 @@ class MemoryConfig:
     """Which blocks have a memory."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (
             "num_keys",
             "key_dim",
@@ -270,26 +262,24 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(Config):
     """A mixture of experts as the feed-forward of every block: Megatron's own, with OLMoE's figures as the defaults."""
 
-    num_experts: int = 64
+    num_experts: PositiveInt = 64
     """E: experts per block."""
-    top_k: int = 8
+    top_k: PositiveInt = 8
     """Experts per token."""
-    expert_ffn_hidden_size: int = 32
+    expert_ffn_hidden_size: PositiveInt = 32
     """Inner width of one expert's SwiGLU."""
     renormalise: bool = False
     """Divide the weights of a token's experts by their sum; OLMoE uses the softmax over all experts as it is."""
-    balance_loss_weight: float = 0.01
+    balance_loss_weight: LossWeight = 0.01
     """Weight of the load-balancing loss, E sum_e f_e P_e over the tokens of a microbatch, per block (1 where all experts are used alike)."""
-    z_loss_weight: float = 0.001
+    z_loss_weight: LossWeight = 0.001
     """Weight of the router's z-loss, the mean squared log-sum-exp of its logits, per block."""
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "expert_ffn_hidden_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.moe.{name} is {getattr(self, name)}: it must be at least 1")
+        super().__post_init__()
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"model.moe.top_k is {self.top_k}, more than num_experts = {self.num_experts}: lower it, or raise num_experts"
@@ -298,40 +288,37 @@ class MoEConfig:
             raise ValueError(
                 "model.moe.renormalise is true with top_k = 1, where every weight would be 1 and the router would not learn: set it to false"
             )
-        for name in ("balance_loss_weight", "z_loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.moe.{name} is {getattr(self, name)}: it must not be negative (0 turns it off)")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Config):
     """A decoder-only transformer (RMSNorm, SwiGLU, RoPE), with or without memory layers."""
 
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """L: transformer blocks."""
-    hidden_size: int = 128
+    hidden_size: PositiveInt = 128
     """D: width of the residual stream."""
-    num_attention_heads: int = 4
+    num_attention_heads: PositiveInt = 4
     """Query heads."""
-    num_query_groups: int | None = None
+    num_query_groups: PositiveInt | None = None
     """Key/value heads (grouped-query attention); null: one per query head."""
-    head_dim: int | None = None
+    head_dim: PositiveInt | None = None
     """Width of one attention head; null: hidden_size / num_attention_heads."""
-    ffn_hidden_size: Annotated[int, EffectiveWhen(lambda c: c.moe is None, "model.moe is null")] = 256
+    ffn_hidden_size: Annotated[PositiveInt, EffectiveWhen(lambda c: c.moe is None, "model.moe is null")] = 256
     """Inner width of the SwiGLU feed-forward (the true width, not the fused up + gate one)."""
-    vocab_size: int | None = None
+    vocab_size: PositiveInt | None = None
     """Token ids of the embedding before padding; null: what the tokenizer of the data set has."""
-    vocab_size_multiple: int = 128
+    vocab_size_multiple: PositiveInt = 128
     """The embedding's rows are padded to a multiple of this, whatever the layout."""
     tied_embeddings: bool = True
     """Use the input embedding as the output projection."""
     qk_norm: bool = True
     """RMS-normalise queries and keys per head before RoPE."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: PositiveFloat = 1e-5
     """Added to the mean square in every RMSNorm of the backbone and the memory."""
-    rotary_base: int = 10000
+    rotary_base: PositiveInt = 10000
     """RoPE base theta."""
-    init_std: float | None = None
+    init_std: PositiveFloat | None = None
     """Standard deviation of the initial linear weights and embeddings; null: sqrt(2 / (5 hidden_size))."""
     implementation: Literal["local", "transformer_engine"] = "local"
     """Attention, norms and linears: Megatron's local layers with PyTorch SDPA, or Transformer Engine's."""
@@ -341,17 +328,7 @@ class ModelConfig:
     """The memory layers; null: a model without."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "head_dim",
-            "ffn_hidden_size",
-            "vocab_size_multiple",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}: it must be at least 1")
+        super().__post_init__()
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"model.hidden_size is {self.hidden_size}, which num_attention_heads = {self.num_attention_heads} does not divide: change one, or set model.head_dim"

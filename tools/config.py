@@ -12,13 +12,13 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from megamem.config import MemoryConfig, ModelConfig
+from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from megamem.sharing import plan_sharing
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
-from pretrain.config.fields import field_specs
 from pretrain.config.loader import load_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
@@ -345,7 +345,7 @@ def _explained_section(config: Any, prefix: str, docs: dict[str, FieldDoc], sile
         yield from textwrap.wrap(docs[key].doc, _WIDTH, initial_indent=comment, subsequent_indent=comment)
         if key in silent:
             yield f"{comment}{item.name}: without effect unless {silent[key]}"
-        elif dataclasses.is_dataclass(value):
+        elif isinstance(value, Config):
             is_silent = all(f"{key}.{name}" in silent for name in field_specs(type(value)))
             yield f"{indent}{item.name}:{' {}' if is_silent else ''}"
             yield from _explained_section(value, f"{key}.", docs, silent)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.implementations import Implementation
-from pretrain.config.fields import field_specs
+from megamem.config_base import field_specs
 from pretrain.config.schema import RunConfig
 
 

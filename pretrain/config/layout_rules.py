@@ -19,7 +19,7 @@ def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     """What keeps the model from being laid out this way.
 
     Args:
-        config: with every size at least 1.
+        config: of the run.
         world_size: ranks of the run, or None where it is not known yet.
     """
     yield from _ranks(config, world_size)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megamem.config_base import Config
 from pretrain.config.compose import apply_overrides, read_with_bases
 from pretrain.config.effective import ineffective_fields
 from pretrain.config.parse import build, join_problems
@@ -25,7 +26,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, Node, dump_yaml, find, from_plain, without
 from pretrain.errors import ConfigError
 
-T = typing.TypeVar("T")
+T = typing.TypeVar("T", bound=Config)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -42,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_as(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """`load_config` for any nested frozen dataclass."""
+    """`load_config` for any configuration class."""
     in_file = read_with_bases(Path(path))
     if not overrides:
         return _settle(cls, in_file, lambda key, node: node.last_layer >= Layer.FILE)
@@ -142,7 +143,7 @@ def _own_origin(node: Node) -> str:
     return node.origin
 
 
-def _refused_keys(cls: type, in_file: Node) -> set[str]:
+def _refused_keys(cls: type[Config], in_file: Node) -> set[str]:
     """The options without effect for which the file would be refused if it stood alone.
 
     A file that cannot be built alone needs its overrides to mean anything, and is treated as a base.

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import pytest
 
-from megamem.config import EffectiveWhen, MemoryConfig
+from megamem.config import MemoryConfig
+from megamem.config_base import Config, EffectiveWhen
 from pretrain.config.effective import RUN_RULES, ineffective_fields
 from pretrain.config.fields import all_keys
 from pretrain.config.loader import load_as, load_config, parse_config
@@ -167,14 +168,14 @@ def test_all_are_reported_at_once(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Inner:
+class Inner(Config):
     mode: str = "off"
     level: Annotated[int, EffectiveWhen(lambda c: c.mode == "on", "mode is on")] = 0
     detail: Annotated[int, EffectiveWhen(lambda c: c.level > 0, "level is above 0")] = 0
 
 
 @dataclass(frozen=True)
-class Outer:
+class Outer(Config):
     switch: bool = False
     inner: Annotated[Inner, EffectiveWhen(lambda c: c.switch, "switch is true")] = field(default_factory=Inner)
     items: tuple[Inner, ...] = ()
