@@ -18,13 +18,14 @@ from megamem.attention import SdpaCoreAttention
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import FfnWithMemory
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.families.registry import family_of
 from megamem.layers.layer import MemoryLayer
-from megamem.layers.registry import layer_class
 from megamem.layers.step import begin_step
+from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.placement import parameter_device
-from megamem.sharing import SharingPlan, plan_sharing
+from megamem.sharing import SharingPlan
 from megamem.side_stream import SideStream
 from megamem.spans import Span
 
@@ -34,7 +35,7 @@ class MemoryGPTModel(GPTModel):
 
     Attributes:
         model_config: our config of the whole model.
-        banks: this chunk's banks by global index, `banks.<index>.values` and `banks.<index>.pre_values` in checkpoints.
+        banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
         weights_are_set: whether someone filled the weights; who does says so.
     """
 
@@ -77,7 +78,7 @@ class MemoryGPTModel(GPTModel):
         Raises:
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
-        plan = plan_sharing(model.memory, model.num_memory_layers) if model.memory is not None else None
+        plan = model.memory_plan
         index_of = _memory_indices(model.memory_spans, layers)
         banks = _build_banks(plan, index_of, model.memory, config, make_bank)
         memory_of = partial(
@@ -143,7 +144,7 @@ class MemoryGPTModel(GPTModel):
                 block.memory(no_token)
 
     def begin_step(self) -> None:
-        """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
+        """To be called once per optimizer step, before its first microbatch: refreshes what the memory layers keep between steps, restarts the losses' sums."""
         assert self.weights_are_set, "neither initial weights nor a checkpoint's are in this chunk"
         begin_step(self.memory_layers)
         for router in self.routers:
@@ -181,13 +182,13 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
 
 
 def _build_banks(
-    plan: SharingPlan | None,
+    plan: SharingPlan,
     index_of: dict[int, int],
     memory: MemoryConfig | None,
     config: TransformerConfig,
     make_bank: MakeBank,
 ) -> dict[int, Bank]:
-    if plan is None or memory is None:
+    if memory is None:
         return {}
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
@@ -201,18 +202,18 @@ def _memory_maker(
     *,
     config: TransformerConfig,
     memory: MemoryConfig | None,
-    plan: SharingPlan | None,
+    plan: SharingPlan,
     index_of: dict[int, int],
     banks: dict[int, Bank],
     kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
 ) -> Callable[[], MemoryLayer] | None:
-    if plan is None or memory is None or layer not in index_of:
+    if memory is None or layer not in index_of:
         return None
     view = plan.views[index_of[layer]]
     return partial(
-        layer_class(memory.kind),
+        family_of(memory).layer(),
         config,
         memory,
         view,

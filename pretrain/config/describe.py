@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from pretrain.config.effective import RUN_RULES
-from pretrain.config.fields import ELEMENT, FieldSpec, field_specs
+from pretrain.config.fields import ELEMENT, TAG, FieldSpec, only_for, union_specs, variants
 from pretrain.config.schema import RunConfig
 
 
@@ -48,14 +48,18 @@ def describe_fields(cls: type) -> list[FieldDoc]:
 
 
 def _describe(cls: type, prefix: str) -> list[FieldDoc]:
-    docs = field_docstrings(cls)
     described = []
-    for name, spec in field_specs(cls).items():
+    for name, (owner, spec) in union_specs(cls).items():
         key = f"{prefix}{name}"
         nested = spec.section or (spec.element if dataclasses.is_dataclass(spec.element) else None)
         default = MISSING if spec.required else spec.default()
-        reason = spec.effective.reason if spec.effective is not None else None
-        described.append(FieldDoc(key, _type_name(spec), default, docs.get(name, ""), reason, nested is not None))
+        reasons = (only_for(cls, name), spec.effective.reason if spec.effective is not None else None)
+        reason = " and ".join(filter(None, reasons)) or None
+        kind, doc = _type_name(spec), _docstring(owner, name)
+        if name == TAG and (of := variants(cls)):
+            kind = " | ".join(of)
+            doc = " ".join((_docstring(cls, name), *(_docstring(variant, name) for variant in of.values())))
+        described.append(FieldDoc(key, kind, default, doc, reason, nested is not None))
         if nested is not None:
             element = f"{ELEMENT}." if spec.section is None else ""
             described += _describe(typing.cast(type, nested), f"{key}.{element}")
@@ -74,8 +78,14 @@ def _type_name(spec: FieldSpec) -> str:
     return f"{name} | null" if spec.optional else name
 
 
+def _docstring(cls: type, name: str) -> str:
+    """The help of a field: that of the class, or of the nearest above it that has one."""
+    owners = (owner for owner in cls.__mro__ if dataclasses.is_dataclass(owner))
+    return next((docs[name] for owner in owners if name in (docs := field_docstrings(owner))), "")
+
+
 def field_docstrings(cls: type) -> dict[str, str]:
-    """The string under each field of a class, by field name."""
+    """The string under each field that a class declares itself, by field name."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(definition, ast.ClassDef)
     docs = {}

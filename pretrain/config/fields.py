@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal
 
-from megamem.config import EffectiveWhen
+from megamem.config_marks import EffectiveWhen
+from megamem.families.registry import FAMILIES
+from megamem.memory_config import MemoryConfig
 
 ELEMENT = "N"
 """Stands for the number of a list element in a key that is not about one of them: `data.datasets.N.path`."""
@@ -23,7 +25,7 @@ class FieldSpec:
 
     name: str
     kind: Any
-    """The type without `Annotated` and `| None`: a dataclass, a `Literal`, `tuple[X, ...]` or a scalar type."""
+    """The type without `Annotated` and `| None`: a dataclass, the base of a tagged union (`variants`), a `Literal`, `tuple[X, ...]` or a scalar type."""
     optional: bool
     """Whether null is a value."""
     effective: EffectiveWhen | None
@@ -48,6 +50,34 @@ class FieldSpec:
     def element(self) -> Any:
         """The type of the elements of a list, None for anything else."""
         return typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is tuple else None
+
+
+TAG = "kind"
+"""The key that says which variant of a tagged union a section is; without it, it is the first."""
+
+
+def variants(section: type) -> dict[str, type]:
+    """The classes that a section may be, by the value of its tag; empty where its class is settled."""
+    return {kind: family.config for kind, family in FAMILIES.items()} if section is MemoryConfig else {}
+
+
+def only_for(section: type, name: str) -> str | None:
+    """Which variants of a section have this key, in the words of a condition; None where all have it, or none."""
+    of = variants(section)
+    kinds = [kind for kind, cls in of.items() if name in field_specs(cls)]
+    if not kinds or len(kinds) == len(of):
+        return None
+    words = ", ".join(kinds[:-1]) + " or " + kinds[-1] if len(kinds) > 1 else kinds[0]
+    return f"{TAG} is {words}"
+
+
+def union_specs(section: type) -> dict[str, tuple[type, FieldSpec]]:
+    """The fields of all classes that a section may be, each with the first class that has it."""
+    found: dict[str, tuple[type, FieldSpec]] = {}
+    for cls in variants(section).values() or (section,):
+        for name, spec in field_specs(cls).items():
+            found.setdefault(name, (cls, spec))
+    return found
 
 
 def field_specs(cls: type) -> dict[str, FieldSpec]:
@@ -96,7 +126,7 @@ def expected(kind: Any, optional: bool) -> str:
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a configuration class, sections included, in the order of declaration."""
-    for name, spec in field_specs(cls).items():
+    for name, (_, spec) in union_specs(cls).items():
         key = f"{prefix}{name}"
         yield key
         if spec.section is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pretrain.config.compose import BASE_KEY
-from pretrain.config.fields import FieldSpec, all_keys, expected, field_specs
+from pretrain.config.fields import TAG, FieldSpec, all_keys, expected, field_specs, variants
 from pretrain.config.source import Node, kind_of
 from pretrain.config.suggest import did_you_mean, nearest_keys
 from pretrain.errors import ConfigError
@@ -57,6 +57,12 @@ class _Builder:
         if not isinstance(node.value, dict):
             where = prefix.removesuffix(".") or "the configuration"
             return self._refuse(node, f"{where} is {kind_of(node)}, expected a mapping of keys")
+        if of := variants(cls):
+            chosen = self._variant(of, node, prefix, default)
+            if chosen is None:
+                return _UNUSABLE
+            cls = chosen
+            default = default if isinstance(default, cls) else None
         specs = field_specs(cls)
         usable = True
         for name in node.value:
@@ -78,6 +84,14 @@ class _Builder:
             return cls(**values) if default is None else dataclasses.replace(default, **values)
         except ValueError as error:
             return self._refuse(node, f"{error}{_places(str(error), node)}")
+
+    def _variant(self, of: dict[str, type], node: Node, prefix: str, default: Any) -> type | None:
+        """Which of the classes a section is, by its tag."""
+        assert isinstance(node.value, dict)
+        first = getattr(default, TAG, next(iter(of)))
+        tag = node.value.get(TAG)
+        kind = first if tag is None else self._plain(Literal[tuple(of)], False, tag, f"{prefix}{TAG}")
+        return of[kind] if kind is not _UNUSABLE else None
 
     def _value(self, spec: FieldSpec, node: Node, key: str, default: Any) -> Any:
         if node.value is None and spec.optional:

@@ -1,4 +1,4 @@
-"""The configuration of a run. The docstring under a field is its help text; see `megamem.config.EffectiveWhen` for conditional fields."""
+"""The configuration of a run. The docstring under a field is its help text; see `megamem.config_marks.EffectiveWhen` for conditional fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from kernels.implementations import Implementation
-from megamem.config import EffectiveWhen, ModelConfig
+from megamem.config import ModelConfig
+from megamem.config_marks import EffectiveWhen
 
 
 @dataclass(frozen=True)

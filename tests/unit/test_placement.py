@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_variance import sigma_values
+from megamem.memory_config import PlacementConfig
+from megamem.sharing import SharingConfig
 from megamem.spans import Span, parse_spans, pending_before
 from parallel.layout import Unit, split_units, unsplittable_units
 from pretrain.config.loader import from_dict, to_dict
@@ -18,7 +21,7 @@ from pretrain.errors import ConfigError
 
 
 def model(num_layers: int = 8, sharing: SharingConfig | None = None, **placement: Any) -> ModelConfig:
-    memory = MemoryConfig(placement=PlacementConfig(**placement), sharing=sharing or SharingConfig())
+    memory = UltraMemV2Config(placement=PlacementConfig(**placement), sharing=sharing or SharingConfig())
     return ModelConfig(num_layers=num_layers, memory=memory)
 
 

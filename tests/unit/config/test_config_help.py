@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Literal
 
-from megamem.config import EffectiveWhen
+from megamem.config_marks import EffectiveWhen
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.fields import all_keys
 from pretrain.config.schema import RunConfig

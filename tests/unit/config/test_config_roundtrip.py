@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.config.effective import ineffective_fields
-from pretrain.config.fields import FieldSpec, field_specs
+from pretrain.config.fields import FieldSpec, field_specs, variants
 from pretrain.config.loader import from_dict, load_as, load_config, parse_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, dump_scalar, parse_yaml
@@ -51,7 +51,9 @@ def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
     """Any value of a field's type."""
     kind = spec.kind
     if spec.section is not None:
-        values: st.SearchStrategy[Any] = sections(spec.section)
+        values: st.SearchStrategy[Any] = st.one_of(
+            [sections(cls) for cls in variants(spec.section).values() or (spec.section,)]
+        )
     elif typing.get_origin(kind) is Literal:
         values = st.sampled_from(typing.get_args(kind))
     elif spec.element is not None:
