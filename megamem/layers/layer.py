@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kernels.select import Kernels
 from megamem.bank import TableLookup
 from megamem.config import MemoryConfig
+from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses
 from megamem.placement import parameter_device
 from megamem.retrieval.retrieved import Retrieved
@@ -97,11 +98,12 @@ class MemoryLayer(MegatronModule):
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """The output [T, D] from the weighted values [T, B V] of the tokens `x` [T, D]."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """The memory's contribution to the residual stream.
 
         Args:
             hidden: [s, b, D], the normalised input of the block's feed-forward.
+            inputs: the tokens behind it, which none of these variants asks for.
 
         Returns:
             [s, b, D].
