@@ -25,6 +25,7 @@ from megamem.config import ModelConfig
 from megamem.distributions import Distribution
 from megamem.families.registry import family_of
 from megamem.initialisation import draw_layer, draw_part, table_std
+from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import RetrievalLayer
 from megamem.memory_config import MemoryConfig
@@ -120,13 +121,15 @@ class _LayerAlone:
         predicted = layer.predicted_std(model, tables.std, self.seed)
         if isinstance(layer, RetrievalLayer):
             self._retrieve_once(layer)
+        # Behind hidden states that were drawn there are no tokens: layers that ask for them get as many different ones as there are.
+        ids = torch.arange(len(self.tokens)).unsqueeze(1) % (model.vocab_size or len(self.tokens))
         return InitialOutput(
             block=self.block,
             memory=memory,
             calibration=calibration,
             table_std=tables.std,
             predicted_std=predicted,
-            measured_std=_root_mean_square(layer(self.tokens)),
+            measured_std=_root_mean_square(layer(self.tokens, Inputs(ids, torch.zeros_like(ids)))),
             ffn_std=self.ffn_std,
             num_tokens=len(self.tokens),
         )

@@ -10,6 +10,7 @@ from megamem.config import ModelConfig
 from megamem.distributions import Distribution
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import LayerView
+from megamem.slots import Slot
 
 if TYPE_CHECKING:
     # Torch and Megatron take seconds to load, and a configuration is read without them.
@@ -78,6 +79,7 @@ class Family(Generic[C]):
         distribution: that a layer's parameter is drawn from, given its own name; None for buffers, and for what the layer's `calibrate` sets.
         table_std: standard deviation of a bank's tables, given the root mean square of what the layers that read it calibrated (sigma_s);
             None where they calibrate nothing.
+        slot: where its layers act; None: around the feed-forward, as `placement` says of each.
         released: the layer's names in public codes, by the code's name.
     """
 
@@ -86,6 +88,7 @@ class Family(Generic[C]):
     costs: Callable[[C, LayerView, int], LayerCosts]
     distribution: Callable[[str, C, ModelConfig], Distribution | None]
     table_std: Callable[[C, ModelConfig, float | None], float]
+    slot: Slot | None = None
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)
 
     @property

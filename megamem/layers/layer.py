@@ -18,6 +18,7 @@ from kernels.select import Kernels
 from megamem.bank import TableLookup
 from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
+from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses
 from megamem.memory_config import MemoryConfig
 from megamem.placement import parameter_device
@@ -81,18 +82,24 @@ class MemoryLayer(MegatronModule):
         """Allocate this variant's weights and buffers."""
 
     @abstractmethod
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """The memory's contribution to the residual stream.
 
-        While `usage` is set and gradients are enabled, it is told what was read: once per microbatch, for the first forward of a
-        recomputed block runs without gradients, as does evaluation.
+        What it reads it shows to `observe`.
 
         Args:
             hidden: [s, b, D], the normalised input of the block's feed-forward.
+            inputs: the tokens behind it.
 
         Returns:
             [s, b, D].
         """
+
+    def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:
+        """Count what was read while the run observes it: once per microbatch, for the first forward of a recomputed block runs without
+        gradients, as does evaluation. See `LayerUsage.record` for the arguments."""
+        if self.usage is not None and torch.is_grad_enabled():
+            self.usage.record(rows, scores, out)
 
     def calibrate(self, seed: int) -> ScoreCalibration | None:
         """Set what depends on other weights of the layer, once these are drawn; what it measured of its scores, where it measures them."""

@@ -11,6 +11,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.retrieval.config import RetrievalConfig
 from megamem.retrieval.retrieved import Retrieved
@@ -51,17 +52,15 @@ class RetrievalLayer(MemoryLayer):
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """The output [T, D] from the weighted values [T, B V] of the tokens `x` [T, D]."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """See `MemoryLayer.forward`."""
+    def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.forward`; what is retrieved depends on the hidden states alone."""
         x = hidden.flatten(0, 1)
         found = self.retrieve(x)
         rows, blocks = self.locate(found.slots.flatten(1))
         scores = found.scores.flatten(1, 2).to(x.dtype)
         values = self.lookup.read(rows, scores, self.pre_input(x), blocks, self.memory.lookup.blocks)
         out = self.project(values, x)
-        if torch.is_grad_enabled():
-            if self.losses is not None:
-                out = self.losses.inject(out, self.cores, found.stage_scores, (found.row_ids, found.column_ids))
-            if self.usage is not None:
-                self.usage.record(rows, found.scores, out)
+        if self.losses is not None and torch.is_grad_enabled():
+            out = self.losses.inject(out, self.cores, found.stage_scores, (found.row_ids, found.column_ids))
+        self.observe(rows, found.scores, out)
         return out.view_as(hidden)

@@ -17,11 +17,12 @@ from typing import Any, get_args
 
 import pytest
 
+from megamem.config import ModelConfig
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.initialisation import table_std
 from megamem.memory_config import PlacementConfig
-from megamem.retrieval.config import Initialisation, ModelConfig, TuckerConfig
+from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.sharing import SharingConfig
 from pretrain.config.loader import load_config
 

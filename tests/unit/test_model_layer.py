@@ -16,6 +16,7 @@ from megamem.bank import Bank
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.ultramem_v2.layer import UltraMemV2Layer
 from megamem.sharing import BankSpec, LayerView
+from tests.microbatch import some_inputs
 
 MEMORY = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)
 
@@ -67,7 +68,7 @@ def test_optional_parts_are_left_out() -> None:
     layer, bank = build(UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=0, top_k=4))
     assert layer.pre_value_proj is None
     assert {name for name, _ in bank.named_parameters()} == {"values"}
-    assert layer(tokens()).shape == (6, 1, 32)
+    assert layer(tokens(), some_inputs(tokens())).shape == (6, 1, 32)
 
 
 def test_singular_vectors_stay_in_fp32() -> None:
@@ -88,7 +89,7 @@ def test_in_bf16_scores_and_selection_are_fp32() -> None:
     x = tokens().bfloat16()
     found = layer.retrieve(x.flatten(0, 1))
     assert found.scores.dtype == torch.float32
-    assert layer(x).dtype == torch.bfloat16
+    assert layer(x, some_inputs(x)).dtype == torch.bfloat16
 
 
 def test_singular_vectors_follow_the_cores_when_asked() -> None:
@@ -96,7 +97,7 @@ def test_singular_vectors_follow_the_cores_when_asked() -> None:
     before = layer.u.clone()
     with torch.no_grad():
         layer.cores[:, :, 0] += 3
-    layer(tokens())
+    layer(tokens(), some_inputs(tokens()))
     assert torch.equal(layer.u, before)
     layer.refresh([layer])
     assert not torch.allclose(layer.u, before)
@@ -126,6 +127,6 @@ def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
 def test_tokens_do_not_see_each_other() -> None:
     layer, _ = build()
     x = tokens()
-    together = layer(x)
-    apart = torch.cat([layer(x[i : i + 1]) for i in range(len(x))])
+    together = layer(x, some_inputs(x))
+    apart = torch.cat([layer(x[i : i + 1], some_inputs(x[i : i + 1])) for i in range(len(x))])
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
