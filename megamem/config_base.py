@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import ConfigDict, GetCoreSchemaHandler, NonNegativeFloat, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, core_schema
 
 
@@ -87,6 +87,8 @@ class Config:
             raise ValidationError.from_exception_data(cls.__name__, [unknown])
         return classes[kind].from_values(value)
 
+
+LossWeight = Annotated[NonNegativeFloat, Advice("0 turns it off")]
 
 KIND = "kind"
 """The key that says which variant a section is."""

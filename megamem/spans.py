@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megamem.config import PlacementConfig
+    from megamem.memory_config import PlacementConfig
 
 _KEY = "model.memory.placement.spans"
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megamem.layers.layer import MemoryLayer
@@ -151,15 +150,14 @@ def _schedule(
 
 
 def _forward_step(iterator: Iterator[Batch], chunk: Chunk) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    needs_data = get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
-    batch = own_tokens(next(iterator), unwrap(chunk).cp_group) if needs_data else {}
-    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, partial(_loss, batch.get("loss_mask"))
+    # Every stage reads the microbatch: memories of any block may ask for its tokens.
+    batch = own_tokens(next(iterator), unwrap(chunk).cp_group)
+    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
 
 
-def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Summed loss and number of targets of this rank's tokens of a microbatch: losses and loss_mask are [b, tokens]."""
-    assert loss_mask is not None
     total = (losses.float() * loss_mask).sum()
     num_tokens = loss_mask.sum()
     return total, num_tokens.int(), {"loss": torch.stack([total.detach().double(), num_tokens.double()])}

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
 from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
-from megamem.sharing import plan_sharing
+from megamem.memory_config import MemoryConfig
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.describe import FieldDoc, describe_fields
@@ -24,14 +24,14 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs, table_bytes_per_token
 from pretrain.errors import ConfigError
 from tools.parameter_table import parameter_tables
 
 _WIDTH = 100
-# `config show` measures initial outputs on so many layers, and on fewer where their keys, which have to be drawn, are many: some seconds.
+# `config show` measures initial outputs on so many layers, and on fewer where their retrieval, which has to be drawn, is large: some seconds.
 _MOST_MEASURED_LAYERS = 4
-_MEASURED_KEY_ELEMENTS = 1 << 23
+_MEASURED_WEIGHTS = 1 << 23
 _MEASURES = {
     "flops": "forward FLOPs per token",
     "active": "active parameters",
@@ -273,13 +273,12 @@ def _initialisation_section(
     # Not at the top of the file: torch and Megatron take seconds to load, and nothing else here needs them.
     from megamem.initial_outputs import measure_initial_outputs
 
-    widest = max(view.num_keys for view in plan_sharing(memory, model.num_memory_layers).views)
-    key_elements = 2 * memory.num_heads * memory.expansion * widest * memory.key_dim * memory.tucker_rank
+    weights_per_layer = max(1, memory_layer_costs(model).retrieval // model.num_memory_layers)
     try:
         with warnings.catch_warnings():
             # Of Megatron, about optional packages.
             warnings.simplefilter("ignore")
-            few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_KEY_ELEMENTS // key_elements))
+            few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_WEIGHTS // weights_per_layer))
             most_layers = few if measured_layers is None else measured_layers
             measured = measure_initial_outputs(model, seed=seed, most_layers=most_layers)
     except ValueError as error:
@@ -303,7 +302,7 @@ def _initialisation_section(
         f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} random tokens of mean square 1, "
         f"with the weights and the table rows that seed {seed} gives it"
     )
-    return Section(f"initialisation ({memory.initialisation if memory.has_tucker_cores else 'released'})", tuple(lines))
+    return Section(f"initialisation ({memory.initialised_by})", tuple(lines))
 
 
 def key_lines() -> Iterator[str]:

@@ -25,6 +25,13 @@ def fields_of(section: type[Config]) -> Mapping[str, FieldSpec]:
     return {**found, KIND: replace(found[KIND], owner=section, kind=Literal[tuple(variants)])}
 
 
+def variant_at(section: type[Config], node: Node) -> type[Config]:
+    """Which variant a section is; the class itself where it has none, or none of the kind that is named."""
+    variants = section.variants()
+    kind = node.value.get(KIND) if isinstance(node.value, dict) else None
+    return variants.get(str(kind.value) if kind is not None else next(iter(variants), ""), section)
+
+
 def only_for(section: type[Config], name: str) -> str | None:
     """Which variants of a section have this key, in the words of a condition; None where all have it, or none."""
     variants = section.variants()
@@ -36,14 +43,15 @@ def only_for(section: type[Config], name: str) -> str | None:
 
 def class_at(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> type[Config]:
     """The class of the section at a place in a tree; of variants the one that the tree names, as far as there is one of that name."""
-    cls, segments = root, [str(step) for step in loc]
+    cls = root
     for step in loc:
         # The class of a list is that of its elements.
         section = fields_of(cls)[step].section if isinstance(step, str) else cls
         assert section is not None
         cls = section
-    kind, variants = find(tree, [*segments, KIND]), cls.variants()
-    return variants.get(str(kind.value) if kind is not None else next(iter(variants), ""), cls)
+    node = find(tree, [str(step) for step in loc])
+    assert node is not None
+    return variant_at(cls, node)
 
 
 def all_keys(cls: type[Config], prefix: str = "") -> Iterator[str]:

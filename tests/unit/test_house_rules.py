@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from megamem.families.registry import FAMILIES
+
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "tools")
 """Each may import itself and those before it."""
 
-CONFIG_FILES = ("megamem/config.py", "pretrain/config/schema.py")
+CONFIG_FILES = (
+    "megamem/config.py",
+    "megamem/memory_config.py",
+    "megamem/sharing.py",
+    "megamem/retrieval/config.py",
+    *(f"megamem/families/{kind}/config.py" for kind in FAMILIES),
+    "pretrain/config/schema.py",
+)
 
 
 def source_files(package: str) -> list[Path]:

@@ -17,18 +17,20 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.families.ultramem_v2.layer import UltraMemV2Layer
 from megamem.layers.step import begin_step
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.losses import LOSS_NAMES, begin_losses, key_balance, tucker_penalty
 from megamem.released_names import from_released
 from megamem.sharing import BankSpec, LayerView
+from tests.microbatch import some_inputs
 
-MEMORY = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4, shuffle="none")
+MEMORY = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4, shuffle="none")
 HIDDEN = 32
 
 
-def build(memory: MemoryConfig, dtype: torch.dtype = torch.float64) -> tuple[UltraMemV2Layer, Bank]:
+def build(memory: UltraMemV2Config, dtype: torch.dtype = torch.float64) -> tuple[UltraMemV2Layer, Bank]:
     spec = BankSpec(0, memory.num_keys**2, (0,))
     bank = Bank(spec, memory, select_kernels("naive"), dtype=dtype, device="cpu", replica_rank=0)
     config = TransformerConfig(
@@ -37,7 +39,7 @@ def build(memory: MemoryConfig, dtype: torch.dtype = torch.float64) -> tuple[Ult
     layer = UltraMemV2Layer(
         config,
         memory,
-        LayerView(0, 0, memory.num_keys),
+        LayerView(0, 0, memory.num_keys**2),
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
         num_bank_rows=spec.num_rows,
@@ -62,7 +64,7 @@ def gradients(layer: UltraMemV2Layer, microbatches: tuple[Tensor, ...], recomput
     begin_step([layer])
     inputs = [x.clone().requires_grad_() for x in microbatches]
     for x in inputs:
-        out = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
+        out = checkpoint(layer, x, some_inputs(x), use_reentrant=True) if recompute else layer(x, some_inputs(x))
         (0.0 * out).sum().backward()
     found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     return {**found, "input": torch.cat([x.grad for x in inputs if x.grad is not None])}
@@ -160,7 +162,7 @@ def test_sums_give_the_means_over_tokens_and_leave_evaluation_out() -> None:
     assert layer.losses is not None
     gradients(layer, (tokens(6), tokens(3, 2)))
     with torch.no_grad():
-        layer(tokens(5, 3))
+        layer(tokens(5, 3), some_inputs(tokens(5, 3)))
     num_tokens, *totals = layer.losses.sums.tolist()
     assert num_tokens == 9
     balances = []
@@ -177,13 +179,14 @@ def test_the_output_is_the_same_with_and_without_losses() -> None:
     plain, _ = build(MEMORY)
     with_losses, _ = build(replace(MEMORY, key_balance_weight=0.5, tucker_penalty_weight=0.25))
     assert plain.losses is None
-    assert torch.equal(plain(tokens(6)), with_losses(tokens(6)))
+    x = tokens(6)
+    assert torch.equal(plain(x, some_inputs(x)), with_losses(x, some_inputs(x)))
 
 
 @pytest.mark.parametrize("name", ["tucker_penalty_weight", "tucker_penalty_margin", "key_balance_weight"])
 def test_negative_weights_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"model\.memory\.{name} is -1"):
-        MemoryConfig(**{name: -1.0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"UltraMemV2Config\.{name} is -1"):
+        UltraMemV2Config(**{name: -1.0})  # type: ignore[arg-type]
 
 
 def test_balance_is_what_the_release_computes(golden_dir: Path) -> None:
@@ -227,7 +230,7 @@ def test_balance_is_what_the_release_computes(golden_dir: Path) -> None:
     assert layer.losses is not None
     begin_losses([(layer.losses, layer.cores)])
     x = tensors["x0"].transpose(0, 1).contiguous().requires_grad_()
-    out = layer(x)
+    out = layer(x, some_inputs(x))
     loss = (out * tensors["r0"].transpose(0, 1)).sum()
     loss.backward()
     errors = {

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
-from megamem.config import MemoryConfig
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.families.ultramem_v2.layer import UltraMemV2Layer
 from megamem.sharing import BankSpec, LayerView
+from tests.microbatch import some_inputs
 
-MEMORY = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)
+MEMORY = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)
 
 
-def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer, Bank]:
+def build(memory: UltraMemV2Config = MEMORY, **config: Any) -> tuple[UltraMemV2Layer, Bank]:
     spec = BankSpec(0, memory.num_keys**2, (0,))
     bank = Bank(spec, memory, select_kernels("auto"), dtype=torch.float32, device="cpu", replica_rank=0)
     with warnings.catch_warnings():
@@ -31,7 +32,7 @@ def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer
     layer = UltraMemV2Layer(
         megatron,
         memory,
-        LayerView(0, 0, memory.num_keys),
+        LayerView(0, 0, memory.num_keys**2),
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
         num_bank_rows=spec.num_rows,
@@ -42,7 +43,7 @@ def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer
     with torch.no_grad():
         for parameter in (*layer.parameters(), *bank.parameters()):
             parameter.copy_(torch.rand(parameter.shape, generator=g) - 0.3)
-    layer.update_singular_vectors()
+    layer.refresh([layer])
     return layer, bank
 
 
@@ -64,10 +65,10 @@ def test_the_bank_is_not_the_layers() -> None:
 
 
 def test_optional_parts_are_left_out() -> None:
-    layer, bank = build(MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=0, top_k=4))
+    layer, bank = build(UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=0, top_k=4))
     assert layer.pre_value_proj is None
     assert {name for name, _ in bank.named_parameters()} == {"values"}
-    assert layer(tokens()).shape == (6, 1, 32)
+    assert layer(tokens(), some_inputs(tokens())).shape == (6, 1, 32)
 
 
 def test_singular_vectors_stay_in_fp32() -> None:
@@ -88,7 +89,7 @@ def test_in_bf16_scores_and_selection_are_fp32() -> None:
     x = tokens().bfloat16()
     found = layer.retrieve(x.flatten(0, 1))
     assert found.scores.dtype == torch.float32
-    assert layer(x).dtype == torch.bfloat16
+    assert layer(x, some_inputs(x)).dtype == torch.bfloat16
 
 
 def test_singular_vectors_follow_the_cores_when_asked() -> None:
@@ -96,9 +97,9 @@ def test_singular_vectors_follow_the_cores_when_asked() -> None:
     before = layer.u.clone()
     with torch.no_grad():
         layer.cores[:, :, 0] += 3
-    layer(tokens())
+    layer(tokens(), some_inputs(tokens()))
     assert torch.equal(layer.u, before)
-    layer.update_singular_vectors()
+    layer.refresh([layer])
     assert not torch.allclose(layer.u, before)
     assert not layer.u.requires_grad
 
@@ -115,9 +116,9 @@ def test_weights_are_marked_for_megatrons_sequence_parallel_sum(sequence_paralle
 
 @pytest.mark.parametrize("shuffle", ["keyed", "table", "none"])
 def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
-    memory = MemoryConfig(num_keys=8, key_dim=8, top_k=4, shuffle=shuffle)
+    memory = UltraMemV2Config(num_keys=8, key_dim=8, top_k=4, shuffle=shuffle)
     layer, _ = build(memory)
-    layer.view, layer.num_bank_rows = LayerView(0, 90, 8), 100
+    layer.view, layer.num_bank_rows = LayerView(0, 90, 64), 100
     rows = layer.locate(torch.arange(64))[0]
     assert sorted(rows.tolist()) == [*range(54), *range(90, 100)]
     assert (rows.tolist() == [(90 + slot) % 100 for slot in range(64)]) == (shuffle == "none")
@@ -126,6 +127,6 @@ def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
 def test_tokens_do_not_see_each_other() -> None:
     layer, _ = build()
     x = tokens()
-    together = layer(x)
-    apart = torch.cat([layer(x[i : i + 1]) for i in range(len(x))])
+    together = layer(x, some_inputs(x))
+    apart = torch.cat([layer(x[i : i + 1], some_inputs(x[i : i + 1])) for i in range(len(x))])
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,8 @@ import torch
 import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.loader import load_config, to_dict
 from pretrain.config.schema import (
@@ -33,7 +34,7 @@ from pretrain.state import RunState
 
 CONFIG = RunConfig(
     seed=3,
-    model=ModelConfig(vocab_size_multiple=16, memory=MemoryConfig(num_keys=16)),
+    model=ModelConfig(vocab_size_multiple=16, memory=UltraMemV2Config(num_keys=16)),
     train=TrainConfig(num_steps=20, global_batch_size=8, micro_batch_size=2, sequence_length=32),
     data=DataConfig(datasets=(DatasetEntry("some"),)),
     evaluation=EvaluationConfig(max_sequences=5),
@@ -78,7 +79,7 @@ def test_what_may_change_is_told(changed: RunConfig, told: list[str]) -> None:
         (replace(CONFIG, model=replace(CONFIG.model, rotary_base=50)), "model.rotary_base: 10000 -> 50"),
         (replace(CONFIG, model=replace(CONFIG.model, memory=None)), "model.memory.top_k: 16 -> not set"),
         (
-            replace(CONFIG, model=replace(CONFIG.model, memory=MemoryConfig(num_keys=16, top_k=8))),
+            replace(CONFIG, model=replace(CONFIG.model, memory=UltraMemV2Config(num_keys=16, top_k=8))),
             "model.memory.top_k: 16 -> 8",
         ),
     ],

@@ -55,7 +55,7 @@ def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
         lists: Any = numbers if spec.section is None else st.lists(sections(spec.section), max_size=3)
         values: st.SearchStrategy[Any] = lists.map(tuple)
     elif spec.section is not None:
-        values = sections(spec.section)
+        values = st.one_of([sections(cls) for cls in spec.section.variants().values() or (spec.section,)])
     elif spec.choices:
         values = st.sampled_from(spec.choices)
     else:
