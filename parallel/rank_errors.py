@@ -14,19 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-# Raised by collectives whose peer is gone, by type ...
-_PEER_ERROR_TYPES = frozenset(
-    {
-        "BrokenPipeError",
-        "ConnectionAbortedError",
-        "ConnectionRefusedError",
-        "ConnectionResetError",
-        "DistBackendError",
-        "DistNetworkError",
-        "DistStoreError",
-    }
-)
-# ... and by text, where the type is a plain RuntimeError.
+from torch.distributed import DistError
+
+# Raised as plain RuntimeErrors by collectives whose peer is gone.
 _PEER_ERROR_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -117,10 +107,9 @@ def is_peer_error(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        text = str(link).lower()
-        if type(link).__name__ in _PEER_ERROR_TYPES:
+        if isinstance(link, ConnectionError | DistError):
             return True
-        if isinstance(link, RuntimeError) and any(phrase in text for phrase in _PEER_ERROR_TEXTS):
+        if isinstance(link, RuntimeError) and any(phrase in str(link).lower() for phrase in _PEER_ERROR_TEXTS):
             return True
         link = link.__cause__ or link.__context__
     return False
