@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 import psutil
 import torch
 
+from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import (
     Failure,
     FailureKind,
@@ -38,7 +39,7 @@ from parallel.rank_errors import (
     RankTimeout,
     first_cause,
 )
-from parallel.rank_process import STOP_SIGNALS, RankPlan, leave, release_openmp_threads, run_rank, signal_if_orphaned
+from parallel.rank_process import STOP_SIGNALS, RankPlan, leave, release_openmp_threads, run_rank
 
 __all__ = ["LaunchError", "RankError", "RankTimeout", "RanksInterrupted", "launch_ranks"]
 
@@ -171,7 +172,7 @@ def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path
     # An own session: Ctrl-C reaches the launcher alone, which decides.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal_if_orphaned(_ABANDON, launcher_pid)
+    signal_on_parent_death(_ABANDON, launcher_pid)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:

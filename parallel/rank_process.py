@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_PR_SET_PDEATHSIG = 1
 _OMP_PAUSE_SOFT = 1
 
 
@@ -76,7 +76,7 @@ class RankPlan:
 
 def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoReturn:
     """The whole life of a rank. Leaves by `os._exit`, which waits for none of its children: the supervisor kills them."""
-    signal_if_orphaned(signal.SIGKILL, parent_pid)
+    signal_on_parent_death(signal.SIGKILL, parent_pid)
     _enter(plan)
     try:
         try:
@@ -136,13 +136,6 @@ def leave(path: Path, content: bytes) -> None:
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     partial.rename(path)
-
-
-def signal_if_orphaned(number: int, parent_pid: int) -> None:
-    """Have the kernel send this process a signal when its parent is gone. (The parent's *thread* that forked it, to be exact.)"""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), number)
 
 
 def release_openmp_threads() -> None:
