@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 import psutil
 import torch
 
+from parallel.atomic_write import atomic_write
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import (
     Failure,
@@ -39,7 +40,7 @@ from parallel.rank_errors import (
     RankTimeout,
     first_cause,
 )
-from parallel.rank_process import STOP_SIGNALS, RankPlan, leave, release_openmp_threads, run_rank
+from parallel.rank_process import STOP_SIGNALS, RankPlan, release_openmp_threads, run_rank
 
 __all__ = ["LaunchError", "RankError", "RankTimeout", "RanksInterrupted", "launch_ranks"]
 
@@ -179,7 +180,8 @@ def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path
         error = _watch(main, plans)
     finally:
         _kill_descendants()
-    leave(verdict, pickle.dumps(error))
+    with atomic_write(verdict) as stream:
+        stream.write(pickle.dumps(error))
     if os.getppid() != launcher_pid:
         shutil.rmtree(verdict.parent, ignore_errors=True)
     os._exit(0)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from parallel.atomic_write import atomic_write
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
@@ -94,7 +95,8 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
         path, report = plan.failure, pickle.dumps(Failure.from_exception(plan.rank, error.with_traceback(trace)))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    leave(path, report)
+    with atomic_write(path) as stream:
+        stream.write(report)
     os._exit(0)
 
 
@@ -129,13 +131,6 @@ def _enter(plan: RankPlan) -> None:
         # All ranks are on this machine, whose own name may resolve to nothing or to a VPN.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(plan.num_threads)
-
-
-def leave(path: Path, content: bytes) -> None:
-    """Write a file that is whole if it is there."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content)
-    partial.rename(path)
 
 
 def release_openmp_threads() -> None:
