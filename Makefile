@@ -52,11 +52,12 @@ test:  ## lint, types and the whole test suite
 	  if [ $$lint != 0 ]; then echo "make test: lint failed, see above the tests" >&2; fi; \
 	  exit $$(( lint + tests ))
 
-lint:  ## ruff and mypy
+lint:  ## ruff, mypy, and the direction of imports
 	@$(INSTALL) requirements/test.txt
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
+	"$(BIN)/lint-imports" --no-cache
 
 pytest:  ## the test suite alone
 	@$(INSTALL) requirements/test.txt
