@@ -14,14 +14,12 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more minimum mutants bench-gpu clean
+.PHONY: help quickstart test lint pytest test-more mutants bench-gpu clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
 INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)"
 TOKENIZER := data/stdlib-4096.json
-# Whole-suite runs go through this plugin: it fails the run if tests have gone missing.
-PYTEST := "$(BIN)/python" -m pytest -p tests.collected_minimum
 # A file's tests stay together, as what they share is made once; files in their order, in which the long ones come first.
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -61,16 +59,12 @@ lint:  ## ruff, mypy, and the direction of imports
 
 pytest:  ## the test suite alone
 	@$(INSTALL) requirements/test.txt
-	$(PYTEST) $(SPREAD)
+	"$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
 
 test-more:  ## what make test leaves out: kernels built for every generation of GPUs, and DeepSpeed's optimizer, which is installed for it
 	@$(INSTALL) requirements/more.txt
 	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed" \
 	  tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/distributed/test_value_offload.py
-
-minimum:  ## after adding tests: raise the number below which the suite counts as incomplete
-	@$(INSTALL) requirements/test.txt
-	@$(PYTEST) --collect-only --quiet --raise-collected-minimum | tail -n 2
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
 	@$(INSTALL) requirements/mutants.txt
