@@ -64,10 +64,10 @@ pytest:  ## the test suite alone
 	@$(INSTALL) $(TEST_EXTRAS)
 	"$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
 
-test-more:  ## what make test leaves out: kernels built for every generation of GPUs, and DeepSpeed's optimizer, which is installed for it
-	@$(INSTALL) $(TEST_EXTRAS),deepspeed
-	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed" \
-	  tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/distributed/test_value_offload.py
+test-more:  ## what make test leaves out: kernels built for every generation of GPUs, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
+	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
+	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants" \
+	  tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
 	@$(INSTALL) $(TEST_EXTRAS),mutants
