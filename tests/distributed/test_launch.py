@@ -123,6 +123,30 @@ def test_ranks_meet_on_the_loopback_unless_told_otherwise(monkeypatch: pytest.Mo
     assert launch_ranks(lambda: os.environ.get("GLOO_SOCKET_IFNAME"), 1, num_threads=1) == ["another"]
 
 
+def test_a_rank_has_handlers_of_its_own_and_no_input() -> None:
+    """What its parent does about signals, and what somebody types, is not for ranks."""
+
+    def state() -> tuple[bool, bool, bytes]:
+        is_python_s = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return is_python_s, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, os.read(0, 10)
+
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"typed")
+    os.close(write_end)
+    own_input = os.dup(0)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    os.dup2(read_end, 0)
+    try:
+        states = launch_ranks(state, 2, timeout_s=DEADLINE_S)
+    finally:
+        os.dup2(own_input, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(own_input)
+        os.close(read_end)
+    assert states == [(True, True, b"")] * 2
+
+
 def test_the_parents_environment_and_output_are_untouched() -> None:
     before, stdout = dict(os.environ), sys.stdout
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
