@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import platform
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pretrain.checkpoint import folder as folders
+from pretrain.checkpoint.versions import package_versions
 from pretrain.errors import CheckpointError
 
 
@@ -35,6 +38,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     saved = folders.read_state(path)
     assert (saved.step, saved.rng, saved.config, saved.versions) == (7, {"seed": 1}, {"a": 1}, {"torch": "2"})
     assert saved.files == {"__0_0.distcp": 7, ".metadata": (path / ".metadata").stat().st_size}
+
+
+def test_the_packages_that_wrote_it_are_named() -> None:
+    found = package_versions()
+    assert found["python"] == platform.python_version()
+    for package in ("torch", "megatron-core", "numpy"):
+        assert found[package] == version(package)
 
 
 def test_an_unfinished_one_is_never_found(tmp_path: Path) -> None:

@@ -53,7 +53,12 @@ class Windows:
     ],
 )
 def test_every_window_counts_once_in_passes_that_fill_the_pipeline(
-    monkeypatch: pytest.MonkeyPatch, count: int, micro_batch_size: int, pipeline: int, passes: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    micro_batch_size: int,
+    pipeline: int,
+    passes: list[int],
 ) -> None:
     windows: Any = Windows(count)
     groups: Any = SimpleNamespace(data_rank=0, data_size=1, device=torch.device("cpu"), is_main=True)
@@ -80,6 +85,7 @@ def test_every_window_counts_once_in_passes_that_fill_the_pipeline(
     assert result == Evaluation(
         pytest.approx(nats / num_tokens), pytest.approx(nats / (math.log(2) * 77)), num_tokens, 77
     )
+    assert capsys.readouterr().err == "", "a bar is drawn for who asks for one"
 
 
 def test_a_rank_of_several_reads_its_own_windows_and_as_many_microbatches_as_the_others(

@@ -1,4 +1,4 @@
-"""The README's tree is that of the repository, and what it tells people to type exists."""
+"""The README's tree is that of the repository; what pages tell people to type, and what they link to, exists."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tools.cli import build_parser
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "kernels" / "README.md"]
 
 
 def tracked_files(repository: Path) -> list[str]:
@@ -59,7 +60,7 @@ def tree_problems(shown: set[str], files: list[str]) -> Iterator[str]:
 def commands(text: str) -> list[str]:
     """Every `megamem ...` line of the code blocks, without its comment."""
     blocks = re.findall(r"```\n(.*?)```", text, flags=re.DOTALL)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.startswith("megamem ")]
 
 
@@ -92,7 +93,11 @@ def test_there_are_commands_to_check() -> None:
     assert len(commands(README)) > 10
 
 
-@pytest.mark.parametrize("line", commands(README))
+def commands_of_pages() -> list[str]:
+    return sorted({line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))})
+
+
+@pytest.mark.parametrize("line", commands_of_pages())
 def test_command_parses(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         args = build_parser().parse_args(shlex.split(line)[1:])
@@ -101,10 +106,18 @@ def test_command_parses(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(args, argparse.Namespace)
 
 
-def test_linked_files_exist() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_files_exist(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_there_are_links_to_check() -> None:
+    assert "](docs/" in README
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(README.splitlines()) < 200
 
 
 def test_make_targets_exist() -> None:

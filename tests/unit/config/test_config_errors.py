@@ -11,6 +11,7 @@ import pytest
 from pretrain.config.fields import field_specs
 from pretrain.config.loader import from_dict, load_config, parse_config
 from pretrain.config.schema import LoggingConfig, RunConfig
+from pretrain.config.suggest import nearest_keys
 from pretrain.errors import ConfigError
 
 
@@ -232,3 +233,8 @@ class Unsupported:
 def test_a_type_without_a_rule_is_our_defect() -> None:
     with pytest.raises(TypeError, match=r"Unsupported.mapping: the loader has no rule for the type"):
         field_specs(Unsupported)
+
+
+def test_no_more_than_three_keys_are_suggested() -> None:
+    assert nearest_keys("x", ["a.x", "b.x", "c.x", "d.x"]) == ["a.x", "b.x", "c.x"]
+    assert nearest_keys("x", ["a.x", "b.x", "c.y"]) == ["a.x", "b.x"]

@@ -39,10 +39,10 @@ def make(folder: Path, name: str = "data") -> DatasetEntry:
 
 
 def put(entry: DatasetEntry, split: str, token_id: int) -> None:
-    """Another id in place of a letter of the first document."""
+    """Other ids in place of letters of the first document: the smallest of all, which is a good one, and behind it `token_id`."""
     path = Path(entry.path) / f"{split}.bin"
     ids = np.fromfile(path, dtype=np.int32)
-    ids[3] = token_id
+    ids[1], ids[3] = 0, token_id
     ids.tofile(path)
 
 

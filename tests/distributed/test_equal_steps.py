@@ -1,4 +1,4 @@
-"""The quickstart itself, on its own corpus: its first twenty steps are the same on every layout that it could be run on.
+"""A whole run on a corpus of Python source: its first twenty steps are the same on every layout.
 
 Retrieval is discrete. Where the last candidate taken and the first one left out are closer than fp32 rounding, another layout's rounding
 takes the other one, and from then on the runs are two trainings of the same model, as after a change of seed. No seed is safe from
@@ -48,12 +48,12 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's tokenizer and corpus, as its make target prepares them."""
+    """A tokenizer and a corpus of the standard library's sources."""
     from pretrain.data.prepare import prepare
     from pretrain.data.sources import PYTHON_STDLIB, read_documents
     from pretrain.data.tokenizer import train_bpe
 
-    folder = tmp_path_factory.mktemp("quickstart")
+    folder = tmp_path_factory.mktemp("equal_steps")
     texts = (document.text for document in read_documents([PYTHON_STDLIB]))
     tokenizer = train_bpe(texts, 4096, folder / "tokenizer.json", progress=False)
     prepare([PYTHON_STDLIB], folder / "data", tokenizer, validation_fraction=0.05, progress=False)
@@ -61,8 +61,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quickstart(dataset: Path, pytestconfig: pytest.Config) -> RunConfig:
-    config = load_config(pytestconfig.rootpath / "configs" / "quickstart.yaml")
+def config(dataset: Path) -> RunConfig:
+    config = load_config(Path(__file__).with_name("equal_steps.yaml"))
     return replace(config, data=replace(config.data, datasets=(DatasetEntry(str(dataset)),)))
 
 
@@ -143,18 +143,16 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
 
 
 def test_the_first_steps_are_those_of_one_rank(
-    quickstart: RunConfig, tmp_path: Path, run_ranks: Callable[..., list[list[Step]]]
+    config: RunConfig, tmp_path: Path, run_ranks: Callable[..., list[list[Step]]]
 ) -> None:
     histories: dict[str, list[Step]] = {}
     for name, (layout, micro_batch_size, num_ranks) in LAYOUTS.items():
-        config = replace(
-            quickstart, parallel=layout, train=replace(quickstart.train, micro_batch_size=micro_batch_size)
-        )
-        validate(config, num_ranks)
+        of_layout = replace(config, parallel=layout, train=replace(config.train, micro_batch_size=micro_batch_size))
+        validate(of_layout, num_ranks)
         folder = tmp_path / name.replace(" ", "_")
-        histories[name] = run_ranks(partial(_first_steps, config, folder), num_ranks, timeout_s=600)[0]
+        histories[name] = run_ranks(partial(_first_steps, of_layout, folder), num_ranks, timeout_s=600)[0]
     reference = histories.pop("1 rank")
-    assert reference[-1].loss < reference[0].loss - 0.3, "twenty steps of the quickstart must learn something"
+    assert reference[-1].loss < reference[0].loss - 0.3, "twenty steps must learn something"
     for name, history in histories.items():
         num_equal = 0
         while num_equal < NUM_STEPS and history[num_equal].selections == reference[num_equal].selections:
