@@ -14,14 +14,15 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more minimum mutants bench-gpu clean
+.PHONY: help quickstart test lint pytest test-more mutants lock bench-gpu clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
 INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)"
+TEST_EXTRAS := dev,gpu,tracking
+# Not te, which compiles for the torch that is there, and not hf, which nothing needs yet.
+LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --python-platform linux --extra dev --extra gpu --extra tracking --extra deepspeed --extra mutants pyproject.toml
 TOKENIZER := data/stdlib-4096.json
-# Whole-suite runs go through this plugin: it fails the run if tests have gone missing.
-PYTEST := "$(BIN)/python" -m pytest -p tests.collected_minimum
 # A file's tests stay together, as what they share is made once; files in their order, in which the long ones come first.
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -30,7 +31,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
 
 quickstart:  ## train, evaluate and sample a small memory model on this machine; again: resume, or say that it is finished
-	@$(INSTALL) requirements/quickstart.txt
+	@$(INSTALL)
 	@echo "1/5 A tokenizer of 4096 ids from the sources of Python's standard library: $(TOKENIZER)"
 	@if [ -e $(TOKENIZER) ]; then echo "It is there already."; \
 	  else "$(BIN)/megamem" data tokenizer python-stdlib --vocab-size 4096 --output $(TOKENIZER); fi
@@ -46,34 +47,37 @@ quickstart:  ## train, evaluate and sample a small memory model on this machine;
 	@echo "Everything is in $(RUN). To go on from here: source $(VENV)/bin/activate, then megamem --help"
 
 test:  ## lint, types and the whole test suite
-	@$(INSTALL) requirements/test.txt
+	@$(INSTALL) $(TEST_EXTRAS)
 	@lint=0; $(MAKE) --no-print-directory lint || lint=$$?; \
 	  tests=0; $(MAKE) --no-print-directory pytest || tests=$$?; \
 	  if [ $$lint != 0 ]; then echo "make test: lint failed, see above the tests" >&2; fi; \
 	  exit $$(( lint + tests ))
 
-lint:  ## ruff and mypy
-	@$(INSTALL) requirements/test.txt
+lint:  ## ruff, mypy, and the direction of imports
+	@$(INSTALL) $(TEST_EXTRAS)
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
+	"$(BIN)/lint-imports" --no-cache
 
 pytest:  ## the test suite alone
-	@$(INSTALL) requirements/test.txt
-	$(PYTEST) $(SPREAD)
+	@$(INSTALL) $(TEST_EXTRAS)
+	"$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
 
-test-more:  ## what make test leaves out: kernels built for every generation of GPUs, and DeepSpeed's optimizer, which is installed for it
-	@$(INSTALL) requirements/more.txt
-	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed" \
-	  tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/distributed/test_value_offload.py
-
-minimum:  ## after adding tests: raise the number below which the suite counts as incomplete
-	@$(INSTALL) requirements/test.txt
-	@$(PYTEST) --collect-only --quiet --raise-collected-minimum | tail -n 2
+test-more:  ## what make test leaves out: kernels built for every generation of GPUs, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
+	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
+	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants" \
+	  tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
-	@$(INSTALL) requirements/mutants.txt
+	@$(INSTALL) $(TEST_EXTRAS),mutants
 	@"$(BIN)/python" -m tests.mutants $(PACKAGE) --sample $(SAMPLE) --seed $(SEED) $(if $(RETRY),--retry)
+
+lock:  ## after a change of pyproject.toml's packages: resolve requirements/lock.txt again, keeping the versions in it; UPGRADE=NAME moves one, UPGRADE=all every one. Needs uv
+	@command -v uv >/dev/null || { echo "make lock: uv is not there: pip install uv" >&2; exit 2; }
+	$(LOCK) --python-version 3.11 $(if $(UPGRADE),$(if $(filter all,$(UPGRADE)),--upgrade,--upgrade-package $(UPGRADE))) -o requirements/lock.txt
+	@echo "The same packages must do for Python 3.12:"
+	diff <(grep == requirements/lock.txt) <($(LOCK) --python-version 3.12 -c requirements/lock.txt | grep ==)
 
 bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and speed; then where a step's time goes. PYTHON must have a CUDA build of torch, and Triton
 	"$(PYTHON)" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench-gpu: this machine has no GPU that torch can use")'

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamem.config import ModelConfig
 from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
-from megamem.families.registry import FAMILIES
+from megamem.families.registry import FAMILIES, family_of
 
 _MODEL = {
     "wte.weight": "embedding.word_embeddings.weight",
@@ -84,7 +84,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
         ValueError: if a name is not that of a parameter of a memory layer.
     """
     memory = model.memory
-    if memory is None or META_RELEASE not in FAMILIES[memory.kind].released:
+    if memory is None or META_RELEASE not in family_of(memory).released:
         kinds = [kind for kind, family in FAMILIES.items() if META_RELEASE in family.released]
         raise ValueError(f"Meta's release has memory of the kinds {', '.join(kinds)}")
     names, views = _names_of(model, META_RELEASE), model.memory_plan.views
@@ -107,7 +107,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
 
 def _names_of(model: ModelConfig, release: str) -> ReleasedNames:
     """The names of the model's memory in a release; none where it is not in there."""
-    released = FAMILIES[model.memory.kind].released if model.memory is not None else {}
+    released = family_of(model.memory).released if model.memory is not None else {}
     return released.get(release, ReleasedNames({}, {}))
 
 

@@ -1,24 +1,36 @@
 """Run a function on several ranks of this machine and bring back their results, or the first cause of their failure.
 
-Used by the commands that start their own ranks and by the distributed tests. `parallel.rank_process` is one rank, `parallel.rank_errors`
-what can go wrong, `parallel.ranks` how a rank learns its number.
+Used by the commands that start their own ranks and by the distributed tests. Three generations of processes: this one only passes on
+stop signals; its fork, the supervisor, forks the ranks and waits for them. Whatever a rank leaves behind the kernel gives to the
+supervisor, which kills all of it at the end: of the ranks, or of this process, of which the kernel tells it by SIGHUP.
+
+`parallel.rank_process` is one rank, `parallel.rank_errors` what can go wrong, `parallel.ranks` how a rank learns its number.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
+import multiprocessing
 import os
-import selectors
+import pickle
+import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import psutil
 import torch
 
+from parallel.atomic_write import atomic_write
+from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import (
     Failure,
     FailureKind,
@@ -28,28 +40,26 @@ from parallel.rank_errors import (
     RankTimeout,
     first_cause,
 )
-from parallel.rank_process import (
-    STACKS_SIGNAL,
-    STOP_SIGNALS,
-    RankPlan,
-    RankProcess,
-    fork_guardian,
-    fork_rank,
-    release_openmp_threads,
-)
+from parallel.rank_process import STOP_SIGNALS, RankPlan, release_openmp_threads, run_rank
 
 __all__ = ["LaunchError", "RankError", "RankTimeout", "RanksInterrupted", "launch_ranks"]
 
 T = TypeVar("T")
 
-# Ends are polled: neither pidfd (Linux 5.3) nor SIGCHLD (taken by whoever embeds us) is always there. Output wakes us at once.
-_POLL_S = 0.05
-# How long to wait for the true cause after a rank lost its connection to another.
+# Tells the supervisor to end the ranks because nobody waits for them any more.
+_ABANDON = signal.SIGHUP
+_AWAITED = frozenset({signal.SIGCHLD, _ABANDON, *STOP_SIGNALS})
+
+# How long the other ranks may take to end by themselves after a failure. One that lost its connection may come before the true cause.
 _CAUSE_PATIENCE_S = 1.0
+# The same after a rank that stopped as it was asked to: the others are about to.
+_STOP_PATIENCE_S = 5.0
 # How long ranks may take to write down their stacks.
-_STACKS_PATIENCE_S = 3.0
-# How long a killed rank may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the report.
+_STACKS_PATIENCE_S = 2.0
+# How long a killed process may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the report.
 _KILL_PATIENCE_S = 10.0
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def launch_ranks(
@@ -58,7 +68,6 @@ def launch_ranks(
     *,
     timeout_s: float | None = None,
     log_dir: Path | None = None,
-    grace_s: float = 5.0,
     num_threads: int | None = None,
 ) -> list[T]:
     """Fork `num_ranks` ranks of this process, run `main` in each, and return what they returned, by rank.
@@ -66,7 +75,7 @@ def launch_ranks(
     `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others write to
     `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function returns. SIGINT and
     SIGTERM are passed on to the ranks as one SIGTERM, to finish their step and save; a second one kills them. One that this process
-    ignores, as a shell has its background jobs ignore SIGINT, stays ignored: SIGTERM then stops the ranks.
+    ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
 
     Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA before it
     (`torch.cuda.is_available()` may, and nothing can tell afterwards).
@@ -76,7 +85,6 @@ def launch_ranks(
         num_ranks: how many ranks.
         timeout_s: kill the ranks after this many seconds and report where each of them stood.
         log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's last lines are seen.
-        grace_s: seconds between asking ranks to end (SIGTERM) and killing them, once one of them has failed.
         num_threads: torch threads per rank; by default the cores this process may use, divided by the ranks.
 
     Raises:
@@ -89,34 +97,30 @@ def launch_ranks(
     if num_ranks < 1 or (num_threads is not None and num_threads < 1):
         raise ValueError(f"cannot start {num_ranks} ranks with {num_threads} threads each: both must be 1 or more")
     _check_forkable()
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks)
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="megamem_ranks_") as name, _collected_signals() as signals:
+    with tempfile.TemporaryDirectory(prefix="megamem_ranks_") as name:
         scratch = Path(name)
-        plans = [
-            RankPlan(
-                rank=rank,
-                num_ranks=num_ranks,
-                # A file needs no port: nothing to pick before the ranks start, so nothing to collide on.
-                rendezvous=(scratch / "rendezvous").as_uri(),
-                num_threads=num_threads or max(1, num_cores // num_ranks),
-                log=None if rank == 0 else (log_dir or scratch) / f"rank_{rank}.log",
-                stacks=scratch / f"rank_{rank}.stacks",
-            )
-            for rank in range(num_ranks)
-        ]
-        with _running(main, plans, scratch) as ranks:
-            supervisor = _Supervisor(ranks, signals, grace_s)
-            supervisor.run(timeout_s)
-            supervisor.raise_failure()
-            return [rank.result for rank in ranks]
+        plans = []
+        for rank in range(num_ranks):
+            log = None if rank == 0 else (log_dir or scratch) / f"rank_{rank}.log"
+            log_start = log.stat().st_size if log is not None and log.exists() else 0
+            plans.append(RankPlan(rank, num_ranks, num_threads, timeout_s, scratch, log, log_start))
+        verdict = scratch / "verdict"
+        _run_supervisor(main, plans, verdict)
+        if not verdict.exists():
+            raise LaunchError("the process that watches over the ranks died before they did: start again")
+        error = pickle.loads(verdict.read_bytes())
+        if error is not None:
+            raise error
+        return [pickle.loads(plan.result.read_bytes()) for plan in plans]
 
 
 def _check_forkable() -> None:
     """Refuse what would hang or crash in the children, while the cause can still be named."""
-    if not hasattr(os, "fork"):
-        raise RuntimeError("ranks are started by fork, which this system does not have: use Linux, or torchrun")
+    if sys.platform != "linux":
+        raise RuntimeError(f"local ranks need Linux, and this is {sys.platform}: start the ranks with torchrun")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError(
             "this process already has a process group, which a fork would break: start the ranks before it is made"
@@ -127,173 +131,116 @@ def _check_forkable() -> None:
         )
 
 
-@contextlib.contextmanager
-def _running(main: Callable[[], T], plans: Sequence[RankPlan], scratch: Path) -> Iterator[list[RankProcess]]:
-    """Ranks that exist inside the `with` block and not after it, however it is left."""
+def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path) -> None:
+    """Fork the supervisor and wait for its end, passing on stop signals."""
     release_openmp_threads()
-    ranks: list[RankProcess] = []
-    guardian: tuple[int, int] | None = None
-    try:
-        for plan in plans:
-            ranks.append(fork_rank(main, plan))
-        guardian = fork_guardian(ranks, scratch)
-        yield ranks
-    finally:
-        # All are killed before any is waited for.
-        for rank in ranks:
-            rank.signal_tree(signal.SIGKILL)
-        for rank in ranks:
-            rank.reap()
-        if guardian is not None:
-            pid, pipe = guardian
-            os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-            os.close(pipe)
+    supervisor = multiprocessing.get_context("fork").Process(
+        target=_supervise, args=(main, plans, verdict, os.getpid())
+    )
 
+    def send(number: int, _: object = None) -> None:
+        assert supervisor.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor.pid, number)
 
-@contextlib.contextmanager
-def _collected_signals() -> Iterator[list[int]]:
-    """The stop signals that arrive inside the `with` block, in order. Nothing is collected outside the main thread."""
-    received: list[int] = []
+    # Only the main thread has handlers. A signal that is ignored stays so: nohup and shells ask for that.
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in previous.items():
-        # One that is ignored stays so: nohup and shells ask for that.
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: received.append(number))
+        handlers = {}
+    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    # The supervisor starts with them blocked: none of this process's handlers may run in it.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     try:
-        yield received
+        with warnings.catch_warnings():
+            # Python 3.12 warns about any thread, also those that numpy's BLAS knows how to fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            supervisor.start()
+        for number in handlers:
+            signal.signal(number, send)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        supervisor.join()
     finally:
-        for number, handler in previous.items():
+        if supervisor.is_alive():
+            send(_ABANDON)
+            supervisor.join()
+        for number, handler in handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-class _Supervisor:
-    """Waits for ranks to end. Once one fails it takes the others down; once asked to stop it asks them."""
-
-    def __init__(self, ranks: Sequence[RankProcess], signals: Sequence[int], grace_s: float) -> None:
-        self.ranks = ranks
-        self.signals = signals
-        """Filled by the signal handler while `run` waits."""
-        self.grace_s = grace_s
-        self.num_forwarded = 0
-        self.terminate_at_s = float("inf")
-        self.kill_at_s = float("inf")
-        self.abandon_at_s = float("inf")
-        self.takedown_s: float | None = None
-        """When SIGTERM went out. What fails later than this fails because of it."""
-        self.timeout: RankTimeout | None = None
-
-    def run(self, timeout_s: float | None) -> None:
-        """Return when every rank has ended, or was killed and does not go."""
-        deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            for rank in self.ranks:
-                selector.register(rank.pipe, selectors.EVENT_READ, rank)
-            while not all(rank.ended for rank in self.ranks) and time.monotonic() < self.abandon_at_s:
-                for key, _ in selector.select(_POLL_S):
-                    if not key.data.read():
-                        selector.unregister(key.fd)
-                self._note_ends()
-                self._forward_signals()
-                self._take_down()
-                if timeout_s is not None and time.monotonic() > deadline_s and self.takedown_s is None:
-                    self._time_out(timeout_s)
-
-    def _note_ends(self) -> None:
-        for rank in self.ranks:
-            if rank.poll():
-                # Its data workers and writers have no one left to work for.
-                rank.signal_tree(signal.SIGKILL)
-                if rank.failure is not None:
-                    self.terminate_at_s = min(self.terminate_at_s, time.monotonic() + self._patience_s(rank.failure))
-
-    def _patience_s(self, failure: Failure) -> float:
-        """How long the others may go on after a failure, to end by themselves."""
-        if failure.kind is FailureKind.STOPPED or self._was_asked_to_stop(failure):
-            return self.grace_s
-        return 0.0 if failure.kind is FailureKind.ERROR else _CAUSE_PATIENCE_S
-
-    def _was_asked_to_stop(self, failure: Failure) -> bool:
-        """The rank died of the SIGTERM that was passed on: it had no handler for it (yet)."""
-        return self.num_forwarded > 0 and failure.signal_number == signal.SIGTERM
-
-    def _forward_signals(self) -> None:
-        if len(self.signals) > 0 and self.num_forwarded == 0:
-            self.num_forwarded = 1
-            for rank in self.ranks:
-                rank.signal(signal.SIGTERM)
-        if len(self.signals) > 1:
-            self._kill()
-
-    def _take_down(self) -> None:
-        now_s = time.monotonic()
-        if now_s >= self.terminate_at_s and self.takedown_s is None:
-            self.takedown_s = now_s
-            self.kill_at_s = now_s + self.grace_s
-            for rank in self.ranks:
-                if not rank.ended:
-                    rank.signal_tree(signal.SIGTERM)
-        if now_s >= self.kill_at_s:
-            self._kill()
-
-    def _kill(self) -> None:
-        now_s = time.monotonic()
-        self.takedown_s = now_s if self.takedown_s is None else self.takedown_s
-        self.abandon_at_s = min(self.abandon_at_s, now_s + _KILL_PATIENCE_S)
-        for rank in self.ranks:
-            if not rank.ended:
-                rank.signal_tree(signal.SIGKILL)
-
-    def _time_out(self, timeout_s: float) -> None:
-        """Have the unfinished ranks write down where they stand, then kill them."""
-        unfinished = [rank for rank in self.ranks if not rank.ended]
-        for rank in unfinished:
-            rank.signal(STACKS_SIGNAL)
-        stacks = {rank.rank: "" for rank in unfinished}
-        give_up_s = time.monotonic() + _STACKS_PATIENCE_S
-        settled = False
-        while not settled and time.monotonic() < give_up_s:
-            time.sleep(_POLL_S)
-            before, stacks = stacks, {rank.rank: _read_text(rank.plan.stacks) for rank in unfinished}
-            # A dump is written in many small pieces: it is complete when it has stopped growing.
-            settled = all(stacks.values()) and stacks == before
-        self.timeout = RankTimeout(
-            timeout_s, len(self.ranks), {rank: _own_frames(text) for rank, text in stacks.items()}
-        )
-        self._kill()
-
-    def raise_failure(self) -> None:
-        """Raise what the caller should see, if anything failed."""
-        if self.timeout is not None:
-            raise self.timeout
-        if len(self.signals) > 1:
-            raise RanksInterrupted(self.signals[0])
-        before_s = float("inf") if self.takedown_s is None else self.takedown_s
-        failures = [rank.failure for rank in self.ranks if rank.failure is not None and rank.failure.at_s <= before_s]
-        if not failures:
-            return
-        # A rank without a handler that died as asked hides nothing that went wrong on another.
-        cause = first_cause([failure for failure in failures if not self._was_asked_to_stop(failure)] or failures)
-        if self._was_asked_to_stop(cause):
-            raise RanksInterrupted(self.signals[0])
-        raise RankError(cause, self.ranks[cause.rank].log_tail())
+def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path, launcher_pid: int) -> NoReturn:
+    """The whole life of the supervisor. All signals that it cares for are blocked, and waited for in `_watch`."""
+    # An own session: Ctrl-C reaches the launcher alone, which decides.
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal_on_parent_death(_ABANDON, launcher_pid)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        error = _watch(main, plans)
+    finally:
+        _kill_descendants()
+    with atomic_write(verdict) as stream:
+        stream.write(pickle.dumps(error))
+    if os.getppid() != launcher_pid:
+        shutil.rmtree(verdict.parent, ignore_errors=True)
+    os._exit(0)
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
+    """Start the ranks and wait until all have ended, or the time of those that have not is up. Returns what the caller should see."""
+    context = multiprocessing.get_context("fork")
+    running = {plan: context.Process(target=run_rank, args=(main, plan, os.getpid())) for plan in plans}
+    for rank in running.values():
+        rank.start()
+    failures: list[Failure] = []
+    stopped_by: int | None = None
+    timeout_s = plans[0].timeout_s
+    deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s + _STACKS_PATIENCE_S
+    while running and (left_s := deadline_s - time.monotonic()) > 0:
+        found = signal.sigtimedwait(_AWAITED, min(left_s, threading.TIMEOUT_MAX))
+        number = signal.SIGCHLD if found is None else found.si_signo
+        if number == _ABANDON or (number in STOP_SIGNALS and stopped_by is not None):
+            return RanksInterrupted(stopped_by or number)
+        if number in STOP_SIGNALS:
+            stopped_by = number
+            for rank in running.values():
+                rank.terminate()
+        for plan in [plan for plan, rank in running.items() if not rank.is_alive()]:
+            failure = _failure(plan, running.pop(plan).exitcode)
+            if failure is not None:
+                failures.append(failure)
+                stopped = failure.kind in (FailureKind.STOPPED, FailureKind.TERMINATED)
+                patience_s = _STOP_PATIENCE_S if stopped else _CAUSE_PATIENCE_S
+                deadline_s = min(deadline_s, time.monotonic() + patience_s)
+    if failures:
+        cause = first_cause(failures)
+        if cause.kind is FailureKind.TERMINATED and stopped_by is not None:
+            return RanksInterrupted(stopped_by)
+        return RankError(cause, plans[cause.rank].log_tail())
+    if running and timeout_s is not None:
+        return RankTimeout(timeout_s, len(plans), {plan.rank: plan.own_frames() for plan in running})
+    return None
 
 
-def _own_frames(stacks: str) -> str:
-    """Leave out of a stack dump the frames that the ranks inherited from their parent: those from the call of `main` on."""
-    kept: list[str] = []
-    inherited = False
-    for line in stacks.splitlines():
-        inherited = inherited and line.startswith(" ")
-        inherited = inherited or line.endswith(" in _outcome_of")
-        if not inherited:
-            kept.append(line)
-    return "\n".join(kept).rstrip()
+def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
+    """How a rank that has ended failed, if it did. What it reported explains more than the signal that may have ended it afterwards."""
+    if plan.result.exists():
+        return None
+    if plan.failure.exists():
+        failure: Failure = pickle.loads(plan.failure.read_bytes())
+        return failure
+    return Failure.from_exitcode(plan.rank, exitcode or 0)
+
+
+def _kill_descendants() -> None:
+    """Kill all processes below this one. Those whose parents are dead count: they are this one's children now."""
+    give_up_s = time.monotonic() + _KILL_PATIENCE_S
+    while (found := psutil.Process().children(recursive=True)) and time.monotonic() < give_up_s:
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        time.sleep(0.005)

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-# Raised by collectives whose peer is gone, by type ...
-_PEER_ERROR_TYPES = frozenset(
-    {
-        "BrokenPipeError",
-        "ConnectionAbortedError",
-        "ConnectionRefusedError",
-        "ConnectionResetError",
-        "DistBackendError",
-        "DistNetworkError",
-        "DistStoreError",
-    }
-)
-# ... and by text, where the type is a plain RuntimeError.
+from torch.distributed import DistError
+
+# Raised as plain RuntimeErrors by collectives whose peer is gone.
 _PEER_ERROR_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -35,6 +26,12 @@ _PEER_ERROR_TEXTS = (
     "remote process exited",
     "nccl communicator was aborted",
 )
+
+_SIGNAL_HINTS = {
+    signal.SIGKILL: " (out of memory?)",
+    signal.SIGSEGV: " (a defect in native code)",
+    signal.SIGBUS: " (/dev/shm full?)",
+}
 
 
 class FailureKind(IntEnum):
@@ -46,7 +43,9 @@ class FailureKind(IntEnum):
     """SIGABRT: a defect in native code, or NCCL's watchdog giving up on a rank that is the true cause."""
     STOPPED = 2
     """The rank stopped on request and can be started again (exit code EX_TEMPFAIL): nothing is wrong with it."""
-    PEER = 3
+    TERMINATED = 3
+    """SIGTERM ended the rank, which had no handler for it (yet)."""
+    PEER = 4
     """The rank lost the connection to another one."""
 
 
@@ -55,8 +54,6 @@ class Failure:
     """How one rank ended, if not with a result. Sent from the rank to its parent, so every field is plain data."""
 
     rank: int
-    at_s: float
-    """When, on the machine's monotonic clock, which all local ranks share."""
     kind: FailureKind
     message: str
     exit_code: int = 1
@@ -68,9 +65,11 @@ class Failure:
     """The exception carried an exit code of its own: its message says all, a traceback would only hide it."""
     signal_number: int | None = None
     """The signal that killed the rank."""
+    at_s: float = field(default_factory=time.monotonic)
+    """When, on the machine's monotonic clock, which all local ranks share."""
 
     @classmethod
-    def from_exception(cls, rank: int, at_s: float, error: BaseException) -> Failure:
+    def from_exception(cls, rank: int, error: BaseException) -> Failure:
         """Describe what a rank raised. An integer `exit_code` attribute marks a user's error, `SystemExit` keeps its code."""
         exit_code, is_user_error = 1, False
         if isinstance(error, SystemExit):
@@ -79,15 +78,10 @@ class Failure:
             is_user_error = isinstance(error.code, str)
         elif type(code := getattr(error, "exit_code", None)) is int:
             exit_code, is_user_error = code or 1, True
-        kind = FailureKind.ERROR
-        if exit_code == os.EX_TEMPFAIL:
-            kind = FailureKind.STOPPED
-        elif is_peer_error(error):
-            kind = FailureKind.PEER
+        kind = FailureKind.PEER if is_peer_error(error) else FailureKind.ERROR
         return cls(
             rank=rank,
-            at_s=at_s,
-            kind=kind,
+            kind=FailureKind.STOPPED if exit_code == os.EX_TEMPFAIL else kind,
             message=str(error) or type(error).__name__,
             exit_code=exit_code,
             type_name=type(error).__name__,
@@ -96,26 +90,15 @@ class Failure:
         )
 
     @classmethod
-    def from_signal(cls, rank: int, at_s: float, number: int) -> Failure:
-        """Describe a rank that a signal killed."""
-        hints: dict[int, str] = {
-            signal.SIGKILL: " (out of memory?)",
-            signal.SIGSEGV: " (a defect in native code)",
-            signal.SIGBUS: " (/dev/shm full?)",
-        }
-        return cls(
-            rank=rank,
-            at_s=at_s,
-            kind=FailureKind.ABORTED if number == signal.SIGABRT else FailureKind.ERROR,
-            message=f"rank {rank} was killed by {signal_name(number)}{hints.get(number, '')}",
-            signal_number=number,
-        )
-
-    @classmethod
-    def from_exit(cls, rank: int, at_s: float, code: int | None) -> Failure:
-        """Describe a rank that went away by itself, without a result and without an exception (`os._exit`)."""
-        how = "ended" if code is None else f"exited with code {code}"
-        return cls(rank, at_s, FailureKind.ERROR, f"rank {rank} {how} before it returned a result", exit_code=code or 1)
+    def from_exitcode(cls, rank: int, exitcode: int) -> Failure:
+        """Describe a rank that left no report. `exitcode` as `multiprocessing` has it: below zero the signal that killed the rank."""
+        if exitcode >= 0:
+            message = f"rank {rank} exited with code {exitcode} before it returned a result"
+            return cls(rank, FailureKind.ERROR, message, exit_code=exitcode or 1)
+        number = -exitcode
+        kinds = {signal.SIGABRT: FailureKind.ABORTED, signal.SIGTERM: FailureKind.TERMINATED}
+        message = f"rank {rank} was killed by {signal_name(number)}{_SIGNAL_HINTS.get(number, '')}"  # type: ignore[call-overload]
+        return cls(rank, kinds.get(number, FailureKind.ERROR), message, signal_number=number)  # type: ignore[call-overload]
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -124,21 +107,16 @@ def is_peer_error(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        text = str(link).lower()
-        if type(link).__name__ in _PEER_ERROR_TYPES:
+        if isinstance(link, ConnectionError | DistError):
             return True
-        if isinstance(link, RuntimeError) and any(phrase in text for phrase in _PEER_ERROR_TEXTS):
+        if isinstance(link, RuntimeError) and any(phrase in str(link).lower() for phrase in _PEER_ERROR_TEXTS):
             return True
         link = link.__cause__ or link.__context__
     return False
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """Pick the failure to report: of the class that explains most, the earliest.
-
-    Raises:
-        ValueError: there are no failures.
-    """
+    """Pick the failure to report: of the class that explains most, the earliest. There must be one."""
     return min(failures, key=lambda failure: (failure.kind, failure.at_s))
 
 
@@ -147,57 +125,61 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
+# The arguments of these errors are all that they hold, so that they can be pickled.
 class LaunchError(RuntimeError):
     """Base of the ways in which local ranks fail together. `str()` is the whole text for the screen."""
 
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
+    exit_code = 1
 
 
 class RankError(LaunchError):
     """A rank failed and the others were taken down."""
 
     def __init__(self, failure: Failure, log_tail: str = "") -> None:
-        """Build the report. `log_tail` is the end of what the rank printed, where that is not on the screen already."""
-        super().__init__(_report(failure, log_tail), failure.exit_code)
-        self.rank = failure.rank
-        self.type_name = failure.type_name
-        self.message = failure.message
-        self.traceback_text = failure.traceback
-        self.is_user_error = failure.is_user_error
-        self.signal_number = failure.signal_number
+        """`log_tail` is the end of what the rank printed, where that is not on the screen already."""
+        super().__init__(failure, log_tail)
+        self.failure = failure
+        self.exit_code = failure.exit_code
+        self.log_tail = log_tail
+
+    def __str__(self) -> str:
+        failure = self.failure
+        if failure.is_user_error:
+            return failure.message
+        text = failure.message
+        if failure.type_name is not None:
+            text = f"rank {failure.rank} failed with {failure.type_name}: {text}"
+        if self.log_tail:
+            text += f"\n\nlast lines of rank {failure.rank}:\n{self.log_tail}"
+        if failure.traceback:
+            text += f"\n\ntraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"
+        return text
 
 
 class RankTimeout(LaunchError):
     """The ranks did not finish in time and were killed. `stacks` holds what each unfinished rank was doing."""
 
     def __init__(self, timeout_s: float, num_ranks: int, stacks: Mapping[int, str]) -> None:
-        which = ", ".join(str(rank) for rank in stacks)
-        text = [f"{len(stacks)} of {num_ranks} ranks did not finish within {timeout_s:g} s and were killed: {which}"]
-        text += [f"rank {rank} stood at:\n{stack or '(no stack: it did not answer)'}" for rank, stack in stacks.items()]
-        super().__init__("\n\n".join(text), 1)
-        self.stacks = dict(stacks)
+        super().__init__(timeout_s, num_ranks, stacks)
+        self.timeout_s = timeout_s
+        self.num_ranks = num_ranks
+        self.stacks = stacks
+
+    def __str__(self) -> str:
+        which = ", ".join(map(str, self.stacks))
+        text = f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: {which}"
+        for rank, stack in self.stacks.items():
+            text += f"\n\nrank {rank} stood at:\n{stack or '(no stack: it did not answer)'}"
+        return text
 
 
 class RanksInterrupted(LaunchError):
     """A signal ended the ranks before they could stop in order: nothing was saved on its account."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"the ranks were ended by {signal_name(number)}", 128 + number)
-        self.signal_number = number
+        super().__init__(number)
+        self.number = number
+        self.exit_code = 128 + number
 
-
-def _report(failure: Failure, log_tail: str) -> str:
-    if failure.is_user_error:
-        return failure.message
-    if failure.type_name is None:
-        headline = failure.message
-    else:
-        headline = f"rank {failure.rank} failed with {failure.type_name}: {failure.message}"
-    parts = [headline]
-    if log_tail:
-        parts.append(f"last lines of rank {failure.rank}:\n{log_tail}")
-    if failure.traceback:
-        parts.append(f"traceback of rank {failure.rank}:\n{failure.traceback.rstrip()}")
-    return "\n\n".join(parts)
+    def __str__(self) -> str:
+        return f"the ranks were ended by {signal_name(self.number)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from tqdm import tqdm
 
 from megamem.usage import UsageCollector
+from parallel.atomic_write import atomic_write
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
@@ -57,9 +57,8 @@ class MetricsFile(Quiet):
     def on_start(self, run: Run) -> None:
         path = run.folder.metrics
         rows = _rows_up_to(path, run.state.step) if path.exists() else []
-        temporary = path.with_suffix(".jsonl.writing")
-        temporary.write_text("".join(rows), encoding="utf-8")
-        os.replace(temporary, path)
+        with atomic_write(path) as stream:
+            stream.write("".join(rows).encode())
 
     def on_step(self, run: Run, row: Row) -> None:
         if is_logged(run) or run.state.step == run.config.train.num_steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megamem.config import ModelConfig
+from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
@@ -261,9 +261,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def _record_config(run: Run) -> None:
     """Write the resolved configuration, whole or not at all, and the tokenizer into the run folder."""
     if run.groups.is_main:
-        run.folder.path.mkdir(parents=True, exist_ok=True)
-        temporary = run.folder.config.with_suffix(".yaml.writing")
-        temporary.write_text(to_yaml(run.config), encoding="utf-8")
-        os.replace(temporary, run.folder.config)
+        with atomic_write(run.folder.config) as stream:
+            stream.write(to_yaml(run.config).encode())
         save_tokenizer(run.tokenizer, run.folder.tokenizer)
     dist.barrier()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with pinned packages and this project in it, or does nothing if that is done: install.sh PYTHON VENV PINS
+# Makes a virtual environment with this project, its locked packages and those of its extras, or does nothing if that is done: install.sh PYTHON VENV [EXTRA,...]
 set -euo pipefail
 
-python=$1 venv=$2 pins=$3
+python=$1 venv=$2 extras=${3-}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
@@ -25,8 +25,8 @@ if command -v flock >/dev/null; then flock 9; fi
 # The record says what was installed, and is written last: without it, or with another one, the environment is made anew. Packages of
 # a half-finished installation can look complete to pip, so it is never continued.
 records=$venv/.megamem
-name=$(basename "$pins" .txt)
-key=$(cat "$root"/requirements/*.txt pyproject.toml | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
+name=${extras:-none}
+key=$(cat requirements/lock.txt pyproject.toml | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
 if [[ -e $records/$name-$key ]] && [[ ! -e $records/unfinished ]] && "$venv/bin/python" -c '' 2>/dev/null; then
   exit 0
 fi
@@ -46,9 +46,9 @@ if [[ -z $compatible ]] || [[ -e $records/unfinished ]] || ! "$venv/bin/python" 
 fi
 
 touch "$records/unfinished"
-echo "Installing the packages of $pins (a minute or so; more where torch has to be downloaded)."
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -r "$pins"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
+echo "Installing the packages of requirements/lock.txt${extras:+ with $extras} (a minute or so; more where torch has to be downloaded)."
+# By the environment, because an option would not hold for what builds packages.
+PIP_CONSTRAINT=requirements/lock.txt "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e ".${extras:+[$extras]}"
 "$venv/bin/python" -m pip check --disable-pip-version-check >/dev/null || "$venv/bin/python" -m pip check
 touch "$records/$name-$key"
 rm "$records/unfinished"

@@ -27,9 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def golden_dir(pytestconfig: pytest.Config) -> Path:
-    """Folder of the golden cases: `$MEGAMEM_GOLDEN_DIR`, or `shared/golden` beside the repository. Skips where there is none."""
+    """Folder of the golden cases: `$MEGAMEM_GOLDEN_DIR`, which must be there, or `shared/golden` beside the repository. Skips where neither is."""
     beside = pytestconfig.rootpath.parent / "shared" / "golden"
-    folder = Path(os.environ.get("MEGAMEM_GOLDEN_DIR") or beside)
+    named = os.environ.get("MEGAMEM_GOLDEN_DIR")
+    folder = Path(named or beside)
+    if named and not folder.is_dir():
+        pytest.fail(f"MEGAMEM_GOLDEN_DIR is {named}, which is no folder: correct it, or unset it to skip these tests")
     if not folder.is_dir():
         pytest.skip(f"no golden cases in {folder}: set MEGAMEM_GOLDEN_DIR to their folder, or put them at {beside}")
     return folder

@@ -25,6 +25,7 @@ from tools.comparison import (
     plot,
     read_result,
     report,
+    svg,
     table,
     with_seed,
     write_report,
@@ -143,7 +144,7 @@ def run_compare(args: argparse.Namespace) -> int:
         text = report(
             models, figures, results, seeds=args.seeds, plot_name=path.with_suffix(".svg").name, command=_command(args)
         )
-        write_report(path, text, plot(figures, results))
+        write_report(path, text, svg(plot(figures, results)))
 
     # Every folder is looked at before the first run starts: an hour later would be a bad time to find another comparison in one.
     steps_done = [_steps_done(run) for run in plan]

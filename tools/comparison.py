@@ -6,15 +6,20 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import value_at
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from pretrain.errors import ConfigError
-from tools.line_chart import Point, Series, line_chart
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Point: TypeAlias = tuple[float, float]
 
 SAME = (
     "train.num_steps",
@@ -229,17 +234,48 @@ Lines are training losses (means over seeds and over {_NUM_BINS} parts of the ru
 """
 
 
-def plot(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResult]]) -> str:
-    """SVG of loss against tokens, a line per model with a finished run."""
-    series = []
-    for model in figures:
-        runs = results.get(model.name, ())
-        if runs:
-            line = binned([point for run in runs for point in run.training])
-            series.append(Series(model.name, line, _means([point for run in runs for point in run.validation])))
-    end = max((x for one in series for x, _ in one.line), default=0.0)
-    top = max((y for one in series for x, y in one.line if x >= _STEEP_START * end), default=None)
-    return line_chart(series, x_label="million tokens", y_label="loss in nats per token", x_unit=1e6, y_top=top)
+def plot(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResult]]) -> Figure:
+    """Loss against tokens: a line per model with a finished run, and dots where it was evaluated."""
+    # Here, because matplotlib takes a while to import and no other command draws.
+    from cycler import cycler
+    from matplotlib import color_sequences
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    # Colours that colour-blind readers can tell apart, then the same ones dashed and dotted.
+    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=color_sequences["okabe_ito"]))
+    lines = {
+        model.name: binned([point for run in results[model.name] for point in run.training])
+        for model in figures
+        if results.get(model.name)
+    }
+    for name, line in lines.items():
+        (drawn,) = axes.plot(*zip(*line, strict=True), label=name)
+        validation = _means([point for run in results[name] for point in run.validation])
+        axes.plot(*zip(*validation, strict=True), "o", markersize=4, color=drawn.get_color())
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:g}")
+    axes.set_xlabel("million tokens")
+    axes.set_ylabel("loss in nats per token")
+    axes.grid(alpha=0.4)
+    if lines:
+        late = [y for line in lines.values() for x, y in line if x >= _STEEP_START * line[-1][0]]
+        low, high = axes.dataLim.y0, max(late)
+        margin = (high - low) * 0.04 or 0.5
+        axes.set_ylim(low - margin, high + margin)
+        axes.set_xlim(left=0)
+        figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG text, the same for the same figure: without a date, and with text as text."""
+    from matplotlib import rc_context
+
+    text = StringIO()
+    with rc_context({"svg.hashsalt": "megamem", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
 
 
 def binned(points: Sequence[Point], num_bins: int = _NUM_BINS) -> tuple[Point, ...]:

@@ -27,4 +27,6 @@ FAMILIES: dict[str, Family[Any]] = {
 
 def family_of(memory: MemoryConfig) -> Family[Any]:
     """The family of a layer with this config."""
-    return FAMILIES[memory.kind]
+    family = FAMILIES[memory.kind]
+    assert isinstance(memory, family.config), f"a {type(memory).__name__} of kind {memory.kind}"
+    return family

@@ -51,7 +51,7 @@ def _base_paths(path: Path, node: Node) -> list[Path]:
     base = node.value[BASE_KEY]
     entries = base.value if isinstance(base.value, list) else [base]
     paths = []
-    for entry in entries if isinstance(entries, list) else []:
+    for entry in entries:
         if not isinstance(entry.value, str) or not entry.value:
             raise ConfigError(
                 f"{entry.origin}: base is {kind_of(entry)}, expected the path of a configuration file or a list of them"

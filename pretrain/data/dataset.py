@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from numpy.typing import NDArray
 
+from parallel.atomic_write import atomic_write
 from pretrain.config.schema import DatasetEntry
 from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
 from pretrain.data.tokenizer import Tokenizer
@@ -91,7 +90,8 @@ class StreamDataset(GPTDataset):
         try:
             if not all(path.is_file() for path in paths):
                 for path, array in zip(paths, self._build_indices(), strict=True):
-                    _save_atomically(path, array)
+                    with atomic_write(path) as stream:
+                        np.save(stream, array, allow_pickle=False)
             documents, samples, order = (np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
         except (OSError, ValueError) as error:
             raise DataError(
@@ -173,20 +173,6 @@ class StreamDataset(GPTDataset):
                     f"The data set is damaged or from another tokenizer: prepare it again."
                 )
         raise AssertionError("the sample held an id that none of its documents holds")
-
-
-def _save_atomically(path: Path, array: NDArray[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
-        temporary = Path(stream.name)
-        try:
-            np.save(stream, array, allow_pickle=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        except BaseException:
-            temporary.unlink()
-            raise
-    os.replace(temporary, path)
 
 
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
+import signal
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
+from parallel.parent_death import signal_on_parent_death
 from pretrain.errors import DataError
 
 Sample = dict[str, torch.Tensor]
@@ -127,12 +126,14 @@ def _collate(samples: list[Sample | DataError]) -> Sample | DataError:
 
 
 def _read_ahead(dataset: SampleSource, batches: Iterator[list[int]], num_workers: int) -> Iterator[Sample]:
+    rank_pid = os.getpid()
     loader = DataLoader(
         _Guarded(dataset),
         batch_sampler=batches,
         num_workers=num_workers,
         collate_fn=_collate,
-        worker_init_fn=partial(_end_with_parent, os.getpid()),
+        # A rank that is killed cannot stop its readers, and they would hold its memory and its files.
+        worker_init_fn=lambda _: signal_on_parent_death(signal.SIGKILL, rank_pid),
         # Forked: a spawned worker would import torch and Megatron again, and unpickle a copy of memory-mapped indices.
         multiprocessing_context="fork",
     )
@@ -140,13 +141,3 @@ def _read_ahead(dataset: SampleSource, batches: Iterator[list[int]], num_workers
         if isinstance(batch, DataError):
             raise batch
         yield batch
-
-
-def _end_with_parent(parent_pid: int, _worker_number: int) -> None:
-    # A rank that is killed cannot stop its readers, and they would hold its memory and its files.
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel.atomic_write import atomic_write
 from pretrain.errors import DataError
 
 BYTES = "bytes"
@@ -250,11 +250,9 @@ def train_bpe(
     )
     backend.train_from_iterator(_with_progress(documents, total_bytes, progress), trainer=trainer)
     definition = backend.to_str(pretty=True)
-    temporary = output.with_name(f".{output.name}.partial")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(definition, encoding="utf-8")
-        os.replace(temporary, output)
+        with atomic_write(output) as stream:
+            stream.write(definition.encode())
     except OSError as error:
         raise DataError(
             f"{output}: the tokenizer cannot be written ({error.strerror}). Free space or choose another place."

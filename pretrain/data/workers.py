@@ -1,26 +1,21 @@
-"""Tokenising records in other processes, in source order, whatever their number.
-
-Workers hold one pipe each and are served in turn: batch i goes to worker i modulo their number, and results are read in the same order,
-so no result depends on how many there are. A worker that dies is noticed at once (its pipe closes), and so is a parent that dies.
-"""
+"""Tokenising records in other processes, in source order, whatever their number."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel.parent_death import signal_on_parent_death
 from pretrain.data.sources import BadDocument, Record, decode
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
@@ -60,21 +55,28 @@ def tokenize_records(
         for batch in batches:
             yield from _tokenize_batch(batch, tokenizer, field_name)
         return
-    with _start_workers(tokenizer, field_name, num_workers) as workers:
-        idle, busy = deque(workers), deque[_Worker]()
+    # Spawned, not forked: the parent may have threads by now (torch, pyarrow, the tokenizers package), and a forked lock never opens.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (tokenizer, field_name, os.getpid()))
+    # A batch in work and one in waiting for each worker, so that memory is bounded and none waits.
+    pending = deque[tuple[str, Future[list[TokenizedRecord]]]]()
+    origin = ""
+    try:
         for batch in batches:
-            if not idle:
-                worker = busy.popleft()
-                results = worker.receive()
-                idle.append(worker)
-            else:
-                results = []
-            worker = idle.popleft()
-            worker.send(batch)
-            busy.append(worker)
-            yield from results
-        while busy:
-            yield from busy.popleft().receive()
+            pending.append((batch[0].origin, pool.submit(_tokenize_in_worker, batch)))
+            if len(pending) == 2 * num_workers:
+                origin, future = pending.popleft()
+                yield from future.result()
+        while pending:
+            origin, future = pending.popleft()
+            yield from future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"A tokenising process died at {origin} or soon after it, most often for lack of memory. "
+            f"Start again with fewer --workers."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -116,69 +118,20 @@ def _tokenize_batch(batch: list[Record], tokenizer: Tokenizer, field_name: str) 
     return results
 
 
-@dataclass(frozen=True)
-class _Worker:
-    process: SpawnProcess
-    connection: Connection
-
-    def send(self, batch: list[Record]) -> None:
-        try:
-            self.connection.send(batch)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._died() from None
-
-    def receive(self) -> list[TokenizedRecord]:
-        try:
-            results = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise self._died() from None
-        if isinstance(results, str):
-            raise RuntimeError(f"A tokenising process failed:\n{results}")
-        return results
-
-    def _died(self) -> DataError:
-        self.process.join(timeout=5)
-        return DataError(
-            f"A tokenising process died (exit code {self.process.exitcode}; -9 is most often a lack of memory). "
-            f"Start again with fewer --workers."
-        )
+_job: tuple[Tokenizer, str]
+"""Of a worker: what `_start_worker` was given. It is sent once per worker, for a tokenizer is larger than many a batch."""
 
 
-@contextmanager
-def _start_workers(tokenizer: Tokenizer, field_name: str, num_workers: int) -> Iterator[list[_Worker]]:
-    # Spawned, not forked: the parent may have threads by now (torch, pyarrow, the tokenizers package), and a forked lock never opens.
-    context = multiprocessing.get_context("spawn")
-    with ExitStack() as stack:
-        workers = []
-        for _ in range(num_workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_worker_main, args=(theirs, tokenizer, field_name), daemon=True)
-            process.start()
-            # The child must hold the only other end, or its death would not close the pipe.
-            theirs.close()
-            stack.callback(process.join)
-            stack.callback(process.terminate)
-            stack.callback(ours.close)
-            workers.append(_Worker(process, ours))
-        yield workers
-
-
-def _worker_main(connection: Connection, tokenizer: Tokenizer, field_name: str) -> None:
+def _start_worker(tokenizer: Tokenizer, field_name: str, parent_pid: int) -> None:
+    global _job
+    # A pool's workers outlive a parent that is killed: each holds the queue open on which it waits.
+    signal_on_parent_death(signal.SIGKILL, parent_pid)
+    # Ctrl-C reaches the whole terminal; the parent answers it, and shuts the pool down.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One process per core already: threads inside each would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # Ctrl-C reaches the whole terminal; the parent answers it, and its end closes the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with connection:
-        while True:
-            try:
-                batch = connection.recv()
-            except (EOFError, ConnectionResetError):
-                return
-            try:
-                reply: list[TokenizedRecord] | str = _tokenize_batch(batch, tokenizer, field_name)
-            except Exception:
-                reply = traceback.format_exc()
-            try:
-                connection.send(reply)
-            except (BrokenPipeError, ConnectionResetError):
-                return
+    _job = tokenizer, field_name
+
+
+def _tokenize_in_worker(batch: list[Record]) -> list[TokenizedRecord]:
+    return _tokenize_batch(batch, *_job)

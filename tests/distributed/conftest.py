@@ -62,7 +62,7 @@ def run_ranks() -> RunRanks:
             return result
 
         try:
-            return launch_ranks(main, num_ranks, timeout_s=timeout_s, grace_s=2, num_threads=1)
+            return launch_ranks(main, num_ranks, timeout_s=timeout_s, num_threads=1)
         except RanksInterrupted as interruption:
             # Ctrl-C is meant for the whole session, not for one test.
             raise KeyboardInterrupt from interruption

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import megamem.model
 from megamem.config import ModelConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
-from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.families.ultramem_v2.family import ULTRAMEM_V2
 from megamem.inputs import Inputs
 from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
@@ -38,9 +38,7 @@ from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
 # Pairs of blocks are closed in themselves, for two stages of two chunks.
 SPANS = "0:1/1:1/2:2/3:3/4:4/5:5/6:7"
 SLOTS = {0: Slot.SKIP, 1: Slot.VALUES, 2: Slot.BESIDE, 3: Slot.INSTEAD, 4: Slot.VALUES, 5: Slot.HEADS, 6: Slot.SKIP}
-MEMORY = UltraMemV2Config(
-    kind="pkm", num_keys=6, key_dim=8, value_dim=32, pre_value_dim=0, top_k=2, placement=PlacementConfig(spans=SPANS)
-)
+MEMORY = PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2, placement=PlacementConfig(spans=SPANS))
 CONFIG = replace(SHARED, model=replace(SHARED.model, num_layers=8, memory=MEMORY))
 # Of a loss or a gradient norm: see `test_skip_insertion`.
 TOLERANCE = 2e-6
@@ -73,7 +71,7 @@ class Multiplies(MegatronModule):
 
 
 def with_multiplying_memories(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(FAMILIES, ULTRAMEM_V2.kind, replace(ULTRAMEM_V2, layer=lambda: Multiplies))
+    patch.setitem(FAMILIES, PKM.kind, replace(PKM, layer=lambda: Multiplies))
     patch.setattr(megamem.model, "slot_of", lambda placement, span: SLOTS[span.read])
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.launch import RankError, RankTimeout, _collected_signals, launch_ranks
+from parallel.launch import LaunchError, RankError, RankTimeout, launch_ranks
 from parallel.rank_process import STOP_SIGNALS
 from parallel.ranks import RankEnvironment, current_ranks
 from pretrain.errors import DataError
@@ -118,9 +118,33 @@ def test_a_rank_may_end_by_sys_exit() -> None:
 def test_ranks_meet_on_the_loopback_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of this machine may resolve to nothing, or to a VPN."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert launch_ranks(lambda: os.environ.get("GLOO_SOCKET_IFNAME"), 1, num_threads=1, grace_s=2) == ["lo"]
+    assert launch_ranks(lambda: os.environ.get("GLOO_SOCKET_IFNAME"), 1, num_threads=1) == ["lo"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "another")
-    assert launch_ranks(lambda: os.environ.get("GLOO_SOCKET_IFNAME"), 1, num_threads=1, grace_s=2) == ["another"]
+    assert launch_ranks(lambda: os.environ.get("GLOO_SOCKET_IFNAME"), 1, num_threads=1) == ["another"]
+
+
+def test_a_rank_has_handlers_of_its_own_and_no_input() -> None:
+    """What its parent does about signals, and what somebody types, is not for ranks."""
+
+    def state() -> tuple[bool, bool, bytes]:
+        is_python_s = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return is_python_s, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, os.read(0, 10)
+
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"typed")
+    os.close(write_end)
+    own_input = os.dup(0)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    os.dup2(read_end, 0)
+    try:
+        states = launch_ranks(state, 2, timeout_s=DEADLINE_S)
+    finally:
+        os.dup2(own_input, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(own_input)
+        os.close(read_end)
+    assert states == [(True, True, b"")] * 2
 
 
 def test_the_parents_environment_and_output_are_untouched() -> None:
@@ -147,7 +171,7 @@ def fail_on(rank: int, how: Callable[[], Any]) -> Callable[[], None]:
 
 def failure_of(main: Callable[[], Any], num_ranks: int = 4, **options: Any) -> RankError:
     with pytest.raises(RankError) as caught:
-        launch_ranks(main, num_ranks, **({"timeout_s": DEADLINE_S, "grace_s": 1.0} | options))
+        launch_ranks(main, num_ranks, **({"timeout_s": DEADLINE_S} | options))
     return caught.value
 
 
@@ -157,17 +181,22 @@ def raise_key_error() -> None:
 
 def test_the_first_cause_is_named_and_ends_the_report() -> None:
     error = failure_of(fail_on(2, raise_key_error))
-    assert (error.rank, error.type_name, error.exit_code, error.is_user_error) == (2, "KeyError", 1, False)
+    assert (error.failure.rank, error.failure.type_name, error.exit_code, error.failure.is_user_error) == (
+        2,
+        "KeyError",
+        1,
+        False,
+    )
     assert str(error).endswith("KeyError: 'no such layer'")
-    assert "raise_key_error" in error.traceback_text
+    assert "raise_key_error" in error.failure.traceback
     # The frames of the launcher are no news.
-    assert "rank_process.py" not in error.traceback_text
+    assert "rank_process.py" not in error.failure.traceback
 
 
 def test_a_killed_rank_is_named_although_the_others_lost_their_connections() -> None:
     error = failure_of(fail_on(2, kill_me))
     assert str(error).startswith("rank 2 was killed by SIGKILL (out of memory?)")
-    assert (error.rank, error.signal_number, error.exit_code) == (2, signal.SIGKILL, 1)
+    assert (error.failure.rank, error.failure.signal_number, error.exit_code) == (2, signal.SIGKILL, 1)
 
 
 def test_ranks_that_ignore_sigterm_are_killed() -> None:
@@ -177,7 +206,7 @@ def test_ranks_that_ignore_sigterm_are_killed() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sleep_forever()
 
-    assert failure_of(main, grace_s=0.2).message == "first"
+    assert failure_of(main).failure.message == "first"
 
 
 def test_failures_that_the_takedown_causes_do_not_count() -> None:
@@ -192,7 +221,7 @@ def test_failures_that_the_takedown_causes_do_not_count() -> None:
             raise ValueError("first")
         sleep_forever()
 
-    assert failure_of(main).message == "first"
+    assert failure_of(main).failure.message == "first"
 
 
 def test_a_users_error_keeps_its_message_and_exit_code() -> None:
@@ -200,7 +229,7 @@ def test_a_users_error_keeps_its_message_and_exit_code() -> None:
         raise DataError("corpus.jsonl line 3: no field 'text'")
 
     error = failure_of(fail_on(1, raise_data_error))
-    assert (str(error), error.exit_code, error.rank) == ("corpus.jsonl line 3: no field 'text'", 3, 1)
+    assert (str(error), error.exit_code, error.failure.rank) == ("corpus.jsonl line 3: no field 'text'", 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +244,7 @@ def test_a_users_error_keeps_its_message_and_exit_code() -> None:
 def test_ranks_that_leave_without_a_result(how: Callable[[], Any], message: str, exit_code: int) -> None:
     error = failure_of(fail_on(1, how))
     assert message in str(error)
-    assert (error.rank, error.exit_code) == (1, exit_code)
+    assert (error.failure.rank, error.exit_code) == (1, exit_code)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
@@ -264,7 +293,7 @@ def test_a_hang_shows_where_every_rank_stands() -> None:
     assert sorted(caught.value.stacks) == [0, 1]
     assert "all_reduce" in caught.value.stacks[0]
     assert "sleep_forever" in caught.value.stacks[1]
-    assert "_outcome_of" not in str(caught.value)
+    assert "run_rank" not in str(caught.value)
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -296,16 +325,33 @@ def test_no_grandchild_survives_a_failure(tmp_path: Path) -> None:
 
     failure_of(main, 3)
     assert len(pids_in(tmp_path)) == 9
-    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "grandchildren to be gone")
+    assert all(map(is_gone, pids_in(tmp_path)))
 
 
 def test_no_grandchild_survives_a_killed_rank(tmp_path: Path) -> None:
     def main() -> None:
-        leave_pid(tmp_path, subprocess.Popen(["sleep", "1000"]).pid)
+        start_children(tmp_path)
         kill_me()
 
     failure_of(main, 2)
-    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "grandchildren to be gone")
+    assert len(pids_in(tmp_path)) == 4
+    assert all(map(is_gone, pids_in(tmp_path)))
+
+
+def test_ranks_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
+    def main() -> None:
+        leave_pid(tmp_path, os.getpid())
+        sleep_forever()
+
+    def launch() -> None:
+        with pytest.raises(LaunchError, match="watches over the ranks died"):
+            launch_ranks(main, 2)
+
+    parent = fork_parent(launch)
+    wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
+    psutil.Process(parent).children()[0].kill()
+    assert exit_code_of(parent) == 0
+    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "the ranks to be gone")
 
 
 def fork_parent(launch: Callable[[], Any], ignored: Sequence[int] = ()) -> int:
@@ -355,19 +401,18 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
 
     def main() -> None:
-        leave_pid(tmp_path, subprocess.Popen(["sleep", "1000"]).pid)
+        start_children(tmp_path)
         leave_pid(tmp_path, os.getpid())
         sleep_forever()
 
     parent = fork_parent(lambda: launch_ranks(main, 2))
-    wait_until(lambda: len(pids_in(tmp_path)) == 4, "the ranks to start")
-    # The guardian is the parent's last child; until it exists the ranks' own children have no one.
-    wait_until(lambda: len(psutil.Process(parent).children()) == 3, "the guardian to start")
-    guardian = ({child.pid for child in psutil.Process(parent).children()} - set(pids_in(tmp_path))).pop()
+    wait_until(lambda: len(pids_in(tmp_path)) == 6, "the ranks to start")
+    (supervisor,) = psutil.Process(parent).children()
     os.kill(parent, signal.SIGKILL)
     assert exit_code_of(parent) == -signal.SIGKILL
     wait_until(
-        lambda: all(map(is_gone, [*pids_in(tmp_path), guardian])), "ranks, their children and the guardian to be gone"
+        lambda: all(map(is_gone, [*pids_in(tmp_path), supervisor.pid])),
+        "ranks, their children and the supervisor to be gone",
     )
     assert list(scratch.iterdir()) == []
 
@@ -399,32 +444,27 @@ def test_a_stop_signal_reaches_every_rank_once(tmp_path: Path, number: int) -> N
     assert received == [[str(rank), str(int(signal.SIGTERM))] for rank in range(3)]
 
 
-def test_a_job_in_the_background_stops_by_sigterm_alone(tmp_path: Path) -> None:
-    """Two signals that count would kill the ranks, and one that does not must not be the first of two."""
-    parent = fork_parent(lambda: launch_ranks(lambda: stop_in_order(tmp_path), 2), ignored=[signal.SIGINT])
+@pytest.mark.parametrize("ignored", STOP_SIGNALS)
+def test_a_stop_signal_that_is_ignored_stays_so(tmp_path: Path, ignored: int) -> None:
+    """As SIGINT is for a job in the background. One that counted would be the first of two, which kill."""
+    (heeded,) = set(STOP_SIGNALS) - {ignored}
+
+    def launch() -> None:
+        try:
+            launch_ranks(lambda: stop_in_order(tmp_path), 2)
+        finally:
+            handlers = signal.getsignal(ignored), signal.getsignal(heeded)
+            (tmp_path / "restored").write_text(repr(handlers == before))
+
+    before = signal.SIG_IGN, signal.SIG_DFL if heeded == signal.SIGTERM else signal.default_int_handler
+    parent = fork_parent(launch, ignored=[ignored])
     wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
-    os.kill(parent, signal.SIGINT)
-    os.kill(parent, signal.SIGTERM)
+    os.kill(parent, ignored)
+    os.kill(parent, heeded)
     assert exit_code_of(parent) == 75
     received = sorted(path.name.split(".")[1:3] for path in tmp_path.glob("signal.*"))
     assert received == [[str(rank), str(int(signal.SIGTERM))] for rank in range(2)]
-
-
-@pytest.mark.parametrize("ignored", STOP_SIGNALS)
-def test_a_stop_signal_that_is_ignored_stays_so(ignored: int) -> None:
-    (heeded,) = set(STOP_SIGNALS) - {ignored}
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        signal.signal(heeded, signal.SIG_DFL)
-        signal.signal(ignored, signal.SIG_IGN)
-        with _collected_signals() as received:
-            os.kill(os.getpid(), ignored)
-            os.kill(os.getpid(), heeded)
-        assert received == [heeded]
-        assert (signal.getsignal(ignored), signal.getsignal(heeded)) == (signal.SIG_IGN, signal.SIG_DFL)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    assert (tmp_path / "restored").read_text() == "True"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

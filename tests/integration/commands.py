@@ -78,9 +78,9 @@ class Command:
     _code: int | None = field(default=None)
 
     def ranks(self) -> list[psutil.Process]:
-        """Its ranks, by number: the children that were forked first. (The last one watches over them.)"""
-        children = sorted(psutil.Process(self.pid).children(), key=lambda child: (child.create_time(), child.pid))
-        return children[:-1]
+        """Its ranks, by number: the children of its only child, which watches over them."""
+        (supervisor,) = psutil.Process(self.pid).children()
+        return sorted(supervisor.children(), key=lambda child: (child.create_time(), child.pid))
 
     def poll(self) -> int | None:
         if self._code is None:

@@ -124,7 +124,7 @@ def stopped(layout: Layout, config_file: Path, tmp_path_factory: pytest.TempPath
     with pytest.raises(RankError, match="stopped at step 10 of 20") as stop:
         train_in_ranks(config_file, path, layout, lambda rank: [AskToStop(9)] if rank == layout.num_ranks - 1 else [])
     assert stop.value.exit_code == 75
-    assert stop.value.is_user_error
+    assert stop.value.failure.is_user_error
     return path
 
 
@@ -163,7 +163,7 @@ def test_a_rank_killed_in_mid_step_costs_nothing(
     victim = layout.num_ranks - 1
     with pytest.raises(RankError, match=f"rank {victim} was killed by SIGKILL") as failure:
         train_in_ranks(config_file, tmp_path / "run", layout, lambda rank: [DieInStep(13)] if rank == victim else [])
-    assert failure.value.rank == victim
+    assert failure.value.failure.rank == victim
     assert last_step(tmp_path / "run") == 12
     train_in_ranks(config_file, tmp_path / "run", layout)
     assert_same_run(tmp_path / "run", straight.path)

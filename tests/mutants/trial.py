@@ -137,8 +137,10 @@ class Worker:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "TRITON_INTERPRET": "1",
-            "MEGAMEM_GOLDEN_DIR": os.environ.get("MEGAMEM_GOLDEN_DIR") or str(beside),
         }
+        if beside.is_dir():
+            # Beside the copy there is none.
+            environment.setdefault("MEGAMEM_GOLDEN_DIR", str(beside))
         with open(self._folder / "zygote.log", "w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.mutants.zygote"],

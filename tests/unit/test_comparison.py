@@ -26,11 +26,11 @@ from tools.comparison import (
     plot,
     read_result,
     report,
+    svg,
     table,
     with_seed,
     write_report,
 )
-from tools.line_chart import Series, line_chart, ticks
 
 CONFIG = RunConfig(
     name="a", train=TrainConfig(num_steps=4, global_batch_size=8), data=DataConfig((DatasetEntry("data/x"),))
@@ -166,42 +166,36 @@ def test_bins_smooth_and_keep_the_mean() -> None:
     assert binned([]) == ()
 
 
-def test_the_plot_is_svg_with_every_finished_model() -> None:
-    root = ElementTree.fromstring(
-        plot([REFERENCE, replace(OTHER, name="b & <c>")], {**RESULTS, "b & <c>": [result(4)]})
-    )
-    name = "{http://www.w3.org/2000/svg}"
-    texts = [element.text for element in root.iter(f"{name}text")]
-    assert {"a", "b & <c>", "million tokens", "loss in nats per token"} <= set(texts)
-    assert len(list(root.iter(f"{name}polyline"))) == 2
-    assert len(list(root.iter(f"{name}circle"))) == 4
-    assert "nan" not in ElementTree.tostring(root, encoding="unicode")
+def test_the_plot_has_a_line_per_finished_model_and_dots_where_it_was_evaluated() -> None:
+    (axes,) = plot([REFERENCE, OTHER, replace(OTHER, name="c")], {**RESULTS, "c": [result(4)]}).axes
+    line, dots, other_line, other_dots = axes.lines
+    assert [drawn.get_label() for drawn in (line, other_line)] == ["a", "c"]
+    assert line.get_color() == dots.get_color() != other_line.get_color() == other_dots.get_color()
+    # The mean of the two runs, 3.0 and 3.5.
+    assert list(map(tuple, dots.get_xydata())) == [(5120.0, 4.25), (10240.0, 3.25)]
+    assert tuple(line.get_xydata()[-1]) == pytest.approx((10112.0, 3.25 + (4 / 39 + 4 / 40) / 2))
+
+
+def test_the_plot_shows_all_but_the_steep_start() -> None:
+    (axes,) = plot([REFERENCE], {"a": [result(3.0)]}).axes
+    low, high = axes.get_ylim()
+    points = axes.lines[0].get_xydata()
+    assert [x for x, y in points if low < y < high] == [x for x, _ in points if x >= 10112 / 4]
+    assert low < 3.0 < high
+    assert axes.get_xlim()[0] == 0
+
+
+def test_the_same_figure_is_the_same_svg() -> None:
+    texts = [svg(plot([REFERENCE, replace(OTHER, name="b & <c>")], {**RESULTS, "b & <c>": [result(4)]})) for _ in "12"]
+    assert texts[0] == texts[1]
+    shown = [element.text for element in ElementTree.fromstring(texts[0]).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a", "b & <c>", "million tokens", "loss in nats per token"} <= set(shown)
 
 
 def test_a_plot_without_runs_is_empty_axes() -> None:
-    root = ElementTree.fromstring(plot([REFERENCE], {}))
-    assert not list(root.iter("{http://www.w3.org/2000/svg}polyline"))
-
-
-def test_lines_are_placed_inside_the_axes() -> None:
-    chart = line_chart([Series("s", ((1.0, 2.0), (2.0, 1.0)))], x_label="x", y_label="y")
-    (line,) = [e for e in ElementTree.fromstring(chart).iter() if e.tag.endswith("polyline")]
-    (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in line.attrib["points"].split())
-    assert 64 < x1 < x2 < 680
-    assert 16 < y1 < y2 < 412
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.0, 1.05, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (3.31, 3.72, [3.4, 3.5, 3.6, 3.7]),
-        (-0.5, 79.0, [0, 10, 20, 30, 40, 50, 60, 70]),
-        (0.00012, 0.00018, [0.00012, 0.00013, 0.00014, 0.00015, 0.00016, 0.00017, 0.00018]),
-    ],
-)
-def test_ticks_are_round_and_few(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == expected
+    figure = plot([REFERENCE], {})
+    assert not figure.axes[0].lines
+    ElementTree.fromstring(svg(figure))
 
 
 def test_a_report_is_filled_between_its_marks(tmp_path: Path) -> None:

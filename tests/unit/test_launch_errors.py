@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+from dataclasses import replace
 
 import pytest
 
-from parallel.rank_errors import Failure, FailureKind, RankError, RanksInterrupted, RankTimeout, first_cause
+from parallel.rank_errors import (
+    Failure,
+    FailureKind,
+    LaunchError,
+    RankError,
+    RanksInterrupted,
+    RankTimeout,
+    first_cause,
+)
 from pretrain.errors import CheckpointError, DataError, StoppedEarly
 
 
@@ -15,7 +25,7 @@ def failure(error: BaseException, *, rank: int = 0, at_s: float = 0.0) -> Failur
     try:
         raise error
     except BaseException as caught:
-        return Failure.from_exception(rank, at_s, caught)
+        return replace(Failure.from_exception(rank, caught), at_s=at_s)
 
 
 def wrapped(error: Exception, cause: Exception) -> Exception:
@@ -58,8 +68,9 @@ ERROR_LATE = failure(ValueError("bad"), rank=3, at_s=9.0)
 ERROR_EARLY = failure(ValueError("bad"), rank=2, at_s=2.0)
 PEER_FIRST = failure(GLOO_LOST, rank=0, at_s=1.0)
 STOPPED = failure(StoppedEarly("saved"), rank=1, at_s=1.5)
-KILLED = Failure.from_signal(5, 4.0, signal.SIGKILL)
-ABORTED = Failure.from_signal(4, 0.5, signal.SIGABRT)
+KILLED = replace(Failure.from_exitcode(5, -signal.SIGKILL), at_s=4.0)
+ABORTED = replace(Failure.from_exitcode(4, -signal.SIGABRT), at_s=0.5)
+TERMINATED = replace(Failure.from_exitcode(6, -signal.SIGTERM), at_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +83,9 @@ ABORTED = Failure.from_signal(4, 0.5, signal.SIGABRT)
         ([ABORTED, PEER_FIRST], ABORTED),
         ([STOPPED, PEER_FIRST], STOPPED),
         ([STOPPED, ERROR_LATE], ERROR_LATE),
+        ([TERMINATED, STOPPED], STOPPED),
+        ([TERMINATED, ABORTED], ABORTED),
+        ([PEER_FIRST, TERMINATED], TERMINATED),
         ([PEER_FIRST], PEER_FIRST),
     ],
 )
@@ -104,15 +118,15 @@ def test_a_users_error_is_its_message_alone() -> None:
     ],
 )
 def test_a_killed_rank_says_by_which_signal(number: int, text: str) -> None:
-    error = RankError(Failure.from_signal(2, 0.0, number))
+    error = RankError(Failure.from_exitcode(2, -number))
     assert f"rank 2 was killed by {text}" in str(error)
     assert error.exit_code == 1
-    assert error.signal_number == number
+    assert error.failure.signal_number == number
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(5, 5), (0, 1), (None, 1)])
-def test_a_rank_that_left_without_a_result_is_a_failure(code: int | None, exit_code: int) -> None:
-    assert RankError(Failure.from_exit(1, 0.0, code)).exit_code == exit_code
+@pytest.mark.parametrize(("code", "exit_code"), [(5, 5), (0, 1)])
+def test_a_rank_that_left_without_a_result_is_a_failure(code: int, exit_code: int) -> None:
+    assert RankError(Failure.from_exitcode(1, code)).exit_code == exit_code
 
 
 def test_exit_codes_of_interruption_follow_the_shell() -> None:
@@ -125,6 +139,12 @@ def test_a_timeout_shows_every_unfinished_rank() -> None:
     assert "2 of 4 ranks did not finish within 3 s" in text
     assert "rank 1 stood at:\nin all_reduce" in text
     assert "rank 2 stood at:\n(no stack" in text
+
+
+@pytest.mark.parametrize("error", [RankError(KILLED, "step 7"), RankTimeout(3, 4, {1: "x"}), RanksInterrupted(15)])
+def test_errors_come_through_a_pickle(error: LaunchError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.exit_code) == (type(error), str(error), error.exit_code)
 
 
 def test_the_code_for_try_again_is_the_one_the_errors_use() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pretrain.config.loader import from_dict, load_config, parse_config
 from pretrain.config.schema import LoggingConfig, RunConfig
+from pretrain.config.suggest import nearest_keys
 from pretrain.errors import ConfigError
 
 
@@ -250,3 +251,8 @@ def test_mappings_name_their_source() -> None:
         parse_config(3, RunConfig, "here")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^the configuration: a value of type set cannot stand in a configuration$"):
         parse_config({"seed": {1}}, RunConfig)
+
+
+def test_no_more_than_three_keys_are_suggested() -> None:
+    assert nearest_keys("x", ["a.x", "b.x", "c.x", "d.x"]) == ["a.x", "b.x", "c.x"]
+    assert nearest_keys("x", ["a.x", "b.x", "c.y"]) == ["a.x", "b.x"]

@@ -1,0 +1,33 @@
+"""Files that other processes, and the next run, see whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A stream to a file beside `path`, which takes its name and place when the block ends without an error.
+
+    The folder is made if it is missing. Of several processes that write the same path, the last one wins.
+
+    Raises:
+        OSError: the disk refuses. What was at `path` is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as stream:
+            yield stream
+            # The name must not reach the disk before the contents: after a power cut it would stand for nothing.
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
