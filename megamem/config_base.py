@@ -131,9 +131,14 @@ class FieldSpec:
         return typing.get_origin(self.kind) is tuple
 
     @property
+    def element(self) -> FieldSpec:
+        """What the elements of a list are."""
+        return _spec(self.owner, typing.get_args(self.kind)[0], self.field)
+
+    @property
     def section(self) -> type[Config] | None:
         """The class of a nested section, or of the sections of a list."""
-        kind = typing.get_args(self.kind)[0] if self.is_list else self.kind
+        kind = self.element.kind if self.is_list else self.kind
         return kind if isinstance(kind, type) and issubclass(kind, Config) else None
 
     @property
@@ -145,6 +150,8 @@ class FieldSpec:
         """Why a value is outside of the field's limits, in words; None where it is not."""
         if value is None:
             return None
+        if self.is_list:
+            return next(filter(None, map(self.element.broken_limit, value)), None)
         advice = "".join(f"; {mark.words}" for mark in self.marks if isinstance(mark, Advice))
         for mark in self.marks:
             match mark:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import textwrap
 from dataclasses import MISSING, dataclass
@@ -87,7 +88,8 @@ def _docstring(cls: type[Config], name: str) -> str:
     return next((docs[name] for owner in owners if name in (docs := field_docstrings(owner))), "")
 
 
-def field_docstrings(cls: type) -> dict[str, str]:
+@functools.cache
+def field_docstrings(cls: Any) -> dict[str, str]:
     """The string under each field that a class declares itself, by field name."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(definition, ast.ClassDef)

@@ -92,7 +92,7 @@ def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
     if kind == "value_error":
         refusal = str(error["ctx"]["error"])
         return f"{node.origin}: {refusal}{_places(refusal, node)}"
-    spec = fields_of(class_at(root, tree, loc[:-1]))[loc[-1]] if loc and isinstance(loc[-1], str) else None
+    spec = _spec(root, tree, loc)
     if kind == "finite_number" or (kind == "float_type" and type(node.value) is int):
         problem = f"{str(node.value)[:40]}, expected a finite number"
     elif spec is not None and (broken := kind in _LIMITS and spec.broken_limit(node.value)):
@@ -109,8 +109,20 @@ def _at(tree: Node, loc: tuple[str | int, ...]) -> Node:
     return node
 
 
+def _spec(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> FieldSpec | None:
+    """What a value may be; None for the whole configuration."""
+    if not loc:
+        return None
+    *above, name = loc
+    if isinstance(name, str):
+        return fields_of(class_at(root, tree, tuple(above)))[name]
+    whole = _spec(root, tree, tuple(above))
+    assert whole is not None
+    return whole.element
+
+
 def _expected(kind: str, node: Node, spec: FieldSpec | None) -> str:
-    """What a value should have been; `spec` is None for the whole configuration and for elements of lists."""
+    """What a value should have been."""
     choices = spec.choices if spec is not None else ()
     words = (
         f"{_EXPECTED[kind]}{', '.join(map(str, choices))}{', or null' if spec is not None and spec.optional else ''}"

@@ -167,6 +167,6 @@ def classes_below(cls: type[Config]) -> set[type[Config]]:
 def test_objects_made_in_code_are_held_to_the_same_limits(cls: type[Config]) -> None:
     for name, spec in field_specs(cls).items():
         required = {other: "x" for other, its in field_specs(cls).items() if its.required}
-        if spec.broken_limit(-1) is not None:
+        if not spec.is_list and spec.broken_limit(-1) is not None:
             with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name} is -1: it must"):
                 cls(**{**required, name: -1})

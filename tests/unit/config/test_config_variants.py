@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 from megamem.config_base import Config
 from pretrain.config.describe import describe_fields
 from pretrain.config.fields import all_keys
-from pretrain.config.loader import from_dict, parse_config, to_dict
+from pretrain.config.loader import parse_config, to_dict
 from pretrain.errors import ConfigError
 
 
@@ -42,6 +42,8 @@ class Box(Shape):
     """box: with corners."""
     width: PositiveInt = 2
     """Its width."""
+    holes: tuple[PositiveInt | None, ...] = ()
+    """Widths of its holes."""
 
 
 SHAPES: dict[str, type[Config]] = {"disc": Disc, "box": Box}
@@ -66,7 +68,6 @@ def refusal(mapping: Mapping[str, object]) -> str:
 def test_the_kind_chooses_the_class_and_the_first_is_the_default() -> None:
     drawing = parse_config({"main": {}, "others": [{"kind": "box", "width": 3}, {"radius": 4}]}, Drawing)
     assert drawing == Drawing(Disc(), (Box(width=3), Disc(radius=4)))
-    assert from_dict is not None
     assert parse_config(to_dict(drawing), Drawing) == drawing
 
 
@@ -91,16 +92,24 @@ def test_a_kind_that_comes_later_is_known(monkeypatch: pytest.MonkeyPatch) -> No
         ({"frame": None}, "frame is null, expected a mapping of keys"),
         ({"main": {"kind": "box", "width": 0}}, "main.width is 0: it must be at least 1"),
         ({"others": [{"kind": "box", "width": 0}]}, "others.0.width is 0: it must be at least 1"),
-        ({"main": {"kind": "box", "qqq": 0}}, "unknown key main.qqq: main has kind, name, width"),
+        ({"main": {"kind": "box", "holes": [1, 0]}}, "main.holes.1 is 0: it must be at least 1"),
+        ({"main": {"kind": "box", "holes": ["x"]}}, "main.holes.0 is 'x' (text), expected a whole number, or null"),
+        ({"main": {"kind": "box", "qqq": 0}}, "unknown key main.qqq: main has kind, name, width, holes"),
     ],
 )
 def test_what_is_refused(mapping: Mapping[str, object], message: str) -> None:
     assert refusal(mapping) == f"here: {message}"
 
 
+def test_elements_of_lists_are_held_to_their_limits_in_code_too() -> None:
+    assert Box(holes=(1, None)).holes == (1, None)
+    with pytest.raises(ValueError, match=r"^Box\.holes is \(1, 0\): it must be at least 1$"):
+        Box(holes=(1, 0))
+
+
 def test_the_keys_of_all_kinds_are_listed_once() -> None:
     keys = [key for key in all_keys(Drawing) if key.startswith("main.")]
-    assert keys == ["main.kind", "main.name", "main.radius", "main.width"]
+    assert keys == ["main.kind", "main.name", "main.radius", "main.width", "main.holes"]
     docs = {doc.key: doc for doc in describe_fields(Drawing)}
     assert docs["main.kind"].type == "disc | box"
     assert docs["others.N.width"].doc == "Its width."
