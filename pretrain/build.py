@@ -13,14 +13,15 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module
+from torch import nn
 
 from kernels.implementations import KernelUnavailableError
 from kernels.select import Kernels, select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
+from megamem.parameters import GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import SideStream
 from parallel.context import attention_core
 from parallel.groups import ParallelGroups
@@ -86,7 +87,7 @@ def build_unset_chunks(
             seed=config.seed,
         )
         built.model_type = ModelType.encoder_or_decoder
-        _tag_tensor_parallel(built)
+        _declare_megatron(built)
         chunks.append(built)
     return chunks
 
@@ -113,18 +114,26 @@ def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
     return SideStream(torch.cuda.Stream(groups.device) if beside else None)
 
 
-def _tag_tensor_parallel(chunk: MemoryGPTModel) -> None:
-    """Mark the split weights, without which the global gradient norm counts them on tensor-parallel rank 0 alone.
-
-    Megatron does this inside its own weight initialisation, which we do not run.
-    """
+def _declare_megatron(chunk: MemoryGPTModel) -> None:
+    """Declare the parameters of Megatron's own modules and of Transformer Engine's, which nobody here creates."""
     for module in chunk.modules():
-        if (
-            isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
-            and module.weight is not None
-        ):
-            dim = 1 if isinstance(module, RowParallelLinear) else 0
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+        if type(module).__module__.split(".")[0] not in ("megatron", "transformer_engine"):
+            continue
+        for parameter in module.parameters(recurse=False):
+            # A mixture declares its experts.
+            if not is_declared(parameter):
+                group: GroupName = "backbone" if parameter.dim() > 1 else "backbone_no_decay"
+                declare(parameter, group, reduced_over=ReducedOver.DATA, tensor_dim=_split_dim(module))
+
+
+def _split_dim(module: nn.Module) -> int | None:
+    """The dimension in which tensor-parallel ranks split the weight of one of Megatron's linears or embeddings.
+
+    Megatron says so inside its own weight initialisation, which we do not run; Transformer Engine's modules say it themselves.
+    """
+    if isinstance(module, RowParallelLinear):
+        return 1
+    return 0 if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) else None
 
 
 def wrap_chunks(chunks: Sequence[MemoryGPTModel], groups: ParallelGroups) -> list[DistributedDataParallel]:

@@ -18,6 +18,7 @@ from megamem.bank import TableLookup
 from megamem.config import MemoryConfig
 from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses
+from megamem.parameters import ReducedOver, declare
 from megamem.placement import parameter_device
 from megamem.retrieval.retrieved import Retrieved
 from megamem.sharing import LayerView
@@ -30,8 +31,8 @@ class MemoryLayer(MegatronModule):
     A variant says how it retrieves (`retrieve`), which rows stand behind its slots (`locate`), what its pre-values are multiplied
     with (`pre_input`) and how the sum is projected (`project`).
 
-    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; they are tagged
-    `sequence_parallel`, so that Megatron sums their gradients. The tables belong to the model and are reached through `lookup`.
+    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; so Megatron sums their
+    gradients over those too. The tables belong to the model and are reached through `lookup`.
 
     Attributes:
         cores: [C, H, R, R], the Tucker cores; None in layers without.
@@ -124,5 +125,6 @@ class MemoryLayer(MegatronModule):
 
     def _weight(self, *shape: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
-        weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        # Gains and biases are not decayed.
+        declare(weight, "retrieval" if len(shape) > 1 else "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
         return weight
