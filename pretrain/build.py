@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -31,6 +32,9 @@ from parallel.sharded_bank import make_bank
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
+
+Chunk: TypeAlias = nn.Module
+"""A model chunk, bare or under DDP."""
 
 
 def build_chunks(
@@ -134,6 +138,14 @@ def _split_dim(module: nn.Module) -> int | None:
     if isinstance(module, RowParallelLinear):
         return 1
     return 0 if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) else None
+
+
+def unwrap(chunk: Chunk) -> MemoryGPTModel:
+    """The bare model chunk under DDP and precision wrappers."""
+    module: Any = chunk
+    while not isinstance(module, MemoryGPTModel):
+        module = module.module
+    return module
 
 
 def wrap_chunks(chunks: Sequence[MemoryGPTModel], groups: ParallelGroups) -> list[DistributedDataParallel]:
