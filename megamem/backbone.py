@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -13,24 +13,20 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import nn
 
 from megamem.attention import SdpaCoreAttention
-from megamem.block import FfnWithMemory, SkipInsertionLayer
-from megamem.layers.layer import MemoryLayer
+from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock
 from megamem.moe import moe_spec
 from megamem.norm import RMSNorm
 from megamem.side_stream import SideStream
-from megamem.spans import Span, pending_before
-
-# Builds the memory layer of a global 0-based layer, or is None for a block without one.
-MemoryMaker = Callable[[int], Callable[[], MemoryLayer] | None]
+from megamem.slots import Site, Slot
+from megamem.spans import pending_before
 
 
 def block_spec(
@@ -40,9 +36,7 @@ def block_spec(
     implementation: Literal["local", "transformer_engine"],
     attention_core: type[SdpaCoreAttention],
     qk_norm: bool,
-    memory_of: MemoryMaker,
-    memory_replaces_ffn: bool,
-    spans: Sequence[Span],
+    sites: Mapping[int, Site],
     groups: ProcessGroupCollection,
     side_stream: SideStream,
 ) -> TransformerBlockSubmodules:
@@ -54,9 +48,7 @@ def block_spec(
         implementation: Megatron's local linears with our norm and SDPA attention, or Transformer Engine's linears, norms and attention.
         attention_core: what attends in the former.
         qk_norm: normalise queries and keys per head.
-        memory_of: what each layer's memory is built by.
-        memory_replaces_ffn: layers with a memory have no feed-forward.
-        spans: where every memory of the model reads and adds.
+        sites: the chunk's memories, by the layer that they read in.
         groups: the model's process groups.
         side_stream: where the memory of a block runs beside its feed-forward.
 
@@ -71,74 +63,59 @@ def block_spec(
     provider = TESpecProvider() if te else LocalSpecProvider()
     norm = provider.layer_norm() if te else RMSNorm
     qk = (provider.layer_norm(for_qk=True) if te else RMSNorm) if qk_norm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
+    core = provider.core_attention() if te else attention_core
+    linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+    ffn, ffn_arguments = _ffn(config, linears, groups)
+    make_ffn = partial(build_module, ffn, **ffn_arguments)
+    specs = []
+    for layer in layers:
+        site = sites.get(layer)
+        # Megatron's own block; a slot changes what its memory asks for, and nothing else.
+        attention: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+        heads = SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
-            core_attention=provider.core_attention() if te else attention_core,
+            core_attention=core,
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=qk,
             k_layernorm=qk,
-        ),
-    )
-    linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
-    slots = _MlpSlots(config, linears, groups, side_stream)
-    specs = []
-    for layer in layers:
-        make_memory = memory_of(layer)
-        skips = any(span.read == layer and span.is_skip for span in spans)
-        submodules = TransformerLayerSubmodules(
+        )
+        block = TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=attention,
+            self_attention=ModuleSpec(module=SelfAttention, params=attention, submodules=heads),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=slots.dense() if make_memory is None else slots.with_memory(make_memory, memory_replaces_ffn, skips),
+            mlp=ffn,
             mlp_bda=get_bias_dropout_add,
         )
-        specs.append(_layer_spec(layer, submodules, spans, skips))
+        if site is not None:
+            match site.slot:
+                case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP:
+                    around = {"make_ffn": make_ffn, "site": site, "side_stream": side_stream}
+                    block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
+                case Slot.VALUES:
+                    attention["site"] = site
+                    block.self_attention.module = AttentionWithMemory
+                case Slot.HEADS:
+                    heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
+                case Slot.BLOCK:
+                    heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
+                    heads.linear_proj = HeadsToTokens
+                    block.pre_mlp_layernorm, block.mlp, block.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
+        joins = tuple(span.add == layer for span in pending_before([site.span for site in sites.values()], layer))
+        if site is None and not any(joins):
+            specs.append(ModuleSpec(module=TransformerLayer, submodules=block))
+        else:
+            specs.append(
+                ModuleSpec(module=MemoryBlock, params={"slot": site and site.slot, "joins": joins}, submodules=block)
+            )
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def _layer_spec(layer: int, submodules: TransformerLayerSubmodules, spans: Sequence[Span], skips: bool) -> ModuleSpec:
-    """Megatron's layer, or ours where the output of a skipping memory comes or goes."""
-    joins = tuple(span.add == layer for span in pending_before(spans, layer))
-    if not skips and not any(joins):
-        return ModuleSpec(module=TransformerLayer, submodules=submodules)
-    return ModuleSpec(module=SkipInsertionLayer, params={"joins": joins, "reads": skips}, submodules=submodules)
-
-
-class _MlpSlots:
-    """What may stand in the `mlp` slot."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        linears: MLPSubmodules,
-        groups: ProcessGroupCollection,
-        side_stream: SideStream,
-    ) -> None:
-        self._side_stream = side_stream
-        self._ffn_arguments: dict[str, Any]
-        if config.num_moe_experts is not None:
-            self._ffn, self._ffn_arguments = moe_spec(linears), {"pg_collection": groups}
-        else:
-            self._ffn = ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
-            self._ffn_arguments = {"tp_group": groups.tp}
-
-    def dense(self) -> ModuleSpec:
-        """The feed-forward alone; Megatron's layer hands it the groups."""
-        return self._ffn
-
-    def with_memory(self, make_memory: Callable[[], MemoryLayer], replaces_ffn: bool, skips: bool) -> ModuleSpec:
-        """The feed-forward with a memory, or the memory in its place."""
-        make_ffn: Callable[..., nn.Module] | None = partial(build_module, self._ffn, **self._ffn_arguments)
-        return ModuleSpec(
-            module=FfnWithMemory,
-            params={
-                "make_ffn": None if replaces_ffn else make_ffn,
-                "make_memory": make_memory,
-                "skips": skips,
-                "side_stream": self._side_stream,
-            },
-        )
+def _ffn(
+    config: TransformerConfig, linears: MLPSubmodules, groups: ProcessGroupCollection
+) -> tuple[ModuleSpec, dict[str, Any]]:
+    """The feed-forward, and the groups that Megatron's layer hands to it where it stands alone."""
+    if config.num_moe_experts is not None:
+        return moe_spec(linears), {"pg_collection": groups}
+    dense = ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
+    return dense, {"tp_group": groups.tp}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kernels.gather_pair.weighting import Activation, weighted
 from kernels.select import Kernels
 from megamem.config import MemoryConfig
+from megamem.parameters import GroupName, ReducedOver, declare
 from megamem.sharing import BankSpec
 
 
@@ -65,7 +66,7 @@ class Columns:
 class Bank(nn.Module):
     """The tables of one bank, with all their columns on every rank of its pipeline stage.
 
-    Both parameters carry `allreduce = False`: Megatron then keeps their gradients in buffers of their own and reduces them over all
+    Both parameters are reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them over all
     ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has seen other tokens. The same
     buffers split their optimizer state over all those ranks.
     """
@@ -100,14 +101,14 @@ class Bank(nn.Module):
         self.kernels = kernels
         self.activation: Activation = memory.pre_activation
         self.replica_rank, self.columns = replica_rank, columns
-        self.values = self._table(memory.value_dim, dtype, device)
-        self.pre_values = self._table(memory.pre_dim, dtype, device) if memory.pre_dim else None
+        self.values = self._table("values", memory.value_dim, dtype, device)
+        self.pre_values = self._table("pre_values", memory.pre_dim, dtype, device) if memory.pre_dim else None
 
-    def _table(self, width: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    def _table(self, group: GroupName, width: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
         assert width % self.columns.num_parts == 0
         shape = (self.spec.num_rows, width // self.columns.num_parts)
         table = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        table.allreduce = False  # type: ignore[attr-defined]
+        declare(table, group, reduced_over=ReducedOver.STAGE)
         return table
 
     def read(

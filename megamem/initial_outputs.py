@@ -24,6 +24,7 @@ from megamem.calibration import ScoreCalibration, calibrate_scores
 from megamem.config import Initialisation, MemoryConfig, ModelConfig
 from megamem.initial_variance import memory_variance
 from megamem.initialisation import Distribution, draw_layer, draw_part, set_gains, table_std
+from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.registry import layer_class
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
@@ -126,13 +127,15 @@ class _LayerAlone:
             assert self.scores is not None
             predicted = _predicted_std(layer, model, memory, tables.std, self.scores)
             self._retrieve_once(layer)
+        # Of hidden states that were drawn there are no tokens, and no layer that retrieves by hidden states asks.
+        nowhere = torch.zeros(self.tokens.shape[:2], dtype=torch.int64)
         return InitialOutput(
             block=self.block,
             initialisation=initialisation,
             calibration=calibration,
             table_std=tables.std,
             predicted_std=predicted,
-            measured_std=_root_mean_square(layer(self.tokens)),
+            measured_std=_root_mean_square(layer(self.tokens, Inputs(nowhere, nowhere))),
             ffn_std=self.ffn_std,
             num_tokens=len(self.tokens),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from kernels.select import Kernels
 from megamem.attention import SdpaCoreAttention
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
-from megamem.block import FfnWithMemory
+from megamem.block import MemorySite
 from megamem.config import MemoryConfig, ModelConfig
+from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.registry import layer_class
 from megamem.layers.step import begin_step
@@ -26,6 +27,7 @@ from megamem.moe import Router
 from megamem.placement import parameter_device
 from megamem.sharing import SharingPlan, plan_sharing
 from megamem.side_stream import SideStream
+from megamem.slots import Site, slot_of
 from megamem.spans import Span
 
 
@@ -80,17 +82,7 @@ class MemoryGPTModel(GPTModel):
         plan = plan_sharing(model.memory, model.num_memory_layers) if model.memory is not None else None
         index_of = _memory_indices(model.memory_spans, layers)
         banks = _build_banks(plan, index_of, model.memory, config, make_bank)
-        memory_of = partial(
-            _memory_maker,
-            config=config,
-            memory=model.memory,
-            plan=plan,
-            index_of=index_of,
-            banks=banks,
-            kernels=kernels,
-            seed=seed,
-            token_group=groups.tp_cp,
-        )
+        sites = _sites(config, model, plan, index_of, banks, kernels=kernels, seed=seed, token_group=groups.tp_cp)
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(
@@ -99,9 +91,7 @@ class MemoryGPTModel(GPTModel):
                 implementation=model.implementation,
                 attention_core=attention_core,
                 qk_norm=model.qk_norm,
-                memory_of=memory_of,
-                memory_replaces_ffn=model.memory is not None and model.memory.placement.position == "instead",
-                spans=model.memory_spans,
+                sites=sites,
                 groups=groups,
                 side_stream=side_stream,
             ),
@@ -119,10 +109,30 @@ class MemoryGPTModel(GPTModel):
         self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: None = None, *, labels: Tensor | None = None
+    ) -> Tensor:
+        """The chunk's part of a forward pass, on every pipeline stage with the ids of the microbatch.
+
+        Args:
+            input_ids: [b, s] int64, the tokens of this context-parallel rank.
+            position_ids: [b, s] int64, their places in their sequences.
+            attention_mask: must be None; attention is causal.
+            labels: [b, s] int64; None where logits are wanted.
+
+        Returns:
+            [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits [b, s, vocabulary] without labels.
+        """
+        carried = {"context_mask": pack(input_ids, position_ids)}
+        out: Tensor = super().forward(
+            input_ids, position_ids, attention_mask, labels=labels, extra_block_kwargs=carried
+        )
+        return out
+
     @property
     def memory_layers(self) -> list[MemoryLayer]:
         """This chunk's memory layers, in order."""
-        return [block.memory for block in self._memory_blocks()]
+        return [site.memory for site in self._memory_sites()]
 
     @property
     def routers(self) -> list[Router]:
@@ -131,16 +141,17 @@ class MemoryGPTModel(GPTModel):
 
     def set_memory_enabled(self, enabled: bool) -> None:
         """Switch the memory's output on or off in every block, for ablation."""
-        for block in self._memory_blocks():
-            block.memory_enabled = enabled
+        for site in self._memory_sites():
+            site.memory_enabled = enabled
 
     def serve_memory(self) -> None:
         """Take part in the exchanges of a forward pass that other ranks of the memory group make, without a token of one's own."""
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
-        for block in self._memory_blocks():
-            if block.memory_enabled:
-                block.memory(no_token)
+        inputs = Inputs.of_no_token(weight.device)
+        for site in self._memory_sites():
+            if site.memory_enabled:
+                site.serve(no_token, inputs)
 
     def begin_step(self) -> None:
         """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
@@ -160,8 +171,8 @@ class MemoryGPTModel(GPTModel):
             entries.update(bank.sharded_state_dict(f"{prefix}banks.{name}.", sharded_offsets, metadata))
         return entries
 
-    def _memory_blocks(self) -> list[FfnWithMemory]:
-        return [layer.mlp for layer in self.decoder.layers if isinstance(layer.mlp, FfnWithMemory)]
+    def _memory_sites(self) -> list[MemorySite]:
+        return [module for module in self.decoder.modules() if isinstance(module, MemorySite)]
 
 
 def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
@@ -196,33 +207,38 @@ def _build_banks(
     }
 
 
-def _memory_maker(
-    layer: int,
-    *,
+def _sites(
     config: TransformerConfig,
-    memory: MemoryConfig | None,
+    model: ModelConfig,
     plan: SharingPlan | None,
     index_of: dict[int, int],
     banks: dict[int, Bank],
+    *,
     kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
-) -> Callable[[], MemoryLayer] | None:
-    if plan is None or memory is None or layer not in index_of:
-        return None
-    view = plan.views[index_of[layer]]
-    return partial(
-        layer_class(memory.kind),
-        config,
-        memory,
-        view,
-        _Unregistered(banks[view.bank]),
-        kernels=kernels,
-        num_bank_rows=plan.banks[view.bank].num_rows,
-        name=f"decoder.layers.{layer}.mlp.memory",
-        seed=seed,
-        token_group=token_group,
-    )
+) -> dict[int, Site]:
+    """The memories of a chunk, by the block that they read in; see `MemoryGPTModel` for the arguments."""
+    memory = model.memory
+    if plan is None or memory is None:
+        return {}
+    sites = {}
+    for layer, index in index_of.items():
+        view, span = plan.views[index], model.memory_spans[index]
+        make_memory = partial(
+            layer_class(memory.kind),
+            config,
+            memory,
+            view,
+            _Unregistered(banks[view.bank]),
+            kernels=kernels,
+            num_bank_rows=plan.banks[view.bank].num_rows,
+            name=f"decoder.layers.{layer}.mlp.memory",
+            seed=seed,
+            token_group=token_group,
+        )
+        sites[layer] = Site(slot_of(memory.placement, span), span, make_memory)
+    return sites
 
 
 class _Unregistered:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megamem.inputs import Inputs
+
 
 class SideStream:
     """Starts a branch of a block and hands out what joins it.
@@ -25,24 +27,26 @@ class SideStream:
         """
         self._stream = stream
 
-    def start(self, branch: Callable[[Tensor], Tensor], hidden: Tensor) -> Callable[[], Tensor]:
-        """Start `branch(hidden)`.
+    def start(self, branch: Callable[[Tensor, Inputs], Tensor], hidden: Tensor, inputs: Inputs) -> Callable[[], Tensor]:
+        """Start `branch(hidden, inputs)`.
 
         Args:
             branch: reads tensors that the caller's stream has written before.
             hidden: its input, allocated on the caller's stream.
+            inputs: the tokens behind it, allocated there too.
 
         Returns:
             To be called once, on the caller's stream: waits there (not on the host) and returns the branch's output.
         """
         side = self._stream
         if side is None:
-            return lambda: branch(hidden)
+            return lambda: branch(hidden, inputs)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            out = branch(hidden)
-        # Its memory may not be used again before the branch has read it, also in backward.
+            out = branch(hidden, inputs)
+        # Their memory may not be used again before the branch has read it, also in backward.
         hidden.record_stream(side)
+        inputs.record_stream(side)
 
         def join() -> Tensor:
             caller = torch.cuda.current_stream()

@@ -93,7 +93,8 @@ def _next_token(
     announce_tokens(model.banks.values(), (len(context), *(0,) * (group.size() - 1)))
     chosen = torch.zeros(1, dtype=torch.int64, device=device)
     if group.rank() == 0:
-        logits = model(torch.tensor([context], device=device), None, None)[0, -1, :vocab_size]
+        positions = torch.arange(len(context), device=device).unsqueeze(0)
+        logits = model(torch.tensor([context], device=device), positions, None)[0, -1, :vocab_size]
         chosen += _choose(logits.float().cpu(), sampling, generator)
     else:
         model.serve_memory()

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from kernels.select import Kernels
 from megamem.bank import TableLookup
 from megamem.config import MemoryConfig
+from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses
+from megamem.parameters import ReducedOver, declare
 from megamem.placement import parameter_device
 from megamem.retrieval.retrieved import Retrieved
 from megamem.sharing import LayerView
@@ -29,8 +31,8 @@ class MemoryLayer(MegatronModule):
     A variant says how it retrieves (`retrieve`), which rows stand behind its slots (`locate`), what its pre-values are multiplied
     with (`pre_input`) and how the sum is projected (`project`).
 
-    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; they are tagged
-    `sequence_parallel`, so that Megatron sums their gradients. The tables belong to the model and are reached through `lookup`.
+    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; so Megatron sums their
+    gradients over those too. The tables belong to the model and are reached through `lookup`.
 
     Attributes:
         cores: [C, H, R, R], the Tucker cores; None in layers without.
@@ -97,11 +99,12 @@ class MemoryLayer(MegatronModule):
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """The output [T, D] from the weighted values [T, B V] of the tokens `x` [T, D]."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """The memory's contribution to the residual stream.
 
         Args:
             hidden: [s, b, D], the normalised input of the block's feed-forward.
+            inputs: the tokens behind it, which none of these variants asks for.
 
         Returns:
             [s, b, D].
@@ -122,5 +125,6 @@ class MemoryLayer(MegatronModule):
 
     def _weight(self, *shape: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
-        weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        # Gains and biases are not decayed.
+        declare(weight, "retrieval" if len(shape) > 1 else "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
         return weight

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal
 
 from megamem.config import EffectiveWhen
+from megamem.identity import Role
 
 ELEMENT = "N"
 """Stands for the number of a list element in a key that is not about one of them: `data.datasets.N.path`."""
@@ -28,6 +29,8 @@ class FieldSpec:
     """Whether null is a value."""
     effective: EffectiveWhen | None
     """When the field is read, if not always."""
+    role: Role | None
+    """Whether the field is a part of the model's identity; None: as the section says that it stands in."""
     field: dataclasses.Field[Any]
 
     @property
@@ -61,10 +64,11 @@ def field_specs(cls: type) -> dict[str, FieldSpec]:
 
 
 def _spec(cls: type, item: dataclasses.Field[Any], hint: Any) -> FieldSpec:
-    effective = None
+    effective, role = None, None
     if typing.get_origin(hint) is Annotated:
         hint, *marks = typing.get_args(hint)
         effective = next((mark for mark in marks if isinstance(mark, EffectiveWhen)), None)
+        role = next((mark for mark in marks if isinstance(mark, Role)), None)
     optional = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not types.NoneType]
@@ -72,7 +76,7 @@ def _spec(cls: type, item: dataclasses.Field[Any], hint: Any) -> FieldSpec:
         hint = members[0] if len(members) == 1 else hint
     if not _is_supported(hint):
         raise TypeError(f"{cls.__name__}.{item.name}: the loader has no rule for the type {hint}")
-    return FieldSpec(item.name, hint, optional, effective, item)
+    return FieldSpec(item.name, hint, optional, effective, role, item)
 
 
 def _is_supported(kind: Any) -> bool:
@@ -92,6 +96,20 @@ def expected(kind: Any, optional: bool) -> str:
     else:
         words = _SCALAR_NAMES.get(kind, "a mapping of keys")
     return f"{words}, or null" if optional else words
+
+
+def role_of(key: str, config: Any) -> Role | None:
+    """The role of a dotted key of a configuration object: that of the nearest marked field on the way to it."""
+    role = None
+    for name in key.split("."):
+        # A section that is null, or the element of a list: what stands above it decides.
+        if not dataclasses.is_dataclass(config) or isinstance(config, type):
+            break
+        spec = field_specs(type(config)).get(name)
+        if spec is None:
+            break
+        role, config = spec.role or role, getattr(config, name)
+    return role
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The configuration of a run. The docstring under a field is its help text; see `megamem.config.EffectiveWhen` for conditional fields."""
+"""The configuration of a run. The docstring under a field is its help text; see `megamem.config.EffectiveWhen` for conditional fields,
+and `megamem.identity.Role` for what may change at a resume."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated, Literal
 
 from kernels.implementations import Implementation
 from megamem.config import EffectiveWhen, ModelConfig
+from megamem.identity import Role
 
 
 @dataclass(frozen=True)
@@ -201,23 +203,23 @@ class LoggingConfig:
 class RunConfig:
     """Everything that defines a run."""
 
-    name: str = "run"
+    name: Annotated[str, Role.RUNNING] = "run"
     """Names the run folder (runs/<name>) unless --run-dir is given."""
-    seed: int = 1
+    seed: Annotated[int, Role.IDENTITY] = 1
     """Seed of the initial weights and, unless data.seed is set, of the data order."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, Role.RUNNING] = field(default_factory=ParallelConfig)
     """The layout."""
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: Annotated[TrainConfig, Role.RUNNING] = field(default_factory=TrainConfig)
     """Length, batch, precision."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Annotated[OptimizerConfig, Role.RUNNING] = field(default_factory=OptimizerConfig)
     """Optimizer groups and schedules."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: Annotated[DataConfig, Role.RUNNING] = field(default_factory=DataConfig)
     """Data sets."""
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: Annotated[EvaluationConfig, Role.RUNNING] = field(default_factory=EvaluationConfig)
     """Evaluation during training."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: Annotated[CheckpointConfig, Role.RUNNING] = field(default_factory=CheckpointConfig)
     """Checkpoints."""
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    logging: Annotated[LoggingConfig, Role.RUNNING] = field(default_factory=LoggingConfig)
     """Metrics sinks."""

@@ -125,7 +125,7 @@ def _(base: Subject, second: Subject) -> None:
         groups = replace(subject.groups, device=torch.device("cuda", 0))
         (model,) = build_unset_chunks(subject.config, groups, vocab_size=VOCAB_SIZE)
         branch = MagicMock()
-        join = model.decoder.layers[0].mlp.side_stream.start(branch, MagicMock())
+        join = model.decoder.layers[0].mlp.side_stream.start(branch, MagicMock(), MagicMock())
         assert branch.call_count == overlaps
         join()
         assert branch.call_count == 1

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from megamem.config import Initialisation, MemoryConfig, ModelConfig, SharingConfig
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
+from megamem.layers.layer import MemoryLayer
 from megamem.random_fill import fill_normal, normal_rows
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from tests.microbatch import some_inputs
 
 MEMORY = MemoryConfig(num_keys=24, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)
 MODEL = ModelConfig(num_layers=3, hidden_size=128, ffn_hidden_size=320, memory=MEMORY)
@@ -61,6 +63,10 @@ def root_mean_square(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
+def retrieved_std(layer: MemoryLayer, tokens: Tensor) -> float:
+    return root_mean_square(layer(tokens, some_inputs(tokens)))
+
+
 def ffn_name(block: int) -> str:
     return f"decoder.layers.{block}.mlp.ffn"
 
@@ -82,7 +88,7 @@ def figures(run_ranks: Any) -> dict[str, list[InModel]]:
                         InModel(
                             alone,
                             table_std=float(tables[f"{layer.view.bank}.values"].std()),
-                            output_std=root_mean_square(layer(sample_tokens(alone.num_tokens, 128, 5, layer.name))),
+                            output_std=retrieved_std(layer, sample_tokens(alone.num_tokens, 128, 5, layer.name)),
                             ffn_std=root_mean_square(
                                 block.mlp.ffn(sample_tokens(256, 128, 5, ffn_name(alone.block)))[0]
                             ),

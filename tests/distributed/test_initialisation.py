@@ -19,6 +19,7 @@ from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from tests.microbatch import some_inputs
 
 SEEDS = (1, 2, 3)
 TOKENS = 512
@@ -94,7 +95,7 @@ def measure(model: MemoryGPTModel, config: ModelConfig, seed: int) -> Measured:
             retrieved = layer.retrieve(hidden.flatten(0, 1)).scores
             scores.append(float(retrieved.mean()))
             sigma_s = float(retrieved.std() / retrieved.mean())
-            variances.append(float(layer(hidden).square().mean()))
+            variances.append(float(layer(hidden, some_inputs(hidden)).square().mean()))
             ffn_variances.append(float(model.decoder.layers[index].mlp.ffn(hidden)[0].square().mean()))
         assert layer.cores is not None
         calibration = calibrate_scores(memory, layer.num_keys, layer.cores, seed=seed, name=layer.name)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megamem.shards import walk_shards
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import transformer_config
+from tests.microbatch import some_inputs
 
 NUM_STEPS = 10
 FEW_STEPS = 3
@@ -402,13 +403,14 @@ def test_the_memory_can_be_switched_off(run_ranks: Any) -> None:
             (model,) = run.bare
             block = model.decoder.layers[1].mlp
             hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
+            inputs = some_inputs(hidden)
             with torch.no_grad():
-                both = block(hidden)[0]
+                both = block(hidden, inputs)[0]
                 model.set_memory_enabled(False)
-                off = block(hidden)[0]
+                off = block(hidden, inputs)[0]
                 model.set_memory_enabled(True)
-                assert torch.equal(block(hidden)[0], both)
-                return both, off, block.ffn(hidden)[0], block.memory(hidden)
+                assert torch.equal(block(hidden, inputs)[0], both)
+                return both, off, block.ffn(hidden)[0], block.memory(hidden, inputs)
 
     ((both, off, ffn, memory),) = run_ranks(main, 1)
     assert torch.equal(off, ffn)

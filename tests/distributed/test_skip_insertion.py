@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.block import SkipInsertionLayer
+from megamem.block import MemoryBlock
 from megamem.config import ModelConfig, PlacementConfig
 from megamem.model import MemoryGPTModel
 from megamem.spans import Span
@@ -22,6 +22,7 @@ from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
 from pretrain.config.schema import ParallelConfig, RunConfig
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
+from tests.microbatch import some_inputs
 
 # Overlapping, nested, one that adds where it reads, two that add after the same block; the first four blocks are closed in themselves.
 SPANS = "0:2/1:3/2:2/4:7/5:6/6:7"
@@ -56,7 +57,7 @@ def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Ten
         x = x + F.linear(F.silu(gate) * up, of_block[f"{prefix}.linear_fc2.weight"])
         if block in memories:
             span = next(span for span in config.memory_spans if span.read == block)
-            pending.append((span, memories[block](n.transpose(0, 1)).transpose(0, 1)))
+            pending.append((span, memories[block](n.transpose(0, 1), some_inputs(n.transpose(0, 1))).transpose(0, 1)))
         x = x + sum(out for span, out in pending if span.add == block)
     return F.linear(
         plain_norm(x, weights["decoder.final_layernorm.weight"]), weights["embedding.word_embeddings.weight"]
@@ -118,7 +119,7 @@ def errors_against_plain(spans: str) -> dict[str, float]:
             logits.log_softmax(-1)[..., 0].sum().backward()
             grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             results.append({"logits": logits.detach(), **grads})
-        assert any(isinstance(layer, SkipInsertionLayer) for layer in model.decoder.layers)
+        assert any(isinstance(layer, MemoryBlock) for layer in model.decoder.layers)
     actual, reference = results
     assert actual.keys() == reference.keys() == {"logits", *dict(model.named_parameters())}
     return {name: float((actual[name] - r).abs().max() / r.abs().max()) for name, r in reference.items()}

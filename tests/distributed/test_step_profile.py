@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config import ModelConfig, MoEConfig
 from parallel.exchange import Exchange
+from pretrain.build import unwrap
 from pretrain.config.schema import KernelOverridesConfig, RunConfig
 from pretrain.costs.step import (
     EXCHANGE,
@@ -37,7 +38,6 @@ from pretrain.costs.step import (
     ZEROING,
     part_costs,
 )
-from pretrain.step import unwrap
 from tools.bench import step_profile
 from tools.bench.step_profile import (
     BACKWARD,

@@ -48,8 +48,9 @@ class Bigrams(nn.Module):
         self.banks = nn.ModuleDict()
         self.contexts: list[list[int]] = []
 
-    def forward(self, ids: Tensor, position_ids: None, attention_mask: None) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attention_mask: None) -> Tensor:
         assert ids.shape[0] == 1
+        assert positions.tolist() == [list(range(ids.shape[1]))]
         self.contexts.append(ids[0].tolist())
         return self.table[ids]
 

@@ -23,6 +23,7 @@ from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.losses import LOSS_NAMES, begin_losses, key_balance, tucker_penalty
 from megamem.released_names import from_released
 from megamem.sharing import BankSpec, LayerView
+from tests.microbatch import some_inputs
 
 MEMORY = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4, shuffle="none")
 HIDDEN = 32
@@ -62,7 +63,7 @@ def gradients(layer: UltraMemV2Layer, microbatches: tuple[Tensor, ...], recomput
     begin_step([layer])
     inputs = [x.clone().requires_grad_() for x in microbatches]
     for x in inputs:
-        out = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
+        out = checkpoint(layer, x, some_inputs(x), use_reentrant=True) if recompute else layer(x, some_inputs(x))
         (0.0 * out).sum().backward()
     found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     return {**found, "input": torch.cat([x.grad for x in inputs if x.grad is not None])}
@@ -160,7 +161,7 @@ def test_sums_give_the_means_over_tokens_and_leave_evaluation_out() -> None:
     assert layer.losses is not None
     gradients(layer, (tokens(6), tokens(3, 2)))
     with torch.no_grad():
-        layer(tokens(5, 3))
+        layer(tokens(5, 3), some_inputs(tokens(5, 3)))
     num_tokens, *totals = layer.losses.sums.tolist()
     assert num_tokens == 9
     balances = []
@@ -177,7 +178,8 @@ def test_the_output_is_the_same_with_and_without_losses() -> None:
     plain, _ = build(MEMORY)
     with_losses, _ = build(replace(MEMORY, key_balance_weight=0.5, tucker_penalty_weight=0.25))
     assert plain.losses is None
-    assert torch.equal(plain(tokens(6)), with_losses(tokens(6)))
+    x = tokens(6)
+    assert torch.equal(plain(x, some_inputs(x)), with_losses(x, some_inputs(x)))
 
 
 @pytest.mark.parametrize("name", ["tucker_penalty_weight", "tucker_penalty_margin", "key_balance_weight"])
@@ -227,7 +229,7 @@ def test_balance_is_what_the_release_computes(golden_dir: Path) -> None:
     assert layer.losses is not None
     begin_losses([(layer.losses, layer.cores)])
     x = tensors["x0"].transpose(0, 1).contiguous().requires_grad_()
-    out = layer(x)
+    out = layer(x, some_inputs(x))
     loss = (out * tensors["r0"].transpose(0, 1)).sum()
     loss.backward()
     errors = {

@@ -28,6 +28,7 @@ from megamem.losses import LOSS_NAMES
 from megamem.released_names import from_meta, from_released
 from megamem.retrieval.tucker import leading_singular_vectors
 from megamem.sharing import plan_sharing
+from tests.microbatch import some_inputs
 
 CASES = (
     "v2_perrank_h1_share1",
@@ -254,7 +255,7 @@ def test_layers_compute_what_the_release_computes(
         # Ours is [s, b, D], the release's [b, s, D].
         hidden = tensors[f"x{index}"].to(dtype).transpose(0, 1).contiguous().requires_grad_()
         inputs.append(hidden)
-        out = layer(hidden)
+        out = layer(hidden, some_inputs(hidden))
         errors[f"y{index}"] = relative_error(out.transpose(0, 1), tensors[f"y{index}"])
         loss = loss + (out * tensors[f"r{index}"].to(dtype).transpose(0, 1)).sum()
         if f"aux{index}" in tensors:
@@ -336,7 +337,8 @@ def test_each_layers_share_of_a_shared_tables_gradient(golden_dir: Path, dtype: 
     for index, layer in enumerate(golden.layers):
         for bank in golden.banks.values():
             bank.zero_grad()
-        out = layer(tensors[f"x{index}"].to(dtype).transpose(0, 1).contiguous())
+        x = tensors[f"x{index}"].to(dtype).transpose(0, 1).contiguous()
+        out = layer(x, some_inputs(x))
         (out * tensors[f"r{index}"].to(dtype).transpose(0, 1)).sum().backward()
         expected = ours(tensors, read_record(golden_dir, case), golden.model, f"grad_only{index}.")
         assert set(expected) == {"banks.0.values", "banks.0.pre_values"}

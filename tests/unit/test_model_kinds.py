@@ -25,6 +25,7 @@ from megamem.layers.registry import layer_class
 from megamem.layers.step import begin_step
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.sharing import BankSpec, LayerView
+from tests.microbatch import some_inputs
 
 HIDDEN = 32
 V2 = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=12, top_k=6)
@@ -100,7 +101,7 @@ def test_outputs_are_what_the_definition_says(name: str) -> None:
     x = tokens()
     with torch.no_grad():
         expected = layer.project(weighted_values(layer, bank, x[:, 0]).flatten(1), x[:, 0])
-        torch.testing.assert_close(layer(x)[:, 0], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(layer(x, some_inputs(x))[:, 0], expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -111,7 +112,7 @@ def test_every_weight_is_trained_and_recomputation_changes_nothing(name: str) ->
         layer.zero_grad()
         bank.zero_grad()
         x = tokens().requires_grad_()
-        out = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
+        out = checkpoint(layer, x, some_inputs(x), use_reentrant=True) if recompute else layer(x, some_inputs(x))
         out.square().sum().backward()
         named = {**dict(layer.named_parameters()), **dict(bank.named_parameters()), "input": x}
         assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in named.values())
@@ -127,7 +128,7 @@ def test_in_bf16_scores_and_selection_are_fp32(name: str) -> None:
     x = tokens().bfloat16()
     found = layer.retrieve(x.flatten(0, 1))
     assert found.scores.dtype == found.stage_scores()[0].dtype == torch.float32
-    assert layer(x).dtype == torch.bfloat16
+    assert layer(x, some_inputs(x)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("shuffle", ["keyed", "table", "none"])
@@ -261,7 +262,7 @@ def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     same = replace(
         memory, kind="ultramem_v2", key_expansion=2, value_blocks="projected", pre_value_dim=0, query="single"
     )
-    outs = [build(config)[0](tokens()) for config in (memory, same)]
+    outs = [build(config)[0](tokens(), some_inputs(tokens())) for config in (memory, same)]
     assert issubclass(layer_class("ultramem"), UltraMemV2Layer)
     assert torch.equal(outs[0], outs[1])
 
@@ -270,7 +271,7 @@ def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
 def test_a_layer_without_tokens_reads_nothing_and_has_no_gradient_to_give(kind: str) -> None:
     layer, bank = build(KINDS[kind])
     hidden = tokens(0).requires_grad_()
-    out = layer(hidden)
+    out = layer(hidden, some_inputs(hidden))
     assert out.shape == (0, 1, HIDDEN)
     out.sum().backward()
     assert hidden.grad is not None

@@ -15,7 +15,9 @@ from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.config import MemoryConfig
 from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.parameters import group_of
 from megamem.sharing import BankSpec, LayerView
+from tests.microbatch import some_inputs
 
 MEMORY = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)
 
@@ -67,7 +69,7 @@ def test_optional_parts_are_left_out() -> None:
     layer, bank = build(MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=0, top_k=4))
     assert layer.pre_value_proj is None
     assert {name for name, _ in bank.named_parameters()} == {"values"}
-    assert layer(tokens()).shape == (6, 1, 32)
+    assert layer(tokens(), some_inputs(tokens())).shape == (6, 1, 32)
 
 
 def test_singular_vectors_stay_in_fp32() -> None:
@@ -88,7 +90,7 @@ def test_in_bf16_scores_and_selection_are_fp32() -> None:
     x = tokens().bfloat16()
     found = layer.retrieve(x.flatten(0, 1))
     assert found.scores.dtype == torch.float32
-    assert layer(x).dtype == torch.bfloat16
+    assert layer(x, some_inputs(x)).dtype == torch.bfloat16
 
 
 def test_singular_vectors_follow_the_cores_when_asked() -> None:
@@ -96,18 +98,28 @@ def test_singular_vectors_follow_the_cores_when_asked() -> None:
     before = layer.u.clone()
     with torch.no_grad():
         layer.cores[:, :, 0] += 3
-    layer(tokens())
+    layer(tokens(), some_inputs(tokens()))
     assert torch.equal(layer.u, before)
     layer.update_singular_vectors()
     assert not torch.allclose(layer.u, before)
     assert not layer.u.requires_grad
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weights_are_marked_for_megatrons_sequence_parallel_sum(sequence_parallel: bool) -> None:
-    config: dict[str, Any] = {"sequence_parallel": True, "tensor_model_parallel_size": 2} if sequence_parallel else {}
-    layer, bank = build(**config)
-    assert {getattr(p, "sequence_parallel") for p in layer.parameters()} == {sequence_parallel}  # noqa: B009
+def test_weights_and_tables_say_which_group_they_are_in_and_over_which_ranks_they_are_summed() -> None:
+    layer, bank = build()
+    assert {name: group_of(name, p) for name, p in (*layer.named_parameters(), *bank.named_parameters())} == {
+        "query_proj": "retrieval",
+        "keys": "retrieval",
+        "cores": "retrieval",
+        "value_proj": "retrieval",
+        "pre_value_proj": "retrieval",
+        "query_norm": "backbone_no_decay",
+        "keys_norm": "backbone_no_decay",
+        "values": "values",
+        "pre_values": "pre_values",
+    }
+    # Tensor-parallel ranks see other tokens.
+    assert {getattr(p, "sequence_parallel") for p in layer.parameters()} == {True}  # noqa: B009
     # Tables are summed over all ranks of the stage in buffers of their own.
     assert {getattr(p, "allreduce") for p in bank.parameters()} == {False}  # noqa: B009
     assert not any(getattr(p, "sequence_parallel", False) for p in bank.parameters())
@@ -126,6 +138,6 @@ def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
 def test_tokens_do_not_see_each_other() -> None:
     layer, _ = build()
     x = tokens()
-    together = layer(x)
-    apart = torch.cat([layer(x[i : i + 1]) for i in range(len(x))])
+    together = layer(x, some_inputs(x))
+    apart = torch.cat([layer(x[i : i + 1], some_inputs(x[i : i + 1])) for i in range(len(x))])
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)

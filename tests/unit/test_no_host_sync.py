@@ -15,6 +15,7 @@ import pytest
 
 from megamem.config import MemoryConfig, ModelConfig, SharingConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from tests.microbatch import some_inputs
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -150,7 +151,7 @@ def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
                     table.main_grad = torch.zeros(table.shape)
                 out = hidden
                 for layer in chunk.memory_layers:
-                    out = out + layer(out)
+                    out = out + layer(out, some_inputs(out))
                 out.sum().backward()
                 assert hidden.grad is not None
                 assert all(p.grad is not None for layer in chunk.memory_layers for p in layer.parameters())

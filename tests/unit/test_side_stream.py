@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.inputs import Inputs
 from megamem.side_stream import SideStream
+from tests.microbatch import some_inputs
 
 
 class Stream:
@@ -45,18 +47,20 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_branch_waits_for_its_input_and_the_caller_for_its_output(log: list[str]) -> None:
-    def branch(x: Tensor) -> Tensor:
+    def branch(x: Tensor, inputs: Inputs) -> Tensor:
         log.append(f"the branch runs on {torch.cuda.current_stream().name}")
         return x[:2].sum(0, keepdim=True)
 
     side: Any = Stream("side", log)
-    join = SideStream(side).start(branch, torch.ones(3, 1))
+    join = SideStream(side).start(branch, torch.ones(3, 1), some_inputs(torch.ones(5, 1)))
     log.append("the feed-forward runs on " + torch.cuda.current_stream().name)
     assert float(join()) == 2
     assert log == [
         "side waits for main",
         "the branch runs on side",
         "a tensor of 3 is kept for side",
+        "a tensor of 5 is kept for side",
+        "a tensor of 5 is kept for side",
         "the feed-forward runs on main",
         "main waits for side",
         "a tensor of 1 is kept for main",
@@ -64,6 +68,6 @@ def test_the_branch_waits_for_its_input_and_the_caller_for_its_output(log: list[
 
 
 def test_without_a_stream_the_branch_runs_when_it_is_joined(log: list[str]) -> None:
-    join = SideStream(None).start(lambda x: x + len(log), torch.zeros(1))
+    join = SideStream(None).start(lambda x, _: x + len(log), torch.zeros(1), some_inputs(torch.zeros(1, 1)))
     log.append("the feed-forward")
     assert float(join()) == 1

@@ -22,6 +22,7 @@ from megamem.layers.layer import MemoryLayer
 from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups
+from pretrain.build import unwrap
 from pretrain.config.schema import RunConfig
 from pretrain.costs.step import (
     EXCHANGE,
@@ -42,7 +43,6 @@ from pretrain.costs.step import (
     ZEROING,
 )
 from pretrain.optimizer import MemoryOptimizer
-from pretrain.step import unwrap
 from tools.bench.throughput import Contestant
 from tools.bench.timeline import Intervals, Timeline
 

@@ -1,0 +1,62 @@
+"""Where in the backbone a memory acts.
+
+A family of memories names the slot, `megamem.backbone` gives the slot its module, and nothing else of the model asks where a memory stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron.core.transformer.module import MegatronModule
+
+from megamem.config import PlacementConfig
+from megamem.spans import Span
+
+
+class Slot(Enum):
+    """Where a memory acts, and what its layer's `forward` is given.
+
+    n is the normalised input of a block's feed-forward, [t, b, D] of this rank's tokens; heads are those of this tensor-parallel rank, of all s tokens of its
+    context-parallel rank. `inputs` are always those of the first argument's tokens.
+    """
+
+    BESIDE = "beside"
+    """h + FFN(n) + Mem(n): `forward(n, inputs)` returns [t, b, D]."""
+    INSTEAD = "instead"
+    """h + Mem(n); the block has no feed-forward."""
+    SKIP = "skip"
+    """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
+    VALUES = "values"
+    """`forward(values, inputs, hidden)` returns what attention takes for its values [s, b, g, d]; `hidden` is attention's normalised input [t, b, D]."""
+    HEADS = "heads"
+    """`forward(heads, inputs)` returns what joins the outputs of the heads [s, b, n, d] before the output projection."""
+    BLOCK = "block"
+    """h + Mem(heads): the memory takes the place of the output projection and of the feed-forward, and is all that such a block adds to the residual stream
+    (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of all ranks together are as wide as h. The model's blocks are counted with it."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One memory of the model.
+
+    Attributes:
+        slot: where it acts.
+        span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
+        make_memory: builds its layer.
+    """
+
+    slot: Slot
+    span: Span
+    make_memory: Callable[[], MegatronModule]
+
+    def __post_init__(self) -> None:
+        assert self.span.is_skip == (self.slot is Slot.SKIP)
+
+
+def slot_of(placement: PlacementConfig, span: Span) -> Slot:
+    """The slot of a memory around the feed-forward, as the configuration places it."""
+    if span.is_skip:
+        return Slot.SKIP
+    return Slot.INSTEAD if placement.position == "instead" else Slot.BESIDE
