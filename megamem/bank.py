@@ -1,6 +1,6 @@
-"""Value and pre-value tables, and the lookup that memory layers call.
+"""The tables that memory layers read, and the lookup that they call.
 
-Legend: T tokens of this rank, J rows read per token (heads x K), C scores per row (Tucker cores), V value dim, P pre-value dim,
+Legend: T tokens of this rank, J rows read per token, C scores per row (Tucker cores), V value dim, P pre-value dim,
 B virtual blocks.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kernels.gather_pair.weighting import Activation, weighted
 from kernels.select import Kernels
-from megamem.config import MemoryConfig
-from megamem.parameters import GroupName, ReducedOver, declare
+from megamem.memory_config import MemoryConfig, Table
+from megamem.parameters import ReducedOver, declare
 from megamem.sharing import BankSpec
 
 
@@ -66,7 +66,7 @@ class Columns:
 class Bank(nn.Module):
     """The tables of one bank, with all their columns on every rank of its pipeline stage.
 
-    Both parameters are reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them over all
+    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them over all
     ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has seen other tokens. The same
     buffers split their optimizer state over all those ranks.
     """
@@ -89,7 +89,7 @@ class Bank(nn.Module):
 
         Args:
             spec: size and readers.
-            memory: widths and activation.
+            memory: which tables, their widths and the activation.
             kernels: the gathers.
             dtype: of the tables.
             device: where they live.
@@ -99,17 +99,18 @@ class Bank(nn.Module):
         super().__init__()
         self.spec = spec
         self.kernels = kernels
-        self.activation: Activation = memory.pre_activation
+        self.activation: Activation = memory.lookup.activation
         self.replica_rank, self.columns = replica_rank, columns
-        self.values = self._table("values", memory.value_dim, dtype, device)
-        self.pre_values = self._table("pre_values", memory.pre_dim, dtype, device) if memory.pre_dim else None
+        self.pre_values = None
+        for table in memory.tables:
+            setattr(self, table.name, self._table(table, dtype, device))
 
-    def _table(self, group: GroupName, width: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-        assert width % self.columns.num_parts == 0
-        shape = (self.spec.num_rows, width // self.columns.num_parts)
-        table = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        declare(table, group, reduced_over=ReducedOver.STAGE)
-        return table
+    def _table(self, table: Table, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+        assert table.width % self.columns.num_parts == 0
+        shape = (self.spec.num_rows, table.width // self.columns.num_parts)
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        declare(parameter, table.group, reduced_over=ReducedOver.STAGE)
+        return parameter
 
     def read(
         self,
@@ -134,7 +135,7 @@ class Bank(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Checkpoint entries under layout-free names, `banks.<bank>.values` and `banks.<bank>.pre_values`: plain blocks of columns."""
+        """Checkpoint entries under layout-free names, `banks.<bank>.<table>`: plain blocks of columns."""
         axis = len(sharded_offsets)
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(

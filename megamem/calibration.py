@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamem.config import MemoryConfig
 from megamem.random_fill import fill_normal
+from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.tucker import leading_singular_vectors, retrieve
 
 _SAMPLE_TOKENS = 128
@@ -35,7 +35,7 @@ class ScoreCalibration:
 
 
 @torch.no_grad()
-def calibrate_scores(memory: MemoryConfig, num_keys: int, cores: Tensor, *, seed: int, name: str) -> ScoreCalibration:
+def calibrate_scores(memory: TuckerConfig, num_keys: int, cores: Tensor, *, seed: int, name: str) -> ScoreCalibration:
     """Measure the scores that a layer will retrieve.
 
     Args:

@@ -20,17 +20,18 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
-from megamem.calibration import ScoreCalibration, calibrate_scores
-from megamem.config import Initialisation, MemoryConfig, ModelConfig
-from megamem.initial_variance import memory_variance
-from megamem.initialisation import Distribution, draw_layer, draw_part, set_gains, table_std
+from megamem.calibration import ScoreCalibration
+from megamem.config import ModelConfig
+from megamem.distributions import Distribution
+from megamem.families.registry import family_of
+from megamem.initialisation import draw_layer, draw_part, table_std
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
-from megamem.layers.registry import layer_class
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.retrieval import RetrievalLayer
+from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill_normal, normal_rows
 from megamem.retrieval.retrieved import Retrieved
-from megamem.sharing import BankSpec, plan_sharing
+from megamem.sharing import BankSpec
 
 # Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens that read them.
 _SAMPLE_READS = 1 << 13
@@ -45,17 +46,17 @@ class InitialOutput:
 
     Attributes:
         block: that it belongs to.
-        initialisation: the choice it was measured with.
-        calibration: of its scores; None where its gains are constants.
-        table_std: sigma_V, of its values and pre-values.
-        predicted_std: of its output, by Eq. 22; None with product keys, whose softmaxed scores it does not describe.
+        memory: the config it was measured with.
+        calibration: of its scores; None where it calibrates nothing.
+        table_std: of the elements of its tables (sigma_V).
+        predicted_std: of its output, by its family's formula; None where there is none.
         measured_std: over the sample.
         ffn_std: of the output of the block's dense feed-forward, measured; None with a mixture of experts, and where the memory replaces it.
         num_tokens: the sample.
     """
 
     block: int
-    initialisation: Initialisation
+    memory: MemoryConfig
     calibration: ScoreCalibration | None
     table_std: float
     predicted_std: float | None
@@ -65,7 +66,7 @@ class InitialOutput:
 
 
 def measure_initial_outputs(
-    model: ModelConfig, *, seed: int, most_layers: int, choices: Sequence[Initialisation] = ()
+    model: ModelConfig, *, seed: int, most_layers: int, choices: Sequence[MemoryConfig] = ()
 ) -> list[InitialOutput]:
     """Build and measure memory layers one after the other.
 
@@ -75,13 +76,14 @@ def measure_initial_outputs(
         model: with a memory.
         seed: the run's seed.
         most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
-        choices: of `initialisation` (Tucker-scored memories), by which each of the layers is measured on the same random numbers and slots; none: the model's own.
+        choices: configs that differ from the model's in their initial weights alone; each of the layers is measured with all of them, on the same
+            random numbers and slots. None: with the model's own.
     """
     assert model.memory is not None
     outputs = []
     for index in spread(len(model.memory_spans), most_layers):
         alone = _LayerAlone(model, model.memory, index, seed)
-        outputs += [alone.measure(choice) for choice in choices or [model.memory.initialisation]]
+        outputs += [alone.measure(choice) for choice in choices or [model.memory]]
     return outputs
 
 
@@ -102,51 +104,42 @@ class _LayerAlone:
         self.block = model.memory_spans[index].read
         self.tables = _DrawnTables(memory, seed)
         self.layer = _build_layer(model, memory, index, self.tables, seed)
-        num_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, _SAMPLE_READS // (memory.num_heads * memory.top_k)))
+        num_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, _SAMPLE_READS // memory.lookup.rows))
         self.tokens = sample_tokens(num_tokens, model.hidden_size, seed, self.layer.name)
         self.drawn: dict[str, Distribution] = {}
-        self.scores: ScoreCalibration | None = None
         self.found: tuple[Retrieved, float] | None = None
         self.ffn_std = _measure_ffn(model, self.block, seed=seed) if _has_dense_ffn(model, memory) else None
 
     @torch.no_grad()
-    def measure(self, initialisation: Initialisation) -> InitialOutput:
+    def measure(self, memory: MemoryConfig) -> InitialOutput:
         layer, tables = self.layer, self.tables
-        memory = replace(self.memory, initialisation=initialisation)
+        layer.memory = memory
         model = replace(self.model, memory=memory)
         draw_layer(layer, model, seed=self.seed, drawn=self.drawn)
-        calibration, predicted = None, None
-        if isinstance(layer, UltraMemV2Layer):
-            if self.scores is None:
-                self.scores = calibrate_scores(memory, layer.num_keys, layer.cores, seed=self.seed, name=layer.name)
-            if initialisation != "released":
-                calibration = self.scores
-                set_gains(layer, calibration)
+        calibration = layer.calibrate(self.seed)
         tables.std = table_std(model, memory, [calibration.sigma_s] if calibration is not None else [])
-        if isinstance(layer, UltraMemV2Layer):
-            assert self.scores is not None
-            predicted = _predicted_std(layer, model, memory, tables.std, self.scores)
+        predicted = layer.predicted_std(model, tables.std, self.seed)
+        if isinstance(layer, RetrievalLayer):
             self._retrieve_once(layer)
-        # Of hidden states that were drawn there are no tokens, and no layer that retrieves by hidden states asks.
-        nowhere = torch.zeros(self.tokens.shape[:2], dtype=torch.int64)
+        # Behind hidden states that were drawn there are no tokens: layers that ask for them get as many different ones as there are.
+        ids = torch.arange(len(self.tokens)).unsqueeze(1) % (model.vocab_size or len(self.tokens))
         return InitialOutput(
             block=self.block,
-            initialisation=initialisation,
+            memory=memory,
             calibration=calibration,
             table_std=tables.std,
             predicted_std=predicted,
-            measured_std=_root_mean_square(layer(self.tokens, Inputs(nowhere, nowhere))),
+            measured_std=_root_mean_square(layer(self.tokens, Inputs(ids, torch.zeros_like(ids)))),
             ffn_std=self.ffn_std,
             num_tokens=len(self.tokens),
         )
 
-    def _retrieve_once(self, layer: UltraMemV2Layer) -> None:
+    def _retrieve_once(self, layer: RetrievalLayer) -> None:
         """Make the layer return what it retrieved under the first choice: another one's gains scale all scores alike and select the same slots."""
-        gains = _score_gain(layer)
         if self.found is None:
-            self.found = layer.retrieve(self.tokens.squeeze(1)), gains
-        found, first_gains = self.found
-        scaled = replace(found, scores=found.scores * (gains / first_gains))
+            self.found = layer.retrieve(self.tokens.squeeze(1)), layer.score_gain
+        found, first_gain = self.found
+        scaled = replace(found, scores=found.scores * (layer.score_gain / first_gain))
         layer.retrieve = lambda x: scaled  # type: ignore[method-assign]
 
 
@@ -177,29 +170,6 @@ def _root_mean_square(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def _predicted_std(
-    layer: UltraMemV2Layer, model: ModelConfig, memory: MemoryConfig, sigma_v: float, scores: ScoreCalibration
-) -> float:
-    """Eq. 22 with the layer's own gains and projections, so that it covers the release's constants too."""
-    mean_score = _score_gain(layer) / scores.gain**4
-    pre = layer.pre_value_proj
-    return math.sqrt(
-        memory_variance(
-            model,
-            memory,
-            sigma_v=sigma_v,
-            score_square=mean_score**2 * (1 + scores.sigma_s**2),
-            pre_input_variance=0.0 if pre is None else model.hidden_size * float(pre.square().mean()),
-            value_proj_variance=float(layer.value_proj.square().mean()),
-        )
-    )
-
-
-def _score_gain(layer: UltraMemV2Layer) -> float:
-    """A score is a product of a row and a column score, and each of those of a query and a key: it grows with the square of both gains."""
-    return float(layer.query_norm.mean() * layer.keys_norm.mean()) ** 2
-
-
 def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _DrawnTables, seed: int) -> MemoryLayer:
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -209,10 +179,10 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
         use_cpu_initialization=True,
         params_dtype=torch.float32,
     )
-    plan = plan_sharing(memory, model.num_memory_layers)
+    plan = model.memory_plan
     view = plan.views[index]
     tables.bank = view.bank
-    return layer_class(memory.kind)(
+    return family_of(memory).layer()(
         config,
         memory,
         view,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.retrieval.config import TuckerConfig
 
 # Trapezoidal rule for means over N(0, 1). Its error falls exponentially with the step for smooth integrands: both figures leave 1e-15.
 _QUADRATURE_LIMIT = 10.0
@@ -47,7 +48,7 @@ def _ffn_variance(model: ModelConfig, inner_variance: float) -> float:
     return model.active_ffn_width * model.linear_std**2 / (2 * model.num_layers) * inner_variance
 
 
-def target_variance(model: ModelConfig, memory: MemoryConfig) -> float:
+def target_variance(model: ModelConfig, memory: TuckerConfig) -> float:
     """The variance that a memory's output is to have: the feed-forward's, as the paper estimates it or (`matched`) as it is.
 
     L counts all blocks, whichever of them have a memory, because the feed-forward's output projections are scaled by it.
@@ -57,7 +58,7 @@ def target_variance(model: ModelConfig, memory: MemoryConfig) -> float:
 
 def memory_variance(
     model: ModelConfig,
-    memory: MemoryConfig,
+    memory: TuckerConfig,
     *,
     sigma_v: float,
     score_square: float,
@@ -81,14 +82,14 @@ def memory_variance(
     pre_input_variance = linear_output_variance(model) if pre_input_variance is None else pre_input_variance
     value_proj_variance = model.linear_std**2 if value_proj_variance is None else value_proj_variance
     product = 1.0
-    if memory.pre_dim:
-        variance = pre_input_variance * sigma_v**2 * memory.pre_dim
-        product = normal_mean(lambda p: _gelu(p) ** 2, variance) if memory.pre_activation == "gelu" else variance
+    if pre_dim := memory.width("pre_values"):
+        variance = pre_input_variance * sigma_v**2 * pre_dim
+        product = normal_mean(lambda p: _gelu(p) ** 2, variance) if memory.lookup.activation == "gelu" else variance
     retrieved = memory.top_k * memory.num_heads * memory.value_dim
     return value_proj_variance * retrieved * score_square * sigma_v**2 * product
 
 
-def sigma_values(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> float:
+def sigma_values(model: ModelConfig, memory: TuckerConfig, sigma_s: float) -> float:
     """sigma_V, the standard deviation of values and pre-values that gives memory and feed-forward outputs one variance (Eq. 26).
 
     sigma_V^4 = 0.2 k_inner h / (K H (1 + sigma_s^2) P V L) for `paper` with pre-values; for `matched` the same times 0.049 / 0.16. Without
@@ -105,10 +106,10 @@ def sigma_values(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> fl
     def variance(sigma_v: float) -> float:
         return memory_variance(model, memory, sigma_v=sigma_v, score_square=1 + sigma_s**2)
 
-    if memory.pre_dim and memory.pre_activation != "none":
+    if memory.lookup.activation != "none":
         return _root(lambda log_sigma: variance(math.exp(log_sigma)) - target)
     # The variance is a power of sigma_V.
-    return float((target / variance(1.0)) ** (0.25 if memory.pre_dim else 0.5))
+    return float((target / variance(1.0)) ** (0.25 if memory.width("pre_values") else 0.5))
 
 
 def normal_mean(function: Callable[[float], float], variance: float) -> float:

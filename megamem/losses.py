@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.config import MemoryConfig
+from megamem.memory_config import LossWeights
 
 LOSS_NAMES = ("tucker_penalty", "key_balance")
 """The losses by their names in metrics."""
@@ -76,16 +76,16 @@ class AuxiliaryLosses:
         sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value x tokens.
     """
 
-    def __init__(self, memory: MemoryConfig, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    def __init__(self, weights: LossWeights, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         """Switched off losses stay 0.
 
         Args:
-            memory: the weights, and the penalty's margin.
+            weights: of the losses, and the penalty's margin.
             token_group: tensor- and context-parallel ranks that hold the other tokens of a microbatch; None: there are none.
             device: where the layer computes.
         """
-        self.penalty_weight, self.margin = memory.tucker_penalty_weight, memory.tucker_penalty_margin
-        self.balance_weight = memory.key_balance_weight
+        self.penalty_weight, self.margin = weights.tucker_penalty, weights.tucker_margin
+        self.balance_weight = weights.key_balance
         self.token_group = token_group
         self.sums = torch.zeros(1 + len(LOSS_NAMES), dtype=torch.float64, device=device)
 

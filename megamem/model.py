@@ -18,14 +18,15 @@ from megamem.attention import SdpaCoreAttention
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer
-from megamem.layers.registry import layer_class
 from megamem.layers.step import begin_step
+from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.placement import parameter_device
-from megamem.sharing import SharingPlan, plan_sharing
+from megamem.sharing import SharingPlan
 from megamem.side_stream import SideStream
 from megamem.slots import Site, slot_of
 from megamem.spans import Span
@@ -36,7 +37,7 @@ class MemoryGPTModel(GPTModel):
 
     Attributes:
         model_config: our config of the whole model.
-        banks: this chunk's banks by global index, `banks.<index>.values` and `banks.<index>.pre_values` in checkpoints.
+        banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
         weights_are_set: whether someone filled the weights; who does says so.
     """
 
@@ -79,7 +80,7 @@ class MemoryGPTModel(GPTModel):
         Raises:
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
-        plan = plan_sharing(model.memory, model.num_memory_layers) if model.memory is not None else None
+        plan = model.memory_plan
         index_of = _memory_indices(model.memory_spans, layers)
         banks = _build_banks(plan, index_of, model.memory, config, make_bank)
         sites = _sites(config, model, plan, index_of, banks, kernels=kernels, seed=seed, token_group=groups.tp_cp)
@@ -154,7 +155,7 @@ class MemoryGPTModel(GPTModel):
                 site.serve(no_token, inputs)
 
     def begin_step(self) -> None:
-        """To be called once per optimizer step, before its first microbatch: refreshes the retrieval's singular vectors, restarts the losses' sums."""
+        """To be called once per optimizer step, before its first microbatch: refreshes what the memory layers keep between steps, restarts the losses' sums."""
         assert self.weights_are_set, "neither initial weights nor a checkpoint's are in this chunk"
         begin_step(self.memory_layers)
         for router in self.routers:
@@ -192,13 +193,13 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
 
 
 def _build_banks(
-    plan: SharingPlan | None,
+    plan: SharingPlan,
     index_of: dict[int, int],
     memory: MemoryConfig | None,
     config: TransformerConfig,
     make_bank: MakeBank,
 ) -> dict[int, Bank]:
-    if plan is None or memory is None:
+    if memory is None:
         return {}
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
@@ -210,7 +211,7 @@ def _build_banks(
 def _sites(
     config: TransformerConfig,
     model: ModelConfig,
-    plan: SharingPlan | None,
+    plan: SharingPlan,
     index_of: dict[int, int],
     banks: dict[int, Bank],
     *,
@@ -220,13 +221,13 @@ def _sites(
 ) -> dict[int, Site]:
     """The memories of a chunk, by the block that they read in; see `MemoryGPTModel` for the arguments."""
     memory = model.memory
-    if plan is None or memory is None:
+    if memory is None:
         return {}
-    sites = {}
+    family, sites = family_of(memory), {}
     for layer, index in index_of.items():
         view, span = plan.views[index], model.memory_spans[index]
         make_memory = partial(
-            layer_class(memory.kind),
+            family.layer(),
             config,
             memory,
             view,
@@ -237,7 +238,7 @@ def _sites(
             seed=seed,
             token_group=token_group,
         )
-        sites[layer] = Site(slot_of(memory.placement, span), span, make_memory)
+        sites[layer] = Site(family.slot or slot_of(memory.placement, span), span, make_memory)
     return sites
 
 

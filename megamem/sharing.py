@@ -1,15 +1,52 @@
 """Which layers read which rows of which tables (UltraMemV2, Table 7).
 
-A *bank* is the pair of tables (values, pre-values) that a set of layers shares. N is the number of keys per side of a layer's own table,
-g the group size, L the number of layers with a memory. "Layer" is a memory layer here, counted from 0 over the blocks that have one.
+A *bank* is the tables that a set of layers shares. How many rows it has, and which of them a layer sees, its family says. Where a grid of
+keys addresses them, N is the number of keys per side of a layer's own table, g the group size, L the number of layers with a memory. A
+"layer" is a memory layer here, counted from 0 over the blocks that have one.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from megamem.config import MemoryConfig
+from pydantic import PositiveInt
+
+from megamem.config_base import Config, EffectiveWhen
+
+
+@dataclass(frozen=True)
+class SharingConfig(Config):
+    """Which layers read which tables (UltraMemV2, Table 7)."""
+
+    pattern: Literal["none", "block", "ring", "no_ring", "all"] = "none"
+    """none: a private table per layer; block: `group` consecutive layers share one; ring, no_ring: every layer sees a window of `group` tables; all: one table of N^2 rows for all layers (Memory+)."""
+    group: Annotated[
+        PositiveInt,
+        EffectiveWhen(lambda c: c.pattern not in ("none", "all"), "sharing.pattern is block, ring or no_ring"),
+    ] = 1
+    """Layers per block, or tables per window (the paper's g)."""
+    window: Annotated[
+        Literal["paper", "released"],
+        EffectiveWhen(lambda c: c.pattern in ("ring", "no_ring"), "sharing.pattern is ring or no_ring"),
+    ] = "paper"
+    """Where layer l's window starts: paper: (group - 1) // 2 tables before l (S4 is l-1..l+2); released: at l."""
+
+    def check(self, num_memory_layers: int) -> None:
+        """Refuse groups that the layers of a model do not make up.
+
+        Raises:
+            ValueError: with key and value.
+        """
+        if self.pattern != "none" and self.group > num_memory_layers:
+            raise ValueError(
+                f"model.memory.sharing.group is {self.group}, more than the {num_memory_layers} memory layers that num_layers and placement give"
+            )
+        if self.pattern == "block" and num_memory_layers % self.group:
+            raise ValueError(
+                f"model.memory.sharing.group is {self.group}, which does not divide the {num_memory_layers} memory layers that num_layers and placement give"
+            )
 
 
 @dataclass(frozen=True)
@@ -23,16 +60,16 @@ class BankSpec:
 
 @dataclass(frozen=True)
 class LayerView:
-    """The window of a bank that one layer sees: rows first_row .. first_row + num_keys^2 - 1, modulo the bank's rows."""
+    """The window of a bank that one layer sees: rows first_row .. first_row + num_rows - 1, modulo the bank's rows."""
 
     bank: int
     first_row: int
-    num_keys: int
+    num_rows: int
 
     @property
-    def num_rows(self) -> int:
-        """Rows in the window, the square of the keys per side."""
-        return self.num_keys**2
+    def num_keys(self) -> int:
+        """Keys per side of a square grid that addresses the window."""
+        return math.isqrt(self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -60,40 +97,51 @@ class SharingPlan:
         return wanted
 
 
-def plan_sharing(memory: MemoryConfig, num_layers: int) -> SharingPlan:
-    """Banks and views of the `num_layers` memory layers of a model.
+def private_banks(num_rows: int, num_layers: int) -> SharingPlan:
+    """A bank of `num_rows` rows for each layer."""
+    return SharingPlan(
+        tuple(BankSpec(layer, num_rows, (layer,)) for layer in range(num_layers)),
+        tuple(LayerView(layer, 0, num_rows) for layer in range(num_layers)),
+    )
+
+
+def common_bank(num_rows: int, num_layers: int) -> SharingPlan:
+    """One bank of `num_rows` rows, all of which every layer sees."""
+    return SharingPlan(
+        (BankSpec(0, num_rows, tuple(range(num_layers))),), tuple(LayerView(0, 0, num_rows) for _ in range(num_layers))
+    )
+
+
+def plan_grids(sharing: SharingConfig, num_keys: int, num_layers: int) -> SharingPlan:
+    """Banks and views of the `num_layers` memory layers of a model that retrieve from grids of `num_keys` keys per side.
 
     A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed. Only with `all` does the
     number of rows not grow with the layers.
     """
-    own_rows, group = memory.num_keys**2, memory.sharing.group
-    num_keys = math.isqrt(own_rows * group)
-    match memory.sharing.pattern:
+    own_rows, group = num_keys**2, sharing.group
+    grid = math.isqrt(own_rows * group) ** 2
+    match sharing.pattern:
         case "none":
-            banks = tuple(BankSpec(layer, own_rows, (layer,)) for layer in range(num_layers))
-            views = tuple(LayerView(layer, 0, memory.num_keys) for layer in range(num_layers))
+            return private_banks(own_rows, num_layers)
+        case "all":
+            return common_bank(own_rows, num_layers)
         case "block":
             banks = tuple(
                 BankSpec(block, group * own_rows, tuple(range(block * group, (block + 1) * group)))
                 for block in range(num_layers // group)
             )
-            views = tuple(LayerView(layer // group, 0, num_keys) for layer in range(num_layers))
-        case "all":
-            banks = (BankSpec(0, own_rows, tuple(range(num_layers))),)
-            views = tuple(LayerView(0, 0, memory.num_keys) for _ in range(num_layers))
+            views = tuple(LayerView(layer // group, 0, grid) for layer in range(num_layers))
         case "ring" | "no_ring":
             banks = (BankSpec(0, num_layers * own_rows, tuple(range(num_layers))),)
             views = tuple(
-                LayerView(0, _window_start(memory, layer, num_layers) * own_rows, num_keys)
-                for layer in range(num_layers)
+                LayerView(0, _window_start(sharing, layer, num_layers) * own_rows, grid) for layer in range(num_layers)
             )
     return SharingPlan(banks, views)
 
 
-def _window_start(memory: MemoryConfig, layer: int, num_layers: int) -> int:
+def _window_start(sharing: SharingConfig, layer: int, num_layers: int) -> int:
     """First table of a layer's window: the paper centres it (S4 is l-1 .. l+2), the release starts at the layer's own."""
-    group = memory.sharing.group
-    start = layer - (group - 1) // 2 if memory.sharing.window == "paper" else layer
-    if memory.sharing.pattern == "no_ring":
-        return max(0, min(start, num_layers - group))
+    start = layer - (sharing.group - 1) // 2 if sharing.window == "paper" else layer
+    if sharing.pattern == "no_ring":
+        return max(0, min(start, num_layers - sharing.group))
     return start % num_layers

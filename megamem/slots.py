@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from megatron.core.transformer.module import MegatronModule
-
-from megamem.config import PlacementConfig
+from megamem.memory_config import PlacementConfig
 from megamem.spans import Span
+
+if TYPE_CHECKING:
+    # Megatron takes seconds to load, and a family names its slot without it.
+    from megatron.core.transformer.module import MegatronModule
 
 
 class Slot(Enum):

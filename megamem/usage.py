@@ -3,7 +3,7 @@
 Layers add to buffers on their device while they are observed. One reduction of the row counts over the ranks of a pipeline stage, one of
 all other figures over all ranks and one copy to the host then serve every layer and every figure.
 
-Legend: T tokens of this rank, J rows read per token (heads x K), H heads, K retrieved, C cores, R Tucker rank, D hidden size, M rows of the
+Legend: T tokens of this rank, J rows read per token, H heads, K retrieved, C cores, R Tucker rank, D hidden size, M rows of the
 window of a bank that a layer sees.
 """
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamem.memory_config import Observed
 from megamem.sharing import LayerView
 
 # What a layer sums over its tokens: their number, and the token-weighted means below.
@@ -50,24 +51,25 @@ class LayerUsage:
         self.sums.zero_()
 
     @torch.no_grad()
-    def record(self, rows: Tensor, scores: Tensor, out: Tensor) -> None:
+    def record(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:
         """Add the tokens of one forward pass.
 
         Args:
             rows: [T, J], int64 rows of the bank.
-            scores: [T, H, K, C], best first within a head.
+            scores: [T, H, K, C], best first within a head; None in layers whose rows have none.
             out: [T, D], the layer's output.
         """
         in_window = ((rows - self.view.first_row) % self.num_bank_rows).flatten()
         # Integers: the order of the atomic additions does not show.
         self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
         wide = out.double() if out.dtype == torch.float64 else out.float()
-        means = (scores.new_ones(()), scores[:, :, 0].mean(), scores.mean(), wide.mean(), wide.square().mean())
+        top1, topk = (wide.new_zeros(()),) * 2 if scores is None else (scores[:, :, 0].mean(), scores.mean())
+        means = (wide.new_ones(()), top1, topk, wide.mean(), wide.square().mean())
         self.sums += torch.stack([mean.double() for mean in means]) * out.shape[0]
 
 
 class ObservedLayer(Protocol):
-    """What is asked of a memory layer of any kind."""
+    """What is asked of a memory layer of any family."""
 
     name: str
     view: LayerView
@@ -84,7 +86,7 @@ class UsageCollector:
         layers: Sequence[ObservedLayer],
         *,
         num_blocks: int,
-        spectrum: tuple[int, int] | None,
+        observed: Observed,
         stage_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -93,11 +95,11 @@ class UsageCollector:
         Args:
             layers: this rank's.
             num_blocks: of the whole model.
-            spectrum: (H, R) of layers with Tucker cores; None for other kinds.
+            observed: what their family has to be observed.
             stage_group: all ranks of this pipeline stage (tensor, context and data parallel); each sees other tokens.
             device: where the layers compute.
         """
-        self.layers, self.num_blocks, self.spectrum = tuple(layers), num_blocks, spectrum
+        self.layers, self.num_blocks, self.observed = tuple(layers), num_blocks, observed
         self.stage_group, self.device = stage_group, device
         sizes = [layer.view.num_rows for layer in layers]
         self._counts = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -118,7 +120,7 @@ class UsageCollector:
         Returns:
             coverage: share of the rows of the layer's window that were read at least once.
             kl_to_uniform: sum_i p_i log(p_i M) in nats, p_i the share of row i in all reads: 0 if even, log(M) if all reads hit one row.
-            top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores.
+            top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores; only where rows have scores.
             output_std: standard deviation of the layer's output over tokens and dimensions.
             singular_values: of each head's summed core, descending; only with Tucker cores.
         """
@@ -139,7 +141,7 @@ class UsageCollector:
 
     @property
     def _num_columns(self) -> int:
-        return _NUM_COLUMNS + (math.prod(self.spectrum) if self.spectrum is not None else 0)
+        return _NUM_COLUMNS + (math.prod(self.observed.spectrum) if self.observed.spectrum is not None else 0)
 
     def _fill_stage_figures(self, table: Tensor) -> None:
         if not self.layers:
@@ -148,7 +150,7 @@ class UsageCollector:
         for block, usage in zip(blocks, self._usages, strict=True):
             table[block, _COVERAGE] = (usage.counts > 0).double().mean()
             table[block, _KL] = _kl_to_uniform(usage.counts)
-        if self.spectrum is not None:
+        if self.observed.spectrum is not None:
             sums = torch.stack([_core_sum(layer) for layer in self.layers])
             # Host sync on GPUs: the SVD of all layers at once looks at its convergence.
             table[blocks, _NUM_COLUMNS:] = torch.linalg.svdvals(sums).flatten(1).double()
@@ -158,12 +160,12 @@ class UsageCollector:
         metrics: LayerMetrics = {
             "coverage": row[_COVERAGE],
             "kl_to_uniform": row[_KL],
-            "top1_score": means[_TOP1],
-            "topk_score": means[_TOPK],
-            "output_std": math.sqrt(max(0.0, means[_OUT_SQUARE] - means[_OUT] ** 2)),
         }
-        if self.spectrum is not None:
-            heads, rank = self.spectrum
+        if self.observed.scores:
+            metrics |= {"top1_score": means[_TOP1], "topk_score": means[_TOPK]}
+        metrics["output_std"] = math.sqrt(max(0.0, means[_OUT_SQUARE] - means[_OUT] ** 2))
+        if self.observed.spectrum is not None:
+            heads, rank = self.observed.spectrum
             values = row[_NUM_COLUMNS:]
             metrics["singular_values"] = [values[head * rank : (head + 1) * rank] for head in range(heads)]
         return metrics

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megamem.config import ModelConfig
-from megamem.sharing import plan_sharing
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,10 @@ def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
     """What must not reach over the edge of a chunk, because tables and pending outputs do not travel between stages."""
     spans = model.memory_spans
     units = [Unit(span.read, span.add, "span") for span in spans if span.is_skip]
-    if model.memory is not None:
-        for bank in plan_sharing(model.memory, len(spans)).banks:
-            first, last = spans[bank.layers[0]].read, spans[bank.layers[-1]].read
-            if last > first:
-                units.append(Unit(first, last, "group"))
+    for bank in model.memory_plan.banks:
+        first, last = spans[bank.layers[0]].read, spans[bank.layers[-1]].read
+        if last > first:
+            units.append(Unit(first, last, "group"))
     return tuple(units)
 
 

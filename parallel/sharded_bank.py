@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kernels.select import Kernels
 from megamem.bank import Bank, Columns
-from megamem.config import MemoryConfig
+from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec
 from parallel.exchange import Exchange, join_columns, split_columns, spread_coefficients, sum_parts
 from parallel.packed_rows import RowFormat
@@ -35,7 +35,7 @@ def make_bank(
 
     Args:
         spec: size and readers.
-        memory: widths and activation.
+        memory: which tables, their widths and the activation.
         dtype: of the tables.
         device: where they live.
         kernels: the two gathers.
@@ -60,7 +60,7 @@ def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) 
 
 
 class ShardedBank(Bank):
-    """Columns r V / G to (r + 1) V / G - 1 of the values, and the same share of the pre-values, on rank r of a memory group.
+    """Columns r V / G to (r + 1) V / G - 1 of the values, and the same share of every other table, on rank r of a memory group.
 
     Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there is nothing to balance.
     The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence parallelism all of them have other tokens.

@@ -144,7 +144,7 @@ class MemoryUsage(Quiet):
         self._collector = UsageCollector(
             layers,
             num_blocks=run.config.model.num_layers,
-            spectrum=(memory.num_heads, memory.tucker_rank) if memory.has_tucker_cores else None,
+            observed=memory.observed,
             stage_group=run.groups.megatron.tp_dp_cp,
             device=run.groups.device,
         )

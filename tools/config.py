@@ -11,27 +11,27 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
-from megamem.sharing import plan_sharing
+from megamem.memory_config import MemoryConfig
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
-from pretrain.config.fields import field_specs
 from pretrain.config.loader import load_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs, table_bytes_per_token
 from pretrain.errors import ConfigError
 from tools.parameter_table import parameter_tables
 
 _WIDTH = 100
-# `config show` measures initial outputs on so many layers, and on fewer where their keys, which have to be drawn, are many: some seconds.
+# `config show` measures initial outputs on so many layers, and on fewer where their retrieval, which has to be drawn, is large: some seconds.
 _MOST_MEASURED_LAYERS = 4
-_MEASURED_KEY_ELEMENTS = 1 << 23
+_MEASURED_WEIGHTS = 1 << 23
 _MEASURES = {
     "flops": "forward FLOPs per token",
     "active": "active parameters",
@@ -273,13 +273,12 @@ def _initialisation_section(
     # Not at the top of the file: torch and Megatron take seconds to load, and nothing else here needs them.
     from megamem.initial_outputs import measure_initial_outputs
 
-    widest = max(view.num_keys for view in plan_sharing(memory, model.num_memory_layers).views)
-    key_elements = 2 * memory.num_heads * memory.expansion * widest * memory.key_dim * memory.tucker_rank
+    weights_per_layer = max(1, memory_layer_costs(model).retrieval // model.num_memory_layers)
     try:
         with warnings.catch_warnings():
             # Of Megatron, about optional packages.
             warnings.simplefilter("ignore")
-            few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_KEY_ELEMENTS // key_elements))
+            few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_WEIGHTS // weights_per_layer))
             most_layers = few if measured_layers is None else measured_layers
             measured = measure_initial_outputs(model, seed=seed, most_layers=most_layers)
     except ValueError as error:
@@ -303,7 +302,7 @@ def _initialisation_section(
         f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} random tokens of mean square 1, "
         f"with the weights and the table rows that seed {seed} gives it"
     )
-    return Section(f"initialisation ({memory.initialisation if memory.has_tucker_cores else 'released'})", tuple(lines))
+    return Section(f"initialisation ({memory.initialised_by})", tuple(lines))
 
 
 def key_lines() -> Iterator[str]:
@@ -345,7 +344,7 @@ def _explained_section(config: Any, prefix: str, docs: dict[str, FieldDoc], sile
         yield from textwrap.wrap(docs[key].doc, _WIDTH, initial_indent=comment, subsequent_indent=comment)
         if key in silent:
             yield f"{comment}{item.name}: without effect unless {silent[key]}"
-        elif dataclasses.is_dataclass(value):
+        elif isinstance(value, Config):
             is_silent = all(f"{key}.{name}" in silent for name in field_specs(type(value)))
             yield f"{indent}{item.name}:{' {}' if is_silent else ''}"
             yield from _explained_section(value, f"{key}.", docs, silent)

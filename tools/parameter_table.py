@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megamem.sharing import plan_sharing
+from megamem.retrieval.config import RetrievalConfig
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops_per_token
@@ -121,8 +121,8 @@ def _costs(config: RunConfig) -> list[str]:
 def _parts(config: RunConfig) -> list[str]:
     model, counts = config.model, _counts(config)
     keys = ""
-    if model.memory is not None:
-        widest = max(view.num_keys for view in plan_sharing(model.memory, model.num_memory_layers).views)
+    if isinstance(model.memory, RetrievalConfig):
+        widest = max(view.num_keys for view in model.memory_plan.views)
         keys = f"{widest * model.memory.expansion:,}"
     width = str(model.ffn_hidden_size)
     if model.moe is not None:

@@ -1,1 +1,1 @@
-"""Memory layers, one module per variant."""
+"""Memory layers: what all have in common, and what those share that retrieve in one way."""

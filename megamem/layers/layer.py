@@ -1,12 +1,13 @@
-"""What every memory layer has in common: its place in the model, its lookup, and the way from the hidden state to its output.
+"""What every memory layer has in common, whatever its family: its place in the model, its bank, and what is asked of it.
 
-Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, H heads, K retrieved, J = H K, C scores per entry,
-V value dim, P pre-value dim, B sums per token (virtual blocks with a projection each; mostly 1).
+Legend: s sequence length and b sequences of this rank, D hidden size.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -15,21 +16,19 @@ from torch import Tensor, nn
 
 from kernels.select import Kernels
 from megamem.bank import TableLookup
-from megamem.config import MemoryConfig
+from megamem.calibration import ScoreCalibration
+from megamem.config import ModelConfig
 from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses
+from megamem.memory_config import MemoryConfig
 from megamem.parameters import ReducedOver, declare
 from megamem.placement import parameter_device
-from megamem.retrieval.retrieved import Retrieved
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage
 
 
 class MemoryLayer(MegatronModule):
-    """Retrieves K values per token and head and brings their weighted sum back to the residual stream.
-
-    A variant says how it retrieves (`retrieve`), which rows stand behind its slots (`locate`), what its pre-values are multiplied
-    with (`pre_input`) and how the sum is projected (`project`).
+    """Reads rows of a bank for every token, and makes of them what the memory adds to the residual stream.
 
     The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; so Megatron sums their
     gradients over those too. The tables belong to the model and are reached through `lookup`.
@@ -59,12 +58,12 @@ class MemoryLayer(MegatronModule):
 
         Args:
             config: Megatron's config of the model.
-            memory: this layer's config.
+            memory: this layer's config, of its own family.
             view: the window of the bank that this layer sees.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
-            kernels: the selections.
+            kernels: of retrieval.
             num_bank_rows: rows of the bank, at which the window wraps around.
-            name: the layer's global name, which keys its shuffle.
+            name: the layer's global name, which keys what it draws by itself.
             seed: the run's seed.
             token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this rank holds all of them.
         """
@@ -73,10 +72,10 @@ class MemoryLayer(MegatronModule):
         self.memory, self.view, self.lookup, self.num_bank_rows = memory, view, lookup, num_bank_rows
         self.kernels = kernels
         self.epsilon = config.layernorm_epsilon
-        self.losses = (
-            AuxiliaryLosses(memory, token_group, parameter_device(config)) if memory.has_auxiliary_losses else None
-        )
+        weights = memory.loss_weights
+        self.losses = AuxiliaryLosses(weights, token_group, parameter_device(config)) if weights.any else None
         self.usage: LayerUsage | None = None
+        self.cores = None
         self._build(config.hidden_size, seed)
 
     @abstractmethod
@@ -84,44 +83,36 @@ class MemoryLayer(MegatronModule):
         """Allocate this variant's weights and buffers."""
 
     @abstractmethod
-    def retrieve(self, x: Tensor) -> Retrieved:
-        """Slots and scores of the tokens `x` [T, D]; scores are fp32 (fp64 for fp64 inputs)."""
-
-    @abstractmethod
-    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of the bank behind the slots of the grid, and the sum, in [0, B), that each one's value belongs to (None if B is 1)."""
-
-    @abstractmethod
-    def pre_input(self, x: Tensor) -> Tensor | None:
-        """What the pre-values are multiplied with, [T, P] of the tokens `x` [T, D]; None without pre-values."""
-
-    @abstractmethod
-    def project(self, values: Tensor, x: Tensor) -> Tensor:
-        """The output [T, D] from the weighted values [T, B V] of the tokens `x` [T, D]."""
-
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """The memory's contribution to the residual stream.
 
+        What it reads it shows to `observe`.
+
         Args:
             hidden: [s, b, D], the normalised input of the block's feed-forward.
-            inputs: the tokens behind it, which none of these variants asks for.
+            inputs: the tokens behind it.
 
         Returns:
             [s, b, D].
         """
-        x = hidden.flatten(0, 1)
-        found = self.retrieve(x)
-        rows, blocks = self.locate(found.slots.flatten(1))
-        scores = found.scores.flatten(1, 2).to(x.dtype)
-        values = self.lookup.read(rows, scores, self.pre_input(x), blocks, self.memory.num_value_blocks)
-        out = self.project(values, x)
-        if torch.is_grad_enabled():
-            # Once per microbatch: the first forward of a recomputed block runs without gradients, as does evaluation.
-            if self.losses is not None:
-                out = self.losses.inject(out, self.cores, found.stage_scores, (found.row_ids, found.column_ids))
-            if self.usage is not None:
-                self.usage.record(rows, found.scores, out)
-        return out.view_as(hidden)
+
+    def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:
+        """Count what was read while the run observes it: once per microbatch, for the first forward of a recomputed block runs without
+        gradients, as does evaluation. See `LayerUsage.record` for the arguments."""
+        if self.usage is not None and torch.is_grad_enabled():
+            self.usage.record(rows, scores, out)
+
+    def calibrate(self, seed: int) -> ScoreCalibration | None:
+        """Set what depends on other weights of the layer, once these are drawn; what it measured of its scores, where it measures them."""
+        return None
+
+    def predicted_std(self, model: ModelConfig, table_std: float, seed: int) -> float | None:
+        """Standard deviation of the output at initialisation by a formula of the family's paper; None: there is none."""
+        return None
+
+    @classmethod
+    def refresh(cls, layers: Sequence[Self]) -> None:
+        """What these layers of one model chunk do once per optimizer step, before its first microbatch."""
 
     def _weight(self, *shape: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))

@@ -1,4 +1,4 @@
-"""Memory layers with product keys: PKM, Memory+ and PEER (UltraMemV2, Eq. 3-5 and 13).
+"""Memory layers with product keys (UltraMemV2, Eq. 3-5).
 
 Legend: T tokens of this rank, D hidden size, H heads, N keys per side, d key dim, K retrieved, V value dim.
 """
@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamem.layers.layer import MemoryLayer
+from megamem.layers.retrieval import RetrievalLayer
 from megamem.norm import rms_normalise
+from megamem.retrieval.config import ProductKeyConfig
 from megamem.retrieval.product import retrieve
 from megamem.retrieval.retrieved import Retrieved
 
 
-class ProductKeyLayer(MemoryLayer):
+class ProductKeyLayer(RetrievalLayer):
     """Product-key retrieval with softmax weights, and an optional projection of the summed values.
 
     As released there is no shuffle: slot i N + j is row i N + j of the table. Every head has its own queries. Two releases disagree on the
@@ -23,9 +24,10 @@ class ProductKeyLayer(MemoryLayer):
     normalises the keys (the former computes it and drops the result).
     """
 
+    memory: ProductKeyConfig
+
     def _build(self, hidden_size: int, seed: int) -> None:
         memory = self.memory
-        self.cores = None
         self.query_proj = self._weight(memory.num_queries * memory.key_dim, hidden_size)
         self.query_bias = self._bias(memory.num_queries * memory.key_dim)
         self.query_norm = self._weight(memory.key_dim) if memory.query_norm else None
@@ -38,13 +40,8 @@ class ProductKeyLayer(MemoryLayer):
     def _bias(self, size: int) -> nn.Parameter | None:
         return self._weight(size) if self.memory.biases else None
 
-    @property
-    def num_keys(self) -> int:
-        """N: keys per side."""
-        return self.view.num_keys
-
     def retrieve(self, x: Tensor) -> Retrieved:
-        """See `MemoryLayer.retrieve`; the scores are softmaxed within a head."""
+        """See `RetrievalLayer.retrieve`; the scores are softmaxed within a head."""
         row_scores, column_scores = self.key_scores(x)
         return retrieve(
             row_scores,
@@ -71,34 +68,9 @@ class ProductKeyLayer(MemoryLayer):
         """Moved to where the layer's window starts, and wrapped around the bank."""
         return (slots + self.view.first_row) % self.num_bank_rows, None
 
-    def pre_input(self, x: Tensor) -> Tensor | None:
-        """None: only PEER has pre-values."""
-        return None
-
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """The value projection, if there is one, times the scalar gate of the token, if there is one."""
         out = values if self.value_proj is None else F.linear(values, self.value_proj, self.value_bias)
         if self.output_gate is not None:
             out = out * torch.sigmoid(F.linear(x, self.output_gate, self.output_gate_bias))
         return out
-
-
-class MemoryPlusLayer(ProductKeyLayer):
-    """Memory+: the summed values are multiplied by silu of a projection of the input, and always projected."""
-
-    def _build(self, hidden_size: int, seed: int) -> None:
-        super()._build(hidden_size, seed)
-        self.silu_gate = self._weight(self.memory.value_dim, hidden_size)
-        self.silu_gate_bias = self._bias(self.memory.value_dim)
-
-    def project(self, values: Tensor, x: Tensor) -> Tensor:
-        """W_v (o * silu(W_s x)), times the scalar gate."""
-        return super().project(values * F.silu(F.linear(x, self.silu_gate, self.silu_gate_bias)), x)
-
-
-class PeerLayer(ProductKeyLayer):
-    """PEER: every entry is a feed-forward of inner width 1, gelu(<u, x>) v (Eq. 13 with the input itself and softmaxed scores)."""
-
-    def pre_input(self, x: Tensor) -> Tensor | None:
-        """The input: pre-values are as wide as the hidden state."""
-        return x

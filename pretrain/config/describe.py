@@ -6,12 +6,12 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-import typing
 from dataclasses import MISSING, dataclass
-from typing import Any, Literal
+from typing import Any
 
+from megamem.config_base import KIND, Config, FieldSpec
 from pretrain.config.effective import RUN_RULES
-from pretrain.config.fields import ELEMENT, FieldSpec, field_specs
+from pretrain.config.fields import ELEMENT, fields_of, only_for
 from pretrain.config.schema import RunConfig
 
 
@@ -30,7 +30,7 @@ class FieldDoc:
     """Whether the key only holds other keys."""
 
 
-def describe_fields(cls: type) -> list[FieldDoc]:
+def describe_fields(cls: type[Config]) -> list[FieldDoc]:
     """The help of every key of a configuration class, depth first, in the order of declaration.
 
     The help text is the docstring under the field.
@@ -47,35 +47,48 @@ def describe_fields(cls: type) -> list[FieldDoc]:
     ]
 
 
-def _describe(cls: type, prefix: str) -> list[FieldDoc]:
-    docs = field_docstrings(cls)
+def _describe(section: type[Config], prefix: str) -> list[FieldDoc]:
     described = []
-    for name, spec in field_specs(cls).items():
+    for name, spec in fields_of(section).items():
         key = f"{prefix}{name}"
-        nested = spec.section or (spec.element if dataclasses.is_dataclass(spec.element) else None)
         default = MISSING if spec.required else spec.default()
-        reason = spec.effective.reason if spec.effective is not None else None
-        described.append(FieldDoc(key, _type_name(spec), default, docs.get(name, ""), reason, nested is not None))
-        if nested is not None:
-            element = f"{ELEMENT}." if spec.section is None else ""
-            described += _describe(typing.cast(type, nested), f"{key}.{element}")
+        reasons = (only_for(section, name), spec.effective.reason if spec.effective is not None else None)
+        # A kind is explained by its class.
+        owners = (section, *section.variants().values()) if name == KIND else (spec.owner,)
+        doc = " ".join(filter(None, (_docstring(owner, name) for owner in owners)))
+        described.append(
+            FieldDoc(
+                key,
+                _type_name(spec),
+                default,
+                doc,
+                " and ".join(filter(None, reasons)) or None,
+                spec.section is not None,
+            )
+        )
+        if spec.section is not None:
+            described += _describe(spec.section, f"{key}.{ELEMENT}." if spec.is_list else f"{key}.")
     return described
 
 
 def _type_name(spec: FieldSpec) -> str:
-    if spec.section is not None:
-        name = "section"
-    elif spec.element is not None:
+    if spec.is_list:
         name = "list"
-    elif typing.get_origin(spec.kind) is Literal:
-        name = " | ".join(str(choice) for choice in typing.get_args(spec.kind))
+    elif spec.section is not None:
+        name = "section"
     else:
-        name = spec.kind.__name__
+        name = " | ".join(map(str, spec.choices)) or spec.kind.__name__
     return f"{name} | null" if spec.optional else name
 
 
+def _docstring(cls: type[Config], name: str) -> str:
+    """The help of a field: that of the class, or of the nearest above it that has one."""
+    owners = (owner for owner in cls.__mro__ if dataclasses.is_dataclass(owner))
+    return next((docs[name] for owner in owners if name in (docs := field_docstrings(owner))), "")
+
+
 def field_docstrings(cls: type) -> dict[str, str]:
-    """The string under each field of a class, by field name."""
+    """The string under each field that a class declares itself, by field name."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(definition, ast.ClassDef)
     docs = {}

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.implementations import Implementation
-from pretrain.config.fields import field_specs
+from megamem.config_base import Config, field_specs
+from megamem.retrieval.config import ProductKeyConfig, TuckerConfig
+from pretrain.config.fields import only_for, variant_at
 from pretrain.config.schema import RunConfig
+from pretrain.config.source import Node
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,15 @@ def _has_groups(run: RunConfig) -> bool:
 
 
 def _has_pre_values(run: RunConfig) -> bool:
-    return run.model.memory is not None and run.model.memory.pre_dim > 0
+    return run.model.memory is not None and run.model.memory.width("pre_values") > 0
 
 
 def _has_tucker_cores(run: RunConfig) -> bool:
-    return run.model.memory is not None and run.model.memory.has_tucker_cores
+    return isinstance(run.model.memory, TuckerConfig)
 
 
 def _has_product_keys(run: RunConfig) -> bool:
-    return run.model.memory is not None and not run.model.memory.has_tucker_cores
+    return isinstance(run.model.memory, ProductKeyConfig)
 
 
 def _reads_pairs(run: RunConfig) -> bool:
@@ -114,7 +117,7 @@ RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule(
         "optimizer.pre_value_lr_multiplier",
         _has_pre_values,
-        "model.memory has pre-values (pre_value_dim above 0, or kind peer)",
+        "model.memory has pre-values",
     ),
 )
 
@@ -142,6 +145,20 @@ def ineffective_fields(config: Any) -> list[Ineffective]:
                 at_default = getattr(owner, name) == field_specs(type(owner))[name].default()
                 found[rule.key] = Ineffective(rule.key, rule.reason, at_default)
     return list(found.values())
+
+
+def foreign_keys(cls: type[Config], node: Node, prefix: str = "") -> list[Ineffective]:
+    """Every key that is set in a section of one kind and that only sections of other kinds have."""
+    if not isinstance(node.value, dict):
+        return []
+    chosen, found = variant_at(cls, node), []
+    for name in node.value:
+        if name not in field_specs(chosen) and (reason := only_for(cls, name)):
+            found.append(Ineffective(f"{prefix}{name}", reason, at_default=False))
+    for name, spec in field_specs(chosen).items():
+        if spec.section is not None and not spec.is_list and name in node.value:
+            found += foreign_keys(spec.section, node.value[name], f"{prefix}{name}.")
+    return found
 
 
 def _in_section(owner: Any, prefix: str) -> Iterator[Ineffective]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from megamem.retrieval.config import RetrievalConfig
 from parallel.layout import Unit, split_units, unsplittable_units
 from parallel.pipeline_layout import layout_text, model_chunks, nearest_layouts, split_units_of
 from pretrain.config.schema import RunConfig
@@ -19,7 +20,7 @@ def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     """What keeps the model from being laid out this way.
 
     Args:
-        config: with every size at least 1.
+        config: of the run.
         world_size: ranks of the run, or None where it is not known yet.
     """
     yield from _ranks(config, world_size)
@@ -110,14 +111,15 @@ def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:
 def _even_chunks(config: RunConfig) -> Iterator[str]:
     """Equal chunks, and no unit that reaches over the edge of one."""
     parallel, num_layers, memory = config.parallel, config.model.num_layers, config.model.memory
+    sharing = memory.sharing if isinstance(memory, RetrievalConfig) else None
     chunks = parallel.pipeline * parallel.virtual_pipeline
     layout = f"parallel.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline}"
     units = unsplittable_units(config.model)
     whole = num_layers % chunks == 0
     split = split_units(units, num_layers=num_layers, chunks=chunks) if whole else ()
-    if memory is not None and memory.sharing.pattern in ("ring", "no_ring", "all") and units and (split or not whole):
+    if sharing is not None and sharing.pattern in ("ring", "no_ring", "all") and units and (split or not whole):
         yield (
-            f"model.memory.sharing.pattern is {memory.sharing.pattern}, where all layers read each other's tables: they must stand on one "
+            f"model.memory.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must stand on one "
             f"stage, but {layout} makes {chunks} chunks: use parallel.pipeline: 1, or pattern: block"
         )
         return
@@ -132,8 +134,13 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
     if any(unit.kind == "group" for unit in split):
         assert memory is not None
         held = "layers" if config.model.num_memory_layers == num_layers else "blocks"
+        group = (
+            f"sharing.group is {sharing.group}"
+            if sharing is not None
+            else f"kind is {memory.kind}, whose layers share tables"
+        )
         yield (
-            f"model.memory.sharing.group is {memory.sharing.group}, but {layout} puts {num_layers // chunks} {held} into a chunk, which would "
+            f"model.memory.{group}, but {layout} puts {num_layers // chunks} {held} into a chunk, which would "
             f"split a group: {_nearest_text(config, units)}"
         )
 
@@ -168,9 +175,7 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
         yield f"parallel.memory is {group}, but model.memory is null: there is no table to split, use parallel.memory: 1"
         return
     if memory is not None:
-        widths = {"value_dim": memory.value_dim}
-        if memory.kind == "ultramem_v2":
-            widths["pre_value_dim"] = memory.pre_value_dim
+        widths = {table.key: table.width for table in memory.tables}
         for key, columns in widths.items():
             if columns % group:
                 yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part of the columns"

@@ -18,14 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megamem.config_base import Config
 from pretrain.config.compose import apply_overrides, read_with_bases
-from pretrain.config.effective import ineffective_fields
+from pretrain.config.effective import Ineffective, foreign_keys, ineffective_fields
 from pretrain.config.parse import build, join_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, Node, dump_yaml, find, from_plain, without
 from pretrain.errors import ConfigError
 
-T = typing.TypeVar("T")
+T = typing.TypeVar("T", bound=Config)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -42,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_as(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """`load_config` for any nested frozen dataclass."""
+    """`load_config` for any configuration class."""
     in_file = read_with_bases(Path(path))
     if not overrides:
         return _settle(cls, in_file, lambda key, node: node.last_layer >= Layer.FILE)
@@ -67,7 +68,8 @@ def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the co
 
 def from_dict(mapping: Mapping[str, Any], source: str = "the stored configuration") -> RunConfig:
     """The configuration that `to_dict` stored. Options without effect are taken as they are: nobody is here to mend them."""
-    return build(RunConfig, from_plain(mapping, source, Layer.BASE))
+    node = from_plain(mapping, source, Layer.BASE)
+    return build(RunConfig, _without(node, foreign_keys(RunConfig, node)))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -116,8 +118,10 @@ def _settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) ->
         ConfigError: the tree does not fit the class, or a value without effect was asked for.
     """
     while True:
-        config = build(cls, node)
-        set_here = [(item, find(node, item.key.split("."))) for item in ineffective_fields(config)]
+        foreign = foreign_keys(cls, node)
+        config = build(cls, _without(node, foreign))
+        silent = [*foreign, *ineffective_fields(config)]
+        set_here = [(item, find(node, item.key.split("."))) for item in silent]
         refused = {item.key: (item, at) for item, at in set_here if at is not None and asked_for(item.key, at)}
         if refused:
             raise _OptionWithoutEffectError(
@@ -127,12 +131,17 @@ def _settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) ->
                 ],
                 set(refused),
             )
-        inherited = [item.key for item, at in set_here if at is not None]
+        inherited = [item for item, at in set_here if at is not None]
         if not inherited:
             return config
         # A dropped value may have been what kept another one in effect: look again.
-        for key in inherited:
-            node = without(node, key.split("."))
+        node = _without(node, inherited)
+
+
+def _without(node: Node, items: Sequence[Ineffective]) -> Node:
+    for item in items:
+        node = without(node, item.key.split("."))
+    return node
 
 
 def _own_origin(node: Node) -> str:
@@ -142,7 +151,7 @@ def _own_origin(node: Node) -> str:
     return node.origin
 
 
-def _refused_keys(cls: type, in_file: Node) -> set[str]:
+def _refused_keys(cls: type[Config], in_file: Node) -> set[str]:
     """The options without effect for which the file would be refused if it stood alone.
 
     A file that cannot be built alone needs its overrides to mean anything, and is treated as a base.

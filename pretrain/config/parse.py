@@ -1,28 +1,34 @@
-"""A tree of located values to nested frozen dataclasses, strictly: no unknown key, no conversion that loses anything."""
+"""A tree of located values to a configuration. pydantic checks it; here its findings get their places and our words."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 import typing
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megamem.config_base import Config, FieldSpec
 from pretrain.config.compose import BASE_KEY
-from pretrain.config.fields import FieldSpec, all_keys, expected, field_specs
-from pretrain.config.source import Node, kind_of
+from pretrain.config.fields import all_keys, class_at, fields_of
+from pretrain.config.source import Node, find, kind_of
 from pretrain.config.suggest import did_you_mean, nearest_keys
 from pretrain.errors import ConfigError
 
-T = typing.TypeVar("T")
+T = typing.TypeVar("T", bound=Config)
 
-
-class _Unusable:
-    """Stands for a value that was refused, so that the rest can still be checked."""
-
-
-_UNUSABLE = _Unusable()
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dataclass_type": "a mapping of keys",
+    "literal_error": "one of ",
+}
+_LIMITS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def build(cls: type[T], node: Node) -> T:
@@ -31,11 +37,13 @@ def build(cls: type[T], node: Node) -> T:
     Raises:
         ConfigError: naming every problem that was found.
     """
-    builder = _Builder(cls)
-    config = builder.section(cls, node, "", default=None)
-    if builder.problems:
-        raise ConfigError(join_problems(builder.problems))
-    return typing.cast(T, config)
+    try:
+        config = cls.from_values(_plain(node))
+    except ValidationError as error:
+        raise ConfigError(join_problems([_problem(cls, node, each) for each in error.errors()])) from error
+    if problems := list(_rounded(config, node, ())):
+        raise ConfigError(join_problems(problems))
+    return config
 
 
 def join_problems(problems: list[str]) -> str:
@@ -45,113 +53,86 @@ def join_problems(problems: list[str]) -> str:
     return f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)
 
 
-@dataclass
-class _Builder:
-    """One pass over a tree, collecting problems."""
+def _plain(node: Node) -> Any:
+    """A tree without its places."""
+    if isinstance(node.value, dict):
+        return {name: _plain(child) for name, child in node.value.items()}
+    if isinstance(node.value, list):
+        return tuple(_plain(child) for child in node.value)
+    # 1e6 is how people write a million; 2.5 steps are a mistake.
+    is_whole = isinstance(node.value, float) and node.value.is_integer()
+    return int(typing.cast(float, node.value)) if is_whole else node.value
 
-    root: type
-    problems: list[str] = field(default_factory=list)
 
-    def section(self, cls: Any, node: Node, prefix: str, default: Any) -> Any:
-        """An instance of `cls`; fields that `node` leaves out come from `default`, or from the class where that is None."""
-        if not isinstance(node.value, dict):
-            where = prefix.removesuffix(".") or "the configuration"
-            return self._refuse(node, f"{where} is {kind_of(node)}, expected a mapping of keys")
-        specs = field_specs(cls)
-        usable = True
-        for name in node.value:
-            if name not in specs:
-                usable = False
-                origin = node.key_origins.get(name, node.origin)
-                self.problems.append(f"{origin}: {self._unknown(f'{prefix}{name}', prefix, list(specs))}")
-        values = {}
-        for name, spec in specs.items():
-            key = f"{prefix}{name}"
-            if name in node.value:
-                inherited = None if spec.required else spec.default() if default is None else getattr(default, name)
-                values[name] = self._value(spec, node.value[name], key, inherited)
-            elif spec.required and default is None:
-                values[name] = self._refuse(node, f"{key} is missing: it has no default")
-        if not usable or any(value is _UNUSABLE for value in values.values()):
-            return _UNUSABLE
-        try:
-            return cls(**values) if default is None else dataclasses.replace(default, **values)
-        except ValueError as error:
-            return self._refuse(node, f"{error}{_places(str(error), node)}")
+def _rounded(value: Any, node: Node, loc: tuple[str | int, ...]) -> Iterator[str]:
+    """Whole numbers that became something else as floats."""
+    if isinstance(node.value, dict):
+        for name, child in node.value.items():
+            yield from _rounded(getattr(value, name), child, (*loc, name))
+    elif isinstance(node.value, list):
+        for index, child in enumerate(node.value):
+            yield from _rounded(value[index], child, (*loc, index))
+    elif isinstance(value, float) and value != node.value:
+        yield f"{node.origin}: {_key(loc)} is {node.value}, which a 64-bit float cannot hold exactly"
 
-    def _value(self, spec: FieldSpec, node: Node, key: str, default: Any) -> Any:
-        if node.value is None and spec.optional:
-            return None
-        if spec.section is not None:
-            # A mapping over null, or over a section of another class, starts from that class's defaults.
-            base = default if isinstance(default, spec.section) else None
-            return self.section(spec.section, node, f"{key}.", base)
-        return self._plain(spec.kind, spec.optional, node, key)
 
-    def _plain(self, kind: Any, optional: bool, node: Node, key: str) -> Any:
-        """A scalar, a choice or a list."""
-        if typing.get_origin(kind) is tuple:
-            return self._list(kind, optional, node, key)
-        if dataclasses.is_dataclass(kind):
-            return self.section(kind, node, f"{key}.", default=None)
-        if typing.get_origin(kind) is Literal:
-            choices = typing.get_args(kind)
-            if not isinstance(node.value, dict | list):
-                for choice in choices:
-                    if type(choice) is type(node.value) and choice == node.value:
-                        return choice
-            hint = did_you_mean(node.value, choices) if isinstance(node.value, str) else ""
-            return self._refuse(node, f"{key} is {kind_of(node)}, expected {expected(kind, optional)}{hint}")
-        return self._scalar(kind, optional, node, key)
+def _key(loc: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, loc))
 
-    def _list(self, kind: Any, optional: bool, node: Node, key: str) -> Any:
-        if not isinstance(node.value, list):
-            return self._refuse(node, f"{key} is {kind_of(node)}, expected {expected(kind, optional)}")
-        element = typing.get_args(kind)[0]
-        items = [self._plain(element, False, child, f"{key}.{index}") for index, child in enumerate(node.value)]
-        return _UNUSABLE if any(item is _UNUSABLE for item in items) else tuple(items)
 
-    def _scalar(self, kind: type, optional: bool, node: Node, key: str) -> Any:
-        value = node.value
-        wrong = f"{key} is {kind_of(node)}, expected {expected(kind, optional)}"
-        if kind is float and type(value) in (int, float):
-            return self._float(typing.cast("int | float", value), node, key)
-        if kind is int and isinstance(value, float):
-            # 1e6 is how people write a million; 2.5 steps are a mistake.
-            return int(value) if value.is_integer() else self._refuse(node, wrong)
-        if type(value) is kind:
-            return value
-        if kind is str and value is not None and not isinstance(value, dict | list):
-            wrong += ": put it in quotes"
-        return self._refuse(node, wrong)
+def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
+    """One finding of pydantic in our words: where, the key, its value, what is wrong with it."""
+    kind, loc, key = error["type"], error["loc"], _key(error["loc"])
+    if kind in ("unexpected_keyword_argument", "missing"):
+        section = _at(tree, loc[:-1])
+        if kind == "missing":
+            return f"{section.origin}: {key} is missing: it has no default"
+        return f"{section.key_origins[str(loc[-1])]}: {_unknown(root, tree, loc)}"
+    node = _at(tree, loc)
+    if kind == "value_error":
+        refusal = str(error["ctx"]["error"])
+        return f"{node.origin}: {refusal}{_places(refusal, node)}"
+    spec = fields_of(class_at(root, tree, loc[:-1]))[loc[-1]] if loc and isinstance(loc[-1], str) else None
+    if kind == "finite_number" or (kind == "float_type" and type(node.value) is int):
+        problem = f"{str(node.value)[:40]}, expected a finite number"
+    elif spec is not None and (broken := kind in _LIMITS and spec.broken_limit(node.value)):
+        problem = f"{node.value}: {broken}"
+    else:
+        # Anything else that pydantic can find comes of a type that no configuration class has yet.
+        problem = f"{kind_of(node)}, expected {_expected(kind, node, spec)}"
+    return f"{node.origin}: {key or 'the configuration'} is {problem}"
 
-    def _float(self, value: int | float, node: Node, key: str) -> Any:
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            return self._refuse(node, f"{key} is {str(value)[:40]}, expected a finite number")
-        if number != value:
-            return self._refuse(node, f"{key} is {value}, which a 64-bit float cannot hold exactly")
-        return number
 
-    def _refuse(self, node: Node, problem: str) -> _Unusable:
-        self.problems.append(f"{node.origin}: {problem}")
-        return _UNUSABLE
+def _at(tree: Node, loc: tuple[str | int, ...]) -> Node:
+    node = find(tree, [str(step) for step in loc])
+    assert node is not None
+    return node
 
-    def _unknown(self, key: str, prefix: str, siblings: list[str]) -> str:
-        if key == BASE_KEY:
-            return "base names the file below this one: it can only stand at the top of a configuration file"
-        valid = list(all_keys(self.root))
-        name = key.removeprefix(prefix)
-        if "." in name and key in valid:
-            return f"unknown key {key!r}: in a file, write {name.partition('.')[0]} as a section and nest the rest"
-        close = nearest_keys(key, valid)
-        if close:
-            return f"unknown key {key}: did you mean {' or '.join(close)}?"
-        section = prefix.removesuffix(".") or "the configuration"
-        return f"unknown key {key}: {section} has {', '.join(siblings)}"
+
+def _expected(kind: str, node: Node, spec: FieldSpec | None) -> str:
+    """What a value should have been; `spec` is None for the whole configuration and for elements of lists."""
+    choices = spec.choices if spec is not None else ()
+    words = (
+        f"{_EXPECTED[kind]}{', '.join(map(str, choices))}{', or null' if spec is not None and spec.optional else ''}"
+    )
+    if kind == "literal_error" and isinstance(node.value, str):
+        return f"{words}{did_you_mean(node.value, choices)}"
+    is_scalar = node.value is not None and not isinstance(node.value, dict | list)
+    return f"{words}: put it in quotes" if kind == "string_type" and is_scalar else words
+
+
+def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
+    *path, name = map(str, loc)
+    key, section = _key(loc), ".".join(path) or "the configuration"
+    if key == BASE_KEY:
+        return "base names the file below this one: it can only stand at the top of a configuration file"
+    valid = list(all_keys(root))
+    if "." in name and key in valid:
+        return f"unknown key {key!r}: in a file, write {name.partition('.')[0]} as a section and nest the rest"
+    close = nearest_keys(key, valid)
+    if close:
+        return f"unknown key {key}: did you mean {' or '.join(close)}?"
+    return f"unknown key {key}: {section} has {', '.join(fields_of(class_at(root, tree, loc[:-1])))}"
 
 
 def _places(message: str, node: Node) -> str:

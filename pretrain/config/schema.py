@@ -1,4 +1,4 @@
-"""The configuration of a run. The docstring under a field is its help text; see `megamem.config.EffectiveWhen` for conditional fields,
+"""The configuration of a run. The docstring under a field is its help text; see `megamem.config_base` for limits and conditional fields,
 and `megamem.identity.Role` for what may change at a resume."""
 
 from __future__ import annotations
@@ -6,38 +6,50 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from annotated_types import Le, Lt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
 from kernels.implementations import Implementation
-from megamem.config import EffectiveWhen, ModelConfig
+from megamem.config import ModelConfig
+from megamem.config_base import Advice, Config, EffectiveWhen
 from megamem.identity import Role
+
+Seed = Annotated[
+    NonNegativeInt, Lt(2**31), Advice("seeds of ranks and layers are derived by adding to it, and have 31 bits")
+]
+Beta = Annotated[NonNegativeFloat, Lt(1)]
+ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimizer.lr")]
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Config):
     """How the model is laid out over ranks. Data parallelism is the number of ranks over tensor x pipeline x context."""
 
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Tensor-parallel size. Above 1, activations between blocks are split along the sequence (sequence parallelism)."""
-    pipeline: int = 1
+    pipeline: PositiveInt = 1
     """Pipeline stages."""
-    virtual_pipeline: Annotated[int, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = 1
+    virtual_pipeline: Annotated[
+        PositiveInt, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")
+    ] = 1
     """Model chunks per pipeline stage; above 1 selects the interleaved schedule."""
     pipeline_layout: Annotated[str | None, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = (
         None
     )
     """What each of the pipeline x virtual_pipeline chunks holds, in the order of the depth: E the embedding, t a block, L the loss, | between chunks,
     x*3 or (..)*3 to repeat, as in Et|(ttt|)*2tL; null: equal numbers of blocks."""
-    context: int = 1
+    context: PositiveInt = 1
     """Context-parallel size: ranks over which every sequence is cut, whose length is a multiple of 2 x context and of tensor x context. See docs/context-parallel.md."""
-    memory: int = 1
+    memory: PositiveInt = 1
     """G: ranks over which the columns of the memory tables, and the experts of a mixture, are split. Any divisor of tensor x context x data, across them."""
     overlap_memory: Annotated[bool, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = True
     """On GPUs, run the memory of split tables on a CUDA stream of its own beside the feed-forward; false: one after the other."""
-    timeout_minutes: float = 10.0
+    timeout_minutes: PositiveFloat = 10.0
     """How long a collective may wait before the run ends with an error."""
 
 
 @dataclass(frozen=True)
-class KernelOverridesConfig:
+class KernelOverridesConfig(Config):
     """The implementation of single memory kernels, where it is not that of train.kernels."""
 
     gather_sum: Implementation | None = None
@@ -55,22 +67,22 @@ class KernelOverridesConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Config):
     """Length, batch and precision of a run."""
 
-    num_steps: int = 100
+    num_steps: PositiveInt = 100
     """Optimizer steps in all."""
-    global_batch_size: int = 32
+    global_batch_size: PositiveInt = 32
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: int = 4
+    micro_batch_size: PositiveInt = 4
     """Sequences per forward pass and data-parallel rank; the rest of the global batch is accumulated."""
-    sequence_length: int = 256
+    sequence_length: PositiveInt = 256
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: bf16 weights and activations with fp32 main weights, gradients and optimizer state."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation recomputation: every block (full), or the attention core only (selective)."""
-    max_skipped_steps: int = 20
+    max_skipped_steps: PositiveInt = 20
     """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
     kernels: Implementation = "auto"
     """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler, else torch (its operations); naive: the references."""
@@ -79,115 +91,117 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Config):
     """AdamW in four groups: backbone with and without decay, retrieval, and values (tables)."""
 
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     min_lr: Annotated[
-        float, EffectiveWhen(lambda c: c.schedule != "constant", "optimizer.schedule is cosine or wsd")
+        NonNegativeFloat, EffectiveWhen(lambda c: c.schedule != "constant", "optimizer.schedule is cosine or wsd")
     ] = 1e-4
     """Learning rate at the end of the schedule."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """After warm-up: constant; cosine to min_lr over the run; or warm-up, stable, linear decay to min_lr (wsd)."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up, after which the learning rate is lr."""
     warmup_start: Annotated[
-        float | None, EffectiveWhen(lambda c: c.warmup_steps > 0, "optimizer.warmup_steps is above 0")
+        ShareOfRate | None, EffectiveWhen(lambda c: c.warmup_steps > 0, "optimizer.warmup_steps is above 0")
     ] = None
     """Share of lr at the first step, from which warm-up reaches lr at the step that follows it (0.1 in UltraMemV2's public code); null: 1 / warmup_steps, and lr at the last step of the warm-up."""
-    decay_steps: Annotated[int, EffectiveWhen(lambda c: c.schedule == "wsd", "optimizer.schedule is wsd")] = 0
+    decay_steps: Annotated[
+        NonNegativeInt, EffectiveWhen(lambda c: c.schedule == "wsd", "optimizer.schedule is wsd")
+    ] = 0
     """Steps of the final linear decay of the wsd schedule."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of the decayed groups (matrices and tables; never norms and gains)."""
-    value_weight_decay: float | None = None
+    value_weight_decay: NonNegativeFloat | None = None
     """Decoupled weight decay of the memory tables; null: weight_decay."""
-    beta1: float = 0.9
+    beta1: Beta = 0.9
     """AdamW's first-moment decay."""
-    beta2: float = 0.95
+    beta2: Beta = 0.95
     """AdamW's second-moment decay."""
-    epsilon: float = 1e-8
+    epsilon: PositiveFloat = 1e-8
     """AdamW's denominator offset."""
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    value_clip_grad: float | None = None
+    value_clip_grad: NonNegativeFloat | None = None
     """Largest gradient norm of the memory tables (values and pre-values together), which then do not count in the global norm; 0: no clipping; null: they count in it."""
     value_offload: Literal["none", "cpu"] = "none"
     """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes per element that a rank owns,
     by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW; none: on the device. See docs/offload.md."""
-    value_lr: float | None = None
+    value_lr: NonNegativeFloat | None = None
     """Learning rate of values and pre-values at every step, whatever the backbone's (1e-3 for Memory+ in UltraMemV2's public code); null: value_lr_multiplier times the backbone's."""
-    value_lr_multiplier: Annotated[float, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")] = (
-        1.0
-    )
+    value_lr_multiplier: Annotated[
+        NonNegativeFloat, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")
+    ] = 1.0
     """Learning rate of values and pre-values over that of the backbone, at the start."""
     value_lr_end_multiplier: Annotated[
-        float | None, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")
+        NonNegativeFloat | None, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")
     ] = None
     """The same after value_lr_decay_tokens; null: constant."""
     value_lr_decay_tokens: Annotated[
-        int,
+        NonNegativeInt,
         EffectiveWhen(
             lambda c: c.value_lr_end_multiplier is not None and c.value_lr is None,
             "optimizer.value_lr_end_multiplier is set and optimizer.value_lr is null",
         ),
     ] = 0
     """Tokens over which the multiplier goes linearly from its start to its end; 0: the whole run."""
-    pre_value_lr_multiplier: float | None = None
+    pre_value_lr_multiplier: NonNegativeFloat | None = None
     """Learning-rate multiplier of the pre-value tables alone, constant; null: they follow the values."""
 
 
 @dataclass(frozen=True)
-class DatasetEntry:
+class DatasetEntry(Config):
     """One prepared data set of a blend."""
 
     path: str
     """Folder written by `megamem data prepare`."""
-    weight: float = 1.0
+    weight: Annotated[PositiveFloat, Advice("remove the entry to leave it out")] = 1.0
     """Share of the samples, relative to the other entries."""
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Config):
     """Where the tokens come from."""
 
     datasets: tuple[DatasetEntry, ...] = ()
     """Prepared data sets, blended by weight; all of one tokenizer."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the document and sample order; null: the run's seed."""
-    num_workers: int = 0
+    num_workers: NonNegativeInt = 0
     """Processes per rank that read ahead; 0: read in the training process."""
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Config):
     """Loss on held-out documents during training."""
 
-    every_steps: int = 0
+    every_steps: NonNegativeInt = 0
     """Evaluate after every so many steps; 0: at the end only."""
-    max_sequences: int | None = None
+    max_sequences: PositiveInt | None = None
     """Held-out sequences per evaluation; null: all of them."""
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Config):
     """What is saved, and what is kept."""
 
-    every_steps: int = 0
+    every_steps: NonNegativeInt = 0
     """Save after every so many steps; 0: at the end only."""
-    keep_last: int = 2
+    keep_last: NonNegativeInt = 2
     """Newest checkpoints to keep; 0: all."""
-    keep_every_steps: int = 0
+    keep_every_steps: NonNegativeInt = 0
     """Checkpoints of steps divisible by this are never removed; 0: no such rule."""
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(Config):
     """Where metrics go besides `metrics.jsonl`, which is always written."""
 
-    every_steps: int = 1
+    every_steps: PositiveInt = 1
     """Write a metrics row every so many steps."""
-    memory_every_steps: int = 10
+    memory_every_steps: NonNegativeInt = 10
     """Observe how the memory is used (coverage, evenness, scores, output, singular values) on one step of every so many, and write its row; 0: never. Takes 4 bytes per layer and row of its window."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder."""
@@ -200,12 +214,12 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Config):
     """Everything that defines a run."""
 
     name: Annotated[str, Role.RUNNING] = "run"
     """Names the run folder (runs/<name>) unless --run-dir is given."""
-    seed: Annotated[int, Role.IDENTITY] = 1
+    seed: Annotated[Seed, Role.IDENTITY] = 1
     """Seed of the initial weights and, unless data.seed is set, of the data order."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""

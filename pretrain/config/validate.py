@@ -1,4 +1,4 @@
-"""Checks that need more than one section, or more than a type. All of them run before any process group or GPU is touched."""
+"""Checks that need more than one section, or more than a type and its limits. All of them run before any process group or GPU is touched."""
 
 from __future__ import annotations
 
@@ -15,51 +15,6 @@ from pretrain.config.parse import join_problems
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 
-_AT_LEAST_ONE = (
-    "model.num_query_groups",
-    "model.head_dim",
-    "model.vocab_size",
-    "model.rotary_base",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.virtual_pipeline",
-    "parallel.context",
-    "parallel.memory",
-    "train.num_steps",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-    "train.sequence_length",
-    "train.max_skipped_steps",
-    "evaluation.max_sequences",
-    "logging.every_steps",
-)
-_ABOVE_ZERO = ("model.norm_epsilon", "model.init_std", "parallel.timeout_minutes", "optimizer.lr", "optimizer.epsilon")
-_NOT_NEGATIVE = (
-    "seed",
-    "optimizer.min_lr",
-    "optimizer.warmup_steps",
-    "optimizer.warmup_start",
-    "optimizer.decay_steps",
-    "optimizer.weight_decay",
-    "optimizer.value_weight_decay",
-    "optimizer.beta1",
-    "optimizer.beta2",
-    "optimizer.clip_grad",
-    "optimizer.value_clip_grad",
-    "optimizer.value_lr",
-    "optimizer.value_lr_multiplier",
-    "optimizer.value_lr_end_multiplier",
-    "optimizer.value_lr_decay_tokens",
-    "optimizer.pre_value_lr_multiplier",
-    "data.seed",
-    "data.num_workers",
-    "evaluation.every_steps",
-    "logging.memory_every_steps",
-    "checkpoint.every_steps",
-    "checkpoint.keep_last",
-    "checkpoint.keep_every_steps",
-)
-
 
 def validate(config: RunConfig, world_size: int | None) -> None:
     """Refuses a configuration that cannot run.
@@ -71,14 +26,8 @@ def validate(config: RunConfig, world_size: int | None) -> None:
     Raises:
         ConfigError: naming every problem found, each with key, value and fix.
     """
-    problems = list(_sizes(config))
-    # The next checks divide by these sizes: with one of them wrong they would only add noise.
-    if not problems:
-        problems += layout_problems(config, world_size)
-        problems += _batch(config, world_size)
-        problems += _schedule(config)
-    problems += _ranges(config)
-    problems += _data(config)
+    problems = [*layout_problems(config, world_size), *_batch(config, world_size), *_schedule(config)]
+    problems += _names(config)
     problems += _packages(config)
     if world_size is not None:
         problems += _kernels(config)
@@ -91,29 +40,6 @@ def value_at(config: Any, key: str) -> Any:
     for segment in key.split("."):
         config = getattr(config, segment)
     return config
-
-
-def _sizes(config: RunConfig) -> Iterator[str]:
-    for key in _AT_LEAST_ONE:
-        if (value := value_at(config, key)) is not None and value < 1:
-            yield f"{key} is {value}: it must be at least 1"
-
-
-def _ranges(config: RunConfig) -> Iterator[str]:
-    for key in _ABOVE_ZERO:
-        if (value := value_at(config, key)) is not None and value <= 0:
-            yield f"{key} is {value}: it must be above 0"
-    for key in _NOT_NEGATIVE:
-        if (value := value_at(config, key)) is not None and value < 0:
-            yield f"{key} is {value}: it must not be negative"
-    for key in ("optimizer.beta1", "optimizer.beta2"):
-        if (value := value_at(config, key)) >= 1:
-            yield f"{key} is {value}: it must be below 1"
-    for key in ("seed", "data.seed"):
-        if (value := value_at(config, key)) is not None and value >= 2**31:
-            yield f"{key} is {value}: it must be below 2^31, because seeds of ranks and layers are derived by adding to it"
-    if not re.fullmatch(r"[\w.+=-]+", config.name) or not config.name.strip("."):
-        yield f"name is {config.name!r}: it names a folder, so use letters, digits and . _ - + ="
 
 
 def _batch(config: RunConfig, world_size: int | None) -> Iterator[str]:
@@ -153,8 +79,6 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             "optimizer.decay_steps is 0, and optimizer.schedule wsd ends with a decay of that many steps: "
             "set it, or use schedule: constant"
         )
-    if optimizer.warmup_start is not None and optimizer.warmup_start > 1:
-        yield f"optimizer.warmup_start is {optimizer.warmup_start}: it is a share of optimizer.lr, so use at most 1"
     decay_steps = optimizer.decay_steps if optimizer.schedule == "wsd" else 0
     if optimizer.warmup_steps + decay_steps > num_steps:
         decay = f" and optimizer.decay_steps {decay_steps}" if decay_steps else ""
@@ -164,12 +88,13 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _data(config: RunConfig) -> Iterator[str]:
+def _names(config: RunConfig) -> Iterator[str]:
+    """What names a folder."""
+    if not re.fullmatch(r"[\w.+=-]+", config.name) or not config.name.strip("."):
+        yield f"name is {config.name!r}: it names a folder, so use letters, digits and . _ - + ="
     for index, entry in enumerate(config.data.datasets):
         if not entry.path:
             yield f"data.datasets.{index}.path is empty: give the folder that `megamem data prepare` wrote"
-        if entry.weight <= 0:
-            yield f"data.datasets.{index}.weight is {entry.weight}: it must be above 0; remove the entry to leave it out"
 
 
 def _packages(config: RunConfig) -> Iterator[str]:

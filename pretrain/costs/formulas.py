@@ -1,15 +1,15 @@
 """Closed formulas for parameters, floating-point operations and table bytes of a model.
 
-Legend: D hidden size, L memory layers, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim,
-P pre-value dim, B virtual blocks with a projection each, M rows (and columns) kept by the first selection stage, E experts.
+Those of a memory layer are its family's (`Family.costs`); those of tables and gathers follow from which tables it has and how many rows it reads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megamem.config import MemoryConfig, ModelConfig
-from megamem.sharing import LayerView, plan_sharing
+from megamem.config import ModelConfig
+from megamem.families.family import LayerCosts
+from megamem.families.registry import family_of
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "idle_experts")
@@ -65,25 +65,19 @@ class ParameterCounts:
 def count_parameters(model: ModelConfig, padded_vocab_size: int) -> ParameterCounts:
     """Parameters of a model with an embedding of `padded_vocab_size` rows."""
     depth, width, head = model.num_layers, model.hidden_size, model.attention_head_dim
-    memory, num_memory_layers = model.memory, model.num_memory_layers
-    retrieval = projections = tables = read = 0
-    if memory is not None:
-        plan = plan_sharing(memory, num_memory_layers)
-        per_row = memory.value_dim + memory.pre_dim
-        retrieval = sum(_retrieval_parameters(memory, width, view) for view in plan.views)
-        projections = num_memory_layers * _projection_parameters(memory, width)
-        tables = sum(bank.num_rows for bank in plan.banks) * per_row
-        read = num_memory_layers * memory.num_heads * memory.top_k * per_row
+    memory, own = model.memory, memory_layer_costs(model)
+    per_row = memory.row_width if memory is not None else 0
+    reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
     ffn, idle = _ffn_parameters(model)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * padded_vocab_size * width,
         attention=depth * width * head * 2 * (model.num_attention_heads + model.query_groups),
         ffn=ffn,
         norms=(2 * depth + 1) * width + (2 * depth * head if model.qk_norm else 0),
-        retrieval=retrieval,
-        memory_projections=projections,
-        tables=tables,
-        read_values=read,
+        retrieval=own.retrieval,
+        memory_projections=own.projections,
+        tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
+        read_values=reads * per_row,
         idle_experts=idle,
     )
 
@@ -100,37 +94,12 @@ def _ffn_parameters(model: ModelConfig) -> tuple[int, int]:
     return depth * (model.moe.num_experts * expert + router), depth * idle
 
 
-def _num_keys(memory: MemoryConfig, view: LayerView) -> int:
-    """Key vectors of one layer: 2 H N, and R times as many with Tucker cores."""
-    vectors = 2 * memory.num_heads * memory.expansion * view.num_keys
-    return vectors * memory.tucker_rank if memory.has_tucker_cores else vectors
-
-
-def _retrieval_parameters(memory: MemoryConfig, width: int, view: LayerView) -> int:
-    queries, keys = memory.num_queries * memory.key_dim, _num_keys(memory, view) * memory.key_dim
-    if memory.has_tucker_cores:
-        return queries * width + keys + 2 * memory.key_dim + memory.num_cores * memory.num_heads * memory.tucker_rank**2
-    gain = memory.key_dim if memory.query_norm else 0
-    return queries * width + keys + gain + (queries if memory.biases else 0)
-
-
-def _projection_parameters(memory: MemoryConfig, width: int) -> int:
-    """Weights and biases between a token's hidden state and its values, in both directions."""
-    return _projection_weights(memory, width) + (_projection_biases(memory, width) if memory.biases else 0)
-
-
-def _projection_weights(memory: MemoryConfig, width: int) -> int:
-    columns = memory.num_value_blocks * memory.value_dim if memory.has_value_projection else 0
-    # PEER's pre-values meet the hidden state itself.
-    columns += memory.pre_dim if memory.kind == "ultramem_v2" else 0
-    columns += memory.value_dim if memory.kind == "memory_plus" else 0
-    return width * (columns + (1 if memory.has_output_gate else 0))
-
-
-def _projection_biases(memory: MemoryConfig, width: int) -> int:
-    biases = width if memory.has_value_projection else 0
-    biases += memory.value_dim if memory.kind == "memory_plus" else 0
-    return biases + (1 if memory.has_output_gate else 0)
+def memory_layer_costs(model: ModelConfig) -> LayerCosts:
+    """What all memory layers cost by themselves, without their tables."""
+    if model.memory is None:
+        return LayerCosts()
+    costs = family_of(model.memory).costs
+    return sum((costs(model.memory, view, model.hidden_size) for view in model.memory_plan.views), LayerCosts())
 
 
 def forward_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int) -> float:
@@ -172,29 +141,22 @@ class MemoryFlops:
 
 def memory_flops_per_token(model: ModelConfig) -> float:
     """The memory's share of `forward_flops_per_token`: queries, projections, retrieval and gathers."""
-    return 0.0 if model.memory is None else memory_flops(model.memory, model).total
+    return memory_flops(model).total
 
 
-def memory_flops(memory: MemoryConfig, model: ModelConfig) -> MemoryFlops:
+def memory_flops(model: ModelConfig) -> MemoryFlops:
     """The same by part."""
-    num_layers = model.num_memory_layers
-    views = plan_sharing(memory, num_layers).views
-    keys = sum(_num_keys(memory, view) for view in views)
-    queries = num_layers * memory.num_queries * memory.key_dim * model.hidden_size
-    candidates = num_layers * memory.num_heads * memory.row_top_k**2
-    reads = num_layers * memory.num_heads * memory.top_k
+    memory, own = model.memory, memory_layer_costs(model)
+    reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
+    pre_width = memory.width("pre_values") if memory is not None else 0
+    summed_width = memory.row_width - pre_width if memory is not None else 0
     return MemoryFlops(
-        keys=2.0 * (queries + keys * memory.key_dim),
-        selection=2.0 * (keys + candidates * memory.tucker_rank) if memory.has_tucker_cores else 1.0 * candidates,
-        projections=2.0 * num_layers * _projection_weights(memory, model.hidden_size),
-        gather_dot=2.0 * reads * memory.pre_dim,
-        gather_sum=2.0 * reads * memory.value_dim,
+        keys=own.key_flops,
+        selection=own.selection_flops,
+        projections=own.projection_flops,
+        gather_dot=2.0 * reads * pre_width,
+        gather_sum=2.0 * reads * summed_width,
     )
-
-
-def key_scores_per_token(memory: MemoryConfig, num_memory_layers: int) -> int:
-    """Scores of single keys that the selections of all layers look at: 2 H N per layer, and R times as many with Tucker cores."""
-    return sum(_num_keys(memory, view) for view in plan_sharing(memory, num_memory_layers).views)
 
 
 def training_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int) -> float:

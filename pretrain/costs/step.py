@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamem.config import MemoryConfig, ModelConfig
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import count_parameters, key_scores_per_token, memory_flops
+from pretrain.costs.formulas import count_parameters, memory_flops, memory_layer_costs
 from pretrain.costs.traffic import exchanged_bytes
 from pretrain.megatron import parameter_dtype
 
@@ -77,17 +76,18 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[str, Cost]:
     memory, forwards = model.memory, 2 if train.recompute == "full" else 1
     tokens = train.global_batch_size * train.sequence_length / num_ranks
     element = parameter_dtype(config).itemsize
-    flops = memory_flops(memory, model)
-    reads = tokens * model.num_memory_layers * memory.num_heads * memory.top_k
+    flops = memory_flops(model)
+    reads = tokens * model.num_memory_layers * memory.lookup.rows
+    pre_width, row_width = memory.width("pre_values"), memory.row_width
     tables = count_parameters(model, 0).tables
     costs = {
         KEYS: Cost(flops=(forwards + 2) * tokens * flops.keys),
         PROJECTIONS: Cost(flops=(forwards + 2) * tokens * flops.projections),
-        SELECTION: Cost(num_bytes=forwards * tokens * _selection_bytes(memory, model)),
-        GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * memory.pre_dim * element),
-        GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * memory.value_dim * element),
-        GATHER_PAIR: Cost(num_bytes=(forwards + 1) * reads * (memory.pre_dim + memory.value_dim) * element),
-        TABLE_GRADIENT: Cost(num_bytes=2 * 4 * reads * (memory.pre_dim + memory.value_dim)),
+        SELECTION: Cost(num_bytes=forwards * tokens * memory_layer_costs(model).selection_bytes),
+        GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * pre_width * element),
+        GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * (row_width - pre_width) * element),
+        GATHER_PAIR: Cost(num_bytes=(forwards + 1) * reads * row_width * element),
+        TABLE_GRADIENT: Cost(num_bytes=2 * 4 * reads * row_width),
         EXCHANGE: Cost(num_bytes=exchanged_bytes(config, num_ranks)),
         ZEROING: Cost(num_bytes=4 * tables / (config.parallel.pipeline * config.parallel.memory)),
     }
@@ -96,9 +96,3 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[str, Cost]:
         per_element = _ADAM_BYTES + (element if train.precision == "bf16" else 0)
         costs[TABLE_STEP] = Cost(num_bytes=per_element * tables / num_ranks)
     return {part: cost for part, cost in costs.items() if cost.flops or cost.num_bytes}
-
-
-def _selection_bytes(memory: MemoryConfig, model: ModelConfig) -> int:
-    """Per token: fp32 scores read, int64 numbers of rows and columns written."""
-    written = model.num_memory_layers * memory.num_heads * 2 * (memory.row_top_k + memory.top_k)
-    return 4 * key_scores_per_token(memory, model.num_memory_layers) + 8 * written

@@ -1,15 +1,15 @@
 """The bytes of the exchange and of attention across context-parallel ranks, by formula. A test compares them with what the collectives are given.
 
-Legend: G ranks of the memory group, C of the context-parallel group, T tokens of a rank, J rows read per token
-(heads x K), n coefficients per row and rank, V value dim, P pre-value dim, B virtual blocks, g key/value heads and d head dimension.
+Legend: G ranks of the memory group, C of the context-parallel group, T tokens of a rank, J rows read per token,
+n coefficients per row and rank, V value dim, P pre-value dim, B virtual blocks, g key/value heads and d head dimension.
 """
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from megamem.config import MemoryConfig, ModelConfig
-from megamem.sharing import plan_sharing
+from megamem.config import ModelConfig
+from megamem.memory_config import MemoryConfig
 from parallel.exchange import pieces_per_rank
 from parallel.packed_rows import RowFormat
 from pretrain.config.schema import RunConfig
@@ -57,16 +57,15 @@ def lookup_traffic(
         num_tokens: T.
         element_bytes: of activations, 2 in bf16.
     """
-    others = group_size - 1
-    reads = num_tokens * memory.num_heads * memory.top_k
-    num_scores = memory.num_cores if memory.has_tucker_cores else 1
-    form = RowFormat(num_bank_rows, memory.num_value_blocks)
+    others, lookup = group_size - 1, memory.lookup
+    reads = num_tokens * lookup.rows
+    pre_width = memory.width("pre_values")
     return LookupTraffic(
-        rows=others * form.num_bytes(reads),
-        pre_input=others * num_tokens * (memory.pre_dim // group_size) * element_bytes,
-        products=others * reads * element_bytes if memory.pre_dim else 0,
-        coefficients=others * reads * pieces_per_rank(num_scores, group_size) * element_bytes,
-        values=others * num_tokens * memory.num_value_blocks * (memory.value_dim // group_size) * element_bytes,
+        rows=others * RowFormat(num_bank_rows, lookup.blocks).num_bytes(reads),
+        pre_input=others * num_tokens * (pre_width // group_size) * element_bytes,
+        products=others * reads * element_bytes if pre_width else 0,
+        coefficients=others * reads * pieces_per_rank(lookup.scores, group_size) * element_bytes,
+        values=others * num_tokens * lookup.blocks * (memory.width("values") // group_size) * element_bytes,
     )
 
 
@@ -86,7 +85,7 @@ def microbatch_traffic(
     """
     if model.memory is None:
         return 0
-    plan = plan_sharing(model.memory, model.num_memory_layers)
+    plan = model.memory_plan
     total = 0
     for view in plan.views:
         lookup = lookup_traffic(

@@ -22,12 +22,15 @@ from keys_table import (
     root_mean_square,
     same,
     set_key,
+    with_kind,
     with_memory,
     with_model,
 )
 from torch import Tensor
 
-from megamem.config import MemoryConfig, PlacementConfig, SharingConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import PlacementConfig
+from megamem.sharing import SharingConfig
 
 MEMORIES = Table()
 FC1, QKV, PROJ = "mlp.ffn.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"
@@ -44,7 +47,7 @@ NAMES_OF_KINDS = {
 
 
 def _enter_kind(kind: Any) -> None:
-    base = replace(BASE, model=replace(BASE.model, memory=MemoryConfig(num_keys=12, value_dim=32, top_k=4)))
+    base = replace(BASE, model=replace(BASE.model, memory=UltraMemV2Config(num_keys=12, value_dim=32, top_k=4)))
 
     @MEMORIES.key("model.memory.kind", kind, base)
     def _(base: Subject, second: Subject) -> None:
@@ -234,7 +237,7 @@ def _(base: Subject, second: Subject) -> None:
     assert set(second.memory_weights) - set(base.memory_weights) == {"query_bias"}
 
 
-@MEMORIES.key("model.memory.biases", True, with_memory(kind="memory_plus", pre_value_dim=64, output_gate=True))
+@MEMORIES.key("model.memory.biases", True, with_kind("memory_plus", output_gate=True))
 def _(base: Subject, second: Subject) -> None:
     added = set(second.memory_weights) - set(base.memory_weights)
     assert added == {"query_bias", "value_bias", "silu_gate_bias", "output_gate_bias"}

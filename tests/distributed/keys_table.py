@@ -19,13 +19,16 @@ import torch
 from tiny_runs import VOCAB_SIZE, TinyRun, build
 from torch import Tensor
 
-from megamem.config import MemoryConfig, ModelConfig, MoEConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.registry import FAMILIES
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.layers.layer import MemoryLayer
+from megamem.memory_config import MemoryConfig
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
 
-MEMORY = MemoryConfig(num_keys=12, key_dim=6, value_dim=16, pre_value_dim=10, top_k=4)
+MEMORY = UltraMemV2Config(num_keys=12, key_dim=6, value_dim=16, pre_value_dim=10, top_k=4)
 
 BASE = RunConfig(
     model=ModelConfig(
@@ -38,8 +41,22 @@ BASE = RunConfig(
 
 
 def with_memory(**fields: Any) -> RunConfig:
-    """The base with another memory."""
+    """The base with another memory, of the same family."""
     return with_model(memory=replace(MEMORY, **fields))
+
+
+def with_kind(kind: str, **fields: Any) -> RunConfig:
+    """The base with a memory of another family."""
+    return with_model(memory=as_kind(MEMORY, kind, **fields))
+
+
+def as_kind(memory: MemoryConfig, kind: str, **fields: Any) -> MemoryConfig:
+    """A memory of another family, with the values of the keys that both have."""
+    family = FAMILIES[kind]
+    names = {item.name for item in dataclasses.fields(family.config)} - {"kind"}
+    both = {name: getattr(memory, name) for name in names if hasattr(memory, name)}
+    config: MemoryConfig = family.config(**both | fields)
+    return config
 
 
 def with_model(**fields: Any) -> RunConfig:
@@ -52,7 +69,7 @@ def with_optimizer(**fields: Any) -> RunConfig:
     return replace(BASE, optimizer=replace(BASE.optimizer, **fields))
 
 
-PKM = with_memory(kind="pkm", value_dim=32, pre_value_dim=MemoryConfig.pre_value_dim)
+PKM = with_kind("pkm", value_dim=32)
 MOE = with_model(
     memory=None,
     ffn_hidden_size=ModelConfig.ffn_hidden_size,
@@ -113,14 +130,17 @@ def set_key(owner: Any, key: str, value: Any) -> Any:
         index = int(name)
         changed = set_key(owner[index], rest, value) if rest else value
         return (*owner[:index], changed, *owner[index + 1 :])
+    if key == "kind" and isinstance(owner, MemoryConfig):
+        return as_kind(owner, value)
     return replace(owner, **{name: set_key(getattr(owner, name), rest, value) if rest else value})
 
 
 def schema_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Every key that has a value of its own, by dataclass fields; an optional section is one (it may be null), and element N of a list."""
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        hint = hints[item.name]
+    of = [family.config for family in FAMILIES.values()] if cls is MemoryConfig else [cls]
+    fields = {item.name: (owner, item) for owner in of for item in dataclasses.fields(owner)}
+    for owner, item in fields.values():
+        hint = typing.get_type_hints(owner)[item.name]
         members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         sections = [member for member in members if dataclasses.is_dataclass(member)]
         elements = [

@@ -11,8 +11,9 @@ import torch
 from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
-from megamem.config import MemoryConfig, ModelConfig
-from megamem.layers import product_key, ultramem_v2
+from megamem.config import ModelConfig
+from megamem.families.registry import FAMILIES
+from megamem.layers import product_key, tucker
 from megamem.model import MemoryGPTModel
 from megamem.norm import rms_normalise
 from parallel.groups import ParallelGroups
@@ -208,7 +209,7 @@ def test_initial_weights_have_the_deviation_that_was_asked_for(compared: dict[st
 
 @pytest.mark.parametrize("kind", ["ultramem_v2", "memory_plus"])
 def test_a_memory_normalises_with_the_same_epsilon(run_ranks: Any, kind: Any) -> None:
-    memory = MemoryConfig(kind=kind, num_keys=8, key_dim=8, value_dim=24, top_k=2, pre_value_dim=0)
+    memory = FAMILIES[kind].config(num_keys=8, key_dim=8, value_dim=24, top_k=2)
     used: list[float] = []
 
     def watching(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
@@ -218,7 +219,7 @@ def test_a_memory_normalises_with_the_same_epsilon(run_ranks: Any, kind: Any) ->
     def main() -> list[float]:
         with joined(RunConfig()) as groups, pytest.MonkeyPatch.context() as patch:
             chunk = built(replace(PLAIN, norm_epsilon=0.25, memory=memory), groups)
-            for module in (ultramem_v2, product_key):
+            for module in (tucker, product_key):
                 patch.setattr(module, "rms_normalise", watching)
             ids = torch.zeros(1, LENGTH, dtype=torch.int64)
             chunk(ids, torch.arange(LENGTH).unsqueeze(0), None)

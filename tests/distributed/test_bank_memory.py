@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from kernels.select import select_kernels
-from megamem.config import MemoryConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.random_fill import fill_normal
 from megamem.sharing import BankSpec
 from parallel.cpu import cuda_on_cpu
@@ -21,7 +21,7 @@ from pretrain.checkpoint.storage import save_tensors
 RANKS = 8
 MIB = 2**20
 BANK_BYTES = 1024 * MIB
-MEMORY = MemoryConfig(num_keys=1024, value_dim=192, pre_value_dim=64)
+MEMORY = UltraMemV2Config(num_keys=1024, value_dim=192, pre_value_dim=64)
 """1024^2 rows of 256 fp32 columns."""
 
 # What does not grow with the bank: the temporaries of the fill, a few int64 and float64 tensors of 2^20 elements; and what Python and PyTorch

@@ -15,9 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megamem.block import FfnWithMemory
-from megamem.config import MemoryConfig, ModelConfig, PlacementConfig, SharingConfig
+from megamem.config import ModelConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import MemoryConfig, PlacementConfig
 from megamem.model import MemoryGPTModel
 from megamem.released_names import from_released
+from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
@@ -63,9 +67,9 @@ def memory_config(released: dict[str, Any]) -> MemoryConfig:
         "placement": PlacementConfig(spans=None if plan == "full" else plan),
     }
     if released["mem_type"] == "memory_plus":
-        return MemoryConfig(kind="memory_plus", sharing=SharingConfig("all"), **common)
+        return MemoryPlusConfig(sharing=SharingConfig("all"), **common)
     window = round(released["mem_share_ratio"] * released["n_layers"])
-    return MemoryConfig(
+    return UltraMemV2Config(
         pre_value_dim=released["mem_pre_vdim"],
         shuffle="table",
         sharing=SharingConfig("ring", window, window="released"),

@@ -9,24 +9,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.config import Initialisation, MemoryConfig, ModelConfig, SharingConfig
+from megamem.config import ModelConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
 from megamem.layers.layer import MemoryLayer
 from megamem.random_fill import fill_normal, normal_rows
+from megamem.retrieval.config import Initialisation
+from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
 from tests.microbatch import some_inputs
 
-MEMORY = MemoryConfig(num_keys=24, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)
+MEMORY = UltraMemV2Config(num_keys=24, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)
 MODEL = ModelConfig(num_layers=3, hidden_size=128, ffn_hidden_size=320, memory=MEMORY)
 MEMORIES = {
     "paper": MEMORY,
     "matched, shared": replace(MEMORY, initialisation="matched", sharing=SharingConfig("ring", 2)),
     "released": replace(MEMORY, initialisation="released"),
-    "ultramem": MemoryConfig(kind="ultramem", num_keys=24, value_dim=32, top_k=8),
-    "memory_plus": MemoryConfig(kind="memory_plus", num_keys=24, value_dim=32, top_k=8),
+    "ultramem": UltraMemConfig(num_keys=24, value_dim=32, top_k=8),
+    "memory_plus": MemoryPlusConfig(num_keys=24, value_dim=32, top_k=8),
 }
 
 
@@ -133,7 +138,9 @@ def test_choices_are_measured_as_one_by_one() -> None:
     """What is drawn once for several choices is what each would draw, and what is retrieved once what each would retrieve, but for the
     norms' epsilon, which the queries' initial deviation makes weigh more or less."""
     choices: tuple[Initialisation, ...] = ("released", "paper", "matched", "released")
-    together = measure_initial_outputs(MODEL, seed=3, most_layers=2, choices=choices)
+    together = measure_initial_outputs(
+        MODEL, seed=3, most_layers=2, choices=[replace(MEMORY, initialisation=choice) for choice in choices]
+    )
     for index, choice in enumerate(choices):
         model = replace(MODEL, memory=replace(MEMORY, initialisation=choice))
         alone = measure_initial_outputs(model, seed=3, most_layers=2)
@@ -141,4 +148,4 @@ def test_choices_are_measured_as_one_by_one() -> None:
         for one, other in zip(shared, alone, strict=True):
             assert one.measured_std == pytest.approx(other.measured_std, rel=1e-4)
             assert replace(one, measured_std=other.measured_std) == other
-        assert {layer.initialisation for layer in alone} == {choice}
+        assert {layer.memory for layer in alone} == {model.memory}

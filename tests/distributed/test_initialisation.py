@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from megamem.calibration import calibrate_scores
-from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.config import ModelConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_variance import swiglu_ffn_variance
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
+from megamem.retrieval.config import TuckerConfig
+from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
@@ -23,24 +27,24 @@ from tests.microbatch import some_inputs
 
 SEEDS = (1, 2, 3)
 TOKENS = 512
-MEMORY = MemoryConfig(num_keys=32, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)
+MEMORY = UltraMemV2Config(num_keys=32, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)
 PLAIN = ModelConfig(num_layers=4, hidden_size=128, ffn_hidden_size=320, memory=MEMORY)
 MODELS = {
     "plain": PLAIN,
     "shared": replace(
         PLAIN,
-        memory=MemoryConfig(
+        memory=UltraMemV2Config(
             num_keys=24, key_dim=16, value_dim=64, pre_value_dim=32, top_k=12, sharing=SharingConfig("block", 2)
         ),
     ),
     "two heads, single query, one core": replace(
         PLAIN,
-        memory=MemoryConfig(
+        memory=UltraMemV2Config(
             num_keys=48, value_dim=32, pre_value_dim=32, top_k=8, num_heads=2, query="single", num_cores=1
         ),
     ),
-    "no pre-values": replace(PLAIN, memory=MemoryConfig(num_keys=40, value_dim=48, pre_value_dim=0, top_k=16)),
-    "ultramem": replace(PLAIN, memory=MemoryConfig(kind="ultramem", num_keys=24, value_dim=32, top_k=12)),
+    "no pre-values": replace(PLAIN, memory=UltraMemV2Config(num_keys=40, value_dim=48, pre_value_dim=0, top_k=16)),
+    "ultramem": replace(PLAIN, memory=UltraMemConfig(num_keys=24, value_dim=32, top_k=12)),
     "shallow": replace(PLAIN, num_layers=2),
     "deep": replace(PLAIN, num_layers=16),
 }
@@ -68,26 +72,27 @@ def unit_rms_tokens(hidden_size: int, seed: int) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def eq_22(model: ModelConfig, memory: MemoryConfig, sigma_s: float, table_std: float) -> float:
+def eq_22(model: ModelConfig, memory: TuckerConfig, sigma_s: float, table_std: float) -> float:
     """Variance of the memory's output; without pre-values the factor 0.4 sigma_V^2 P of their product falls out."""
-    product = 0.4 * table_std**2 * memory.pre_dim if memory.pre_dim else 1.0
+    pre_dim = memory.width("pre_values")
+    product = 0.4 * table_std**2 * pre_dim if pre_dim else 1.0
     read = memory.top_k * memory.num_heads * memory.value_dim
     return 0.4 * product * (1 + sigma_s**2) * table_std**2 * read / model.hidden_size
 
 
-def eq_26(model: ModelConfig, memory: MemoryConfig, sigma_s: float) -> float:
+def eq_26(model: ModelConfig, memory: TuckerConfig, sigma_s: float) -> float:
     """sigma_V as the paper writes it; without pre-values P falls out, and 0.08 under a square root stands for 0.2 under a fourth one."""
     k_inner = model.ffn_hidden_size / model.hidden_size
     read = memory.top_k * memory.num_heads * memory.value_dim * (1 + sigma_s**2)
     share = k_inner * model.hidden_size / (read * model.num_layers)
-    if memory.pre_dim:
-        return float((0.2 * share / memory.pre_dim) ** 0.25)
+    if pre_dim := memory.width("pre_values"):
+        return float((0.2 * share / pre_dim) ** 0.25)
     return float((0.08 * share) ** 0.5)
 
 
 def measure(model: MemoryGPTModel, config: ModelConfig, seed: int) -> Measured:
     memory = config.memory
-    assert memory is not None
+    assert isinstance(memory, TuckerConfig)
     scores, variances, ffn_variances, predicted, stds = [], [], [], [], []
     for index, layer in enumerate(model.memory_layers):
         hidden = unit_rms_tokens(config.hidden_size, 1000 * seed + index)

@@ -18,8 +18,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 import megamem.model
-from megamem.config import MemoryConfig, ModelConfig, PlacementConfig
+from megamem.config import ModelConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.pkm.family import PKM
+from megamem.families.registry import FAMILIES
 from megamem.inputs import Inputs
+from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
 from megamem.slots import Slot
 from megamem.spans import Span
@@ -34,9 +38,7 @@ from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
 # Pairs of blocks are closed in themselves, for two stages of two chunks.
 SPANS = "0:1/1:1/2:2/3:3/4:4/5:5/6:7"
 SLOTS = {0: Slot.SKIP, 1: Slot.VALUES, 2: Slot.BESIDE, 3: Slot.INSTEAD, 4: Slot.BLOCK, 5: Slot.HEADS, 6: Slot.SKIP}
-MEMORY = MemoryConfig(
-    kind="pkm", num_keys=6, key_dim=8, value_dim=32, pre_value_dim=0, top_k=2, placement=PlacementConfig(spans=SPANS)
-)
+MEMORY = PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2, placement=PlacementConfig(spans=SPANS))
 CONFIG = replace(SHARED, model=replace(SHARED.model, num_layers=8, memory=MEMORY))
 # Of a loss or a gradient norm: see `test_skip_insertion`.
 TOLERANCE = 2e-6
@@ -58,6 +60,10 @@ class Multiplies(MegatronModule):
         super().__init__(config=config)
         self.name, self.cores, self.losses, self.usage, self.num_served = name, None, None, None, 0
 
+    @classmethod
+    def refresh(cls, layers: Any) -> None:
+        """Nothing is kept between steps."""
+
     def forward(self, x: Tensor, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         assert inputs.token_ids.shape == inputs.positions.shape == x.shape[:2]
         self.num_served += not len(x)
@@ -65,7 +71,7 @@ class Multiplies(MegatronModule):
 
 
 def with_multiplying_memories(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(megamem.model, "layer_class", lambda kind: Multiplies)
+    patch.setitem(FAMILIES, PKM.kind, replace(PKM, layer=lambda: Multiplies))
     patch.setattr(megamem.model, "slot_of", lambda placement, span: SLOTS[span.read])
 
 

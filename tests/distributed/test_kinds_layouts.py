@@ -8,18 +8,23 @@ from typing import Any
 import pytest
 from tiny_runs import MEMORY, SHARED, build, joined, on
 
-from megamem.config import MemoryConfig, SharingConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.peer.config import PeerConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
 
 STEPS = 3
 HIDDEN = SHARED.model.hidden_size
-PRODUCT = MemoryConfig(kind="memory_plus", num_keys=12, key_dim=8, value_dim=16, top_k=4, num_heads=2)
+GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 4, "num_heads": 2}
+PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 KINDS = {
-    "ultramem": MemoryConfig(kind="ultramem", num_keys=12, key_dim=8, value_dim=16, top_k=4),
+    "ultramem": UltraMemConfig(num_keys=12, key_dim=8, value_dim=16, top_k=4),
     "ultramem_v2, activated": replace(MEMORY, pre_value_activation="gelu", sharing=SharingConfig("ring", 2)),
     "memory_plus": replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all")),
-    "pkm": replace(PRODUCT, kind="pkm", value_dim=HIDDEN),
-    "peer": replace(PRODUCT, kind="peer", value_dim=HIDDEN, biases=True, query_norm=False),
+    "pkm": PkmConfig(value_dim=HIDDEN, **GRID),
+    "peer": PeerConfig(value_dim=HIDDEN, biases=True, query_norm=False, **GRID),
 }
 
 

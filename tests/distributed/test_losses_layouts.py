@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
 
-from megamem.config import PlacementConfig
+from megamem.memory_config import PlacementConfig
 from megamem.usage import LayerMetrics, UsageCollector
 from pretrain.config.schema import RunConfig
 from pretrain.loop import take_step
@@ -60,7 +60,7 @@ def run_steps(run: TinyRun) -> Outcome:
     collector = UsageCollector(
         [layer for chunk in run.bare for layer in chunk.memory_layers],
         num_blocks=run.config.model.num_layers,
-        spectrum=(memory.num_heads, memory.tucker_rank),
+        observed=memory.observed,
         stage_group=run.groups.megatron.tp_dp_cp,
         device=run.groups.device,
     )

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank, Columns
-from megamem.config import MemoryConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill_normal
 from megamem.sharing import BankSpec
 from parallel import sharded_bank
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def memory(self) -> MemoryConfig:
-        return MemoryConfig(
+        return UltraMemV2Config(
             value_dim=self.value_dim,
             pre_value_dim=self.pre_dim,
             num_cores=self.num_scores,

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.block import MemoryBlock
-from megamem.config import ModelConfig, PlacementConfig
+from megamem.config import ModelConfig
+from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
 from megamem.spans import Span
 from parallel.cpu import cuda_on_cpu

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import MEMORY, PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, tiny_run
+from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
 from pretrain.build import unwrap
 from pretrain.config.schema import KernelOverridesConfig, RunConfig
@@ -75,8 +77,8 @@ ONE_RANK = {
         SHARED,
         train=replace(SHARED.train, kernel_overrides=KernelOverridesConfig(gather_sum="auto", gather_dot="auto")),
     ),
-    "product keys": model(SHARED, memory=replace(MEMORY, kind="memory_plus", pre_value_dim=0)),
-    "peer": model(SHARED, memory=replace(MEMORY, kind="peer", value_dim=32, pre_value_dim=0)),
+    "product keys": model(SHARED, memory=MemoryPlusConfig(num_keys=12, key_dim=8, value_dim=16, top_k=4)),
+    "peer": model(SHARED, memory=PeerConfig(num_keys=12, key_dim=8, value_dim=32, top_k=4)),
     "offloaded": replace(SHARED, optimizer=replace(SHARED.optimizer, value_offload="cpu")),
     "dense": model(SHARED, memory=None),
     "experts": model(SHARED, memory=None, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=16)),
@@ -270,7 +272,7 @@ def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
         with tiny_run(config) as run:
             for layer in run.bare[0].memory_layers:
                 x = torch.randn(64, config.model.hidden_size, requires_grad=True)
-                values = torch.randn(64, layer.memory.num_value_blocks * layer.memory.value_dim, requires_grad=True)
+                values = torch.randn(64, layer.memory.lookup.blocks * layer.memory.value_dim, requires_grad=True)
                 for part, compute in (
                     (KEYS, lambda: sum(scores.sum() for scores in layer.key_scores(x))),  # noqa: B023
                     (PROJECTIONS, lambda: layer.project(values, x).sum()),  # noqa: B023

@@ -14,7 +14,9 @@ from tiny_runs import MEMORY, PRIVATE, SHARED, on, tiny_run
 from torch import Tensor
 
 from kernels.select import select_kernels
-from megamem.config import MemoryConfig
+from megamem.families.peer.config import PeerConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec
 from parallel.packed_rows import RowFormat
 from parallel.sharded_bank import ShardedBank
@@ -25,8 +27,8 @@ TOKENS = 7
 MEMORIES = {
     "v2": replace(MEMORY, value_dim=24, pre_value_dim=12, num_heads=2),
     "one core": replace(MEMORY, value_dim=12, pre_value_dim=6, num_cores=1),
-    "blocks, no pre-values": MemoryConfig(kind="ultramem", num_keys=12, key_dim=8, value_dim=18, top_k=3),
-    "peer": MemoryConfig(kind="peer", num_keys=12, value_dim=30, top_k=3, num_heads=5),
+    "blocks, no pre-values": UltraMemConfig(num_keys=12, key_dim=8, value_dim=18, top_k=3),
+    "peer": PeerConfig(num_keys=12, value_dim=30, top_k=3, num_heads=5),
 }
 ROWS = {"v2": 144, "one core": 70_000, "blocks, no pre-values": 2_000, "peer": 17_000_000}
 
@@ -65,10 +67,11 @@ def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[lis
     bank = ShardedBank(BankSpec(0, 8, (0,)), memory, kernels, dtype=dtype, device="cpu", replica_rank=0, group=group)
     # Ids are packed for a bank of this size; only its first rows are read, so only they are allocated.
     bank.spec = BankSpec(0, num_rows, (0,))
-    reads = memory.num_heads * memory.top_k
-    blocks = memory.num_value_blocks
-    scores = torch.rand(TOKENS, reads, memory.num_cores if memory.has_tucker_cores else 1, dtype=dtype)
-    pre_input = torch.rand(TOKENS, memory.pre_dim, dtype=dtype, requires_grad=True) if memory.pre_dim else None
+    reads = memory.lookup.rows
+    blocks = memory.lookup.blocks
+    scores = torch.rand(TOKENS, reads, memory.lookup.scores, dtype=dtype)
+    pre_dim = memory.width("pre_values")
+    pre_input = torch.rand(TOKENS, pre_dim, dtype=dtype, requires_grad=True) if pre_dim else None
     rows = torch.randint(8, (TOKENS, reads))
     block = torch.randint(blocks, (TOKENS, reads)) if blocks > 1 else None
     with torch.no_grad():

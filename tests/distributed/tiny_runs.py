@@ -13,8 +13,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.model import MemoryGPTModel
+from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
 from pretrain.build import build_chunks, wrap_chunks
@@ -36,7 +38,7 @@ VOCAB_SIZE = 61
 # parameters mean equal gradients, and that ulp moves losses and norms by at most 2e-7 in all of the ten.
 EPSILON = 1e-3
 
-MEMORY = MemoryConfig(num_keys=12, key_dim=8, value_dim=16, pre_value_dim=8, top_k=4)
+MEMORY = UltraMemV2Config(num_keys=12, key_dim=8, value_dim=16, pre_value_dim=8, top_k=4)
 
 SHARED = RunConfig(
     model=ModelConfig(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kernels import select
-from megamem.sharing import plan_sharing
+from megamem.retrieval.config import TuckerConfig
 from pretrain.config.loader import load_config
 from pretrain.errors import ConfigError, UserError
 from tools.bench.kernels import draw_ids
@@ -65,15 +65,15 @@ def test_retrievals_are_those_of_the_models() -> None:
         model = load_config(REPOSITORY / "configs" / f"{case.model}.yaml").model
         memory = model.memory
         assert memory is not None
-        assert case.keys == memory.expansion * plan_sharing(memory, model.num_layers).views[0].num_keys
-        assert case.selection == ("tucker_topk" if memory.has_tucker_cores else "product_topk")
+        assert case.keys == memory.expansion * memory.plan(model.num_layers).views[0].num_keys
+        assert case.selection == ("tucker_topk" if isinstance(memory, TuckerConfig) else "product_topk")
         assert (case.key_dim, case.heads, case.row_top_k, case.top_k) == (
             memory.key_dim,
             memory.num_heads,
             memory.row_top_k,
             memory.top_k,
         )
-        assert case.rank == (memory.tucker_rank if memory.has_tucker_cores else 0)
+        assert case.rank == (memory.tucker_rank if isinstance(memory, TuckerConfig) else 0)
 
 
 def test_wrong_selections_get_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import PlacementConfig
+from megamem.sharing import SharingConfig
 from pretrain.costs.equal_compute import active_measure, core_measure, flops_measure, solve_experts, solve_ffn_width
 from pretrain.costs.formulas import count_parameters
 from tools import cli
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=512)
-MEMORY = MemoryConfig(num_keys=16, key_dim=16, value_dim=24, pre_value_dim=8, top_k=8)
+MEMORY = UltraMemV2Config(num_keys=16, key_dim=16, value_dim=24, pre_value_dim=8, top_k=8)
 MEASURES = {"flops": flops_measure(384, 128), "active": active_measure(384), "core": core_measure()}
 
 
@@ -58,7 +62,7 @@ def test_more_keys_leave_less_feed_forward() -> None:
         (
             replace(
                 MODEL,
-                memory=MemoryConfig(kind="memory_plus", value_dim=64, placement=PlacementConfig(position="instead")),
+                memory=MemoryPlusConfig(value_dim=64, placement=PlacementConfig(position="instead")),
             ),
             1e9,
             "no feed-forward is left",

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.peer.config import PeerConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import PlacementConfig
+from megamem.retrieval.config import TuckerConfig
+from megamem.sharing import SharingConfig
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import (
@@ -24,8 +32,9 @@ from pretrain.costs.formulas import (
 
 VOCAB = 300
 DENSE = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48)
-MEMORY = MemoryConfig(num_keys=12, key_dim=8, value_dim=12, pre_value_dim=4, top_k=6)
-PRODUCT = MemoryConfig(kind="memory_plus", num_keys=12, key_dim=8, value_dim=12, top_k=6, num_heads=2)
+MEMORY = UltraMemV2Config(num_keys=12, key_dim=8, value_dim=12, pre_value_dim=4, top_k=6)
+GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
+PRODUCT = MemoryPlusConfig(value_dim=12, **GRID)
 MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=16)
 MODELS = {
     "dense": DENSE,
@@ -41,10 +50,10 @@ MODELS = {
         DENSE, memory=replace(MEMORY, key_expansion=2, value_blocks="projected")
     ),
     "memory, every second block": replace(DENSE, memory=replace(MEMORY, placement=PlacementConfig(every=2))),
-    "ultramem": replace(DENSE, memory=MemoryConfig(kind="ultramem", num_keys=12, key_dim=8, value_dim=12, top_k=6)),
+    "ultramem": replace(DENSE, memory=UltraMemConfig(num_keys=12, key_dim=8, value_dim=12, top_k=6)),
     "ultramem, spans": replace(
         DENSE,
-        memory=MemoryConfig(kind="ultramem", num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2/1:3")),
+        memory=UltraMemConfig(num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2/1:3")),
     ),
     "memory_plus, one table": replace(DENSE, memory=replace(PRODUCT, sharing=SharingConfig("all"))),
     "memory_plus, every option": replace(
@@ -53,12 +62,12 @@ MODELS = {
     "memory_plus instead of the ffn": replace(
         DENSE, memory=replace(PRODUCT, placement=PlacementConfig(blocks=(1, 2), position="instead"))
     ),
-    "pkm": replace(DENSE, memory=replace(PRODUCT, kind="pkm", value_dim=32)),
-    "pkm, biases": replace(DENSE, memory=replace(PRODUCT, kind="pkm", value_dim=32, biases=True)),
+    "pkm": replace(DENSE, memory=PkmConfig(value_dim=32, **GRID)),
+    "pkm, biases": replace(DENSE, memory=PkmConfig(value_dim=32, biases=True, **GRID)),
     "pkm, projected and gated": replace(
-        DENSE, memory=replace(PRODUCT, kind="pkm", value_projection=True, output_gate=True)
+        DENSE, memory=PkmConfig(value_dim=12, value_projection=True, output_gate=True, **GRID)
     ),
-    "peer": replace(DENSE, memory=replace(PRODUCT, kind="peer", value_dim=32)),
+    "peer": replace(DENSE, memory=PeerConfig(value_dim=32, **GRID)),
     "moe": replace(DENSE, moe=MOE),
     "moe with memory": replace(DENSE, moe=MOE, memory=MEMORY),
 }
@@ -157,9 +166,9 @@ def check_costs(model: ModelConfig, built: BuiltModel, padded_vocab_size: int) -
     expected = forward_flops_per_token(model, padded_vocab_size, length) - attention
     rescoring = 0
     if (memory := model.memory) is not None:
-        costs = memory_flops(memory, model)
+        costs = memory_flops(model)
         expected -= costs.selection + costs.gather_dot + costs.gather_sum
-        if memory.has_tucker_cores:
+        if isinstance(memory, TuckerConfig):
             # The scores of the kept entries are computed once more: S C, and from that the sum with the other S.
             pairs = memory.num_cores * memory.tucker_rank * (memory.tucker_rank + 1)
             rescoring = 2 * model.num_memory_layers * memory.num_heads * memory.top_k * pairs

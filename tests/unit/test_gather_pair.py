@@ -26,7 +26,7 @@ from kernels.pieces import GatherPair
 from kernels.select import Kernels, select_kernels
 from kernels.tiles import part_length
 from megamem.bank import Bank
-from megamem.config import MemoryConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import BankSpec
 from tests.unit.test_kernels import main_grad_table, sorts_from_now_on, wide
 
@@ -352,7 +352,7 @@ def test_a_bank_of_whole_tables_reads_in_pairs() -> None:
     rows, block = torch.randint(0, 16, (3, 5), generator=g), torch.randint(0, 4, (3, 5), generator=g)
     scores, x = torch.randn(3, 5, 2, generator=g), torch.randn(3, 6, generator=g)
     for pre_dim in (6, 0):
-        memory = MemoryConfig(num_keys=4, top_k=4, value_dim=8, pre_value_dim=pre_dim)
+        memory = UltraMemV2Config(num_keys=4, top_k=4, value_dim=8, pre_value_dim=pre_dim)
         spec = BankSpec(0, 16, (0,))
         bank = Bank(spec, memory, kernels, dtype=torch.float32, device="cpu", replica_rank=0)
         for table in bank.parameters():

@@ -12,11 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from megamem.families.registry import FAMILIES
+
 REPOSITORY = Path(__file__).parents[2]
 PYPROJECT = REPOSITORY / "pyproject.toml"
 PACKAGES = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]["root_packages"]
 
-CONFIG_FILES = ("megamem/config.py", "pretrain/config/schema.py")
+CONFIG_FILES = (
+    "megamem/config.py",
+    "megamem/memory_config.py",
+    "megamem/sharing.py",
+    "megamem/retrieval/config.py",
+    *(f"megamem/families/{kind}/config.py" for kind in FAMILIES),
+    "pretrain/config/schema.py",
+)
 
 
 def source_files(package: str) -> list[Path]:

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megamem.config import MemoryConfig, ModelConfig, MoEConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_variance import (
     linear_output_variance,
     memory_variance,
@@ -23,13 +25,13 @@ from megamem.initial_variance import (
 )
 
 MODEL = ModelConfig(num_layers=20, hidden_size=768, num_attention_heads=12, ffn_hidden_size=2496)
-MEMORY = MemoryConfig(num_keys=360, key_dim=192, value_dim=192, pre_value_dim=192, top_k=32)
+MEMORY = UltraMemV2Config(num_keys=360, key_dim=192, value_dim=192, pre_value_dim=192, top_k=32)
 MEMORIES = {
     "plain": MEMORY,
     "two heads": replace(MEMORY, num_heads=2),
     "no pre-values": replace(MEMORY, pre_value_dim=0),
     "gelu": replace(MEMORY, pre_value_activation="gelu"),
-    "ultramem": MemoryConfig(kind="ultramem", num_keys=360, key_dim=192, value_dim=192, top_k=32),
+    "ultramem": UltraMemConfig(num_keys=360, key_dim=192, value_dim=192, top_k=32),
 }
 
 
@@ -43,7 +45,7 @@ def test_sigma_v_is_the_recorded_one(golden_dir: Path) -> None:
             num_attention_heads=1,
             ffn_hidden_size=round(row["k_inner"] * row["h"]),
         )
-        memory = MemoryConfig(
+        memory = UltraMemV2Config(
             num_keys=128,
             value_dim=row["d_v"],
             pre_value_dim=row["d_prev"],

@@ -17,11 +17,13 @@ from typing import Any, get_args
 
 import pytest
 
-from megamem.config import Initialisation, MemoryConfig, ModelConfig, PlacementConfig, SharingConfig
+from megamem.config import ModelConfig
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.initialisation import table_std
-from megamem.sharing import plan_sharing
+from megamem.memory_config import PlacementConfig
+from megamem.retrieval.config import Initialisation, TuckerConfig
+from megamem.sharing import SharingConfig
 from pretrain.config.loader import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -38,14 +40,24 @@ def tucker_models() -> dict[str, ModelConfig]:
         # A file without a name is a part of others.
         if re.search(r"^name:", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
             model = load_config(path).model
-            if model.memory is not None and model.memory.has_tucker_cores:
+            if isinstance(model.memory, TuckerConfig):
                 models[str(path.relative_to(CONFIGS).with_suffix(""))] = model
     return models
 
 
-def memory_of(model: ModelConfig) -> MemoryConfig:
-    assert model.memory is not None
+def memory_of(model: ModelConfig) -> TuckerConfig:
+    assert isinstance(model.memory, TuckerConfig)
     return model.memory
+
+
+def choices(model: ModelConfig, names: Sequence[Initialisation]) -> list[TuckerConfig]:
+    """The model's memory with each of these initialisations."""
+    return [replace(memory_of(model), initialisation=name) for name in names]
+
+
+def initialisation_of(output: InitialOutput) -> Initialisation:
+    assert isinstance(output.memory, TuckerConfig)
+    return output.memory.initialisation
 
 
 def what_matters(model: ModelConfig) -> Hashable:
@@ -57,7 +69,7 @@ def what_matters(model: ModelConfig) -> Hashable:
         model.active_ffn_width,
         model.linear_std,
         model.norm_epsilon,
-        {view.num_keys for view in plan_sharing(memory, model.num_memory_layers).views}.pop(),
+        {view.num_keys for view in memory.plan(model.num_memory_layers).views}.pop(),
         replace(memory, sharing=SharingConfig(), placement=PlacementConfig()),
     )
 
@@ -88,15 +100,18 @@ def measure(model: ModelConfig) -> Sample:
         with warnings.catch_warnings():
             # Of Megatron, about optional packages.
             warnings.simplefilter("ignore")
-            outputs += measure_initial_outputs(model, seed=seed, most_layers=LAYERS_PER_SEED, choices=CHOICES)
+            outputs += measure_initial_outputs(
+                model, seed=seed, most_layers=LAYERS_PER_SEED, choices=choices(model, CHOICES)
+            )
         ffn = fmean(output.ffn_std**2 for output in outputs if output.ffn_std is not None)
         promised: dict[Initialisation, float] = {"paper": paper_ffn_variance(model), "matched": ffn}
         ratios: dict[Initialisation, list[float]] = {choice: [] for choice in CHOICES}
         for output in outputs:
             # Layers of the released constants differ, each by its own cores, and so does what Eq. 22 predicts of them.
             assert output.predicted_std is not None
-            expected = promised.get(output.initialisation, output.predicted_std**2)
-            ratios[output.initialisation].append(output.measured_std**2 / expected)
+            choice = initialisation_of(output)
+            expected = promised.get(choice, output.predicted_std**2)
+            ratios[choice].append(output.measured_std**2 / expected)
         if max(map(standard_error, ratios.values())) <= STANDARD_ERROR:
             return Sample(ratios, ffn)
     raise AssertionError(f"{MOST_SEEDS} seeds leave a standard error above {STANDARD_ERROR}")
@@ -142,7 +157,7 @@ def test_released_constants_give_the_releases_outputs(
     """Its own code, with its README's sizes, was measured at these figures. Mean scores differ between layers as their cores do, and the output
     is proportional to them."""
     model = load_config(CONFIGS / f"{name}.yaml", overrides).model
-    outputs = measure_initial_outputs(model, seed=1, most_layers=3, choices=("paper", "released"))
+    outputs = measure_initial_outputs(model, seed=1, most_layers=3, choices=choices(model, ("paper", "released")))
     released_gain = memory_of(model).key_dim ** -0.4
     per_score = []
     for calibrated, released in zip(outputs[::2], outputs[1::2], strict=True):

@@ -18,7 +18,8 @@ from megatron.core import tensor_parallel
 import pretrain.callbacks as callbacks_module
 import pretrain.loop as loop
 import pretrain.run as run_module
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.callbacks import MetricsFile, ProgressLine, Quiet, TensorBoard, default_callbacks
 from pretrain.config.schema import (
     CheckpointConfig,
@@ -39,7 +40,7 @@ DATA_SIZE, DATA_RANK, WORLD_SIZE = 2, 1, 4
 
 CONFIG = RunConfig(
     seed=5,
-    model=ModelConfig(memory=MemoryConfig()),
+    model=ModelConfig(memory=UltraMemV2Config()),
     train=TrainConfig(num_steps=12, global_batch_size=12, micro_batch_size=2, sequence_length=8, max_skipped_steps=3),
     # 96 tokens a step: the multiplier of the tables has fallen from 5 to 2 after 6 steps.
     optimizer=OptimizerConfig(

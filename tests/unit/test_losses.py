@@ -17,19 +17,20 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.families.ultramem_v2.layer import UltraMemV2Layer
 from megamem.layers.step import begin_step
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
 from megamem.losses import LOSS_NAMES, begin_losses, key_balance, tucker_penalty
 from megamem.released_names import from_released
 from megamem.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 
-MEMORY = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4, shuffle="none")
+MEMORY = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4, shuffle="none")
 HIDDEN = 32
 
 
-def build(memory: MemoryConfig, dtype: torch.dtype = torch.float64) -> tuple[UltraMemV2Layer, Bank]:
+def build(memory: UltraMemV2Config, dtype: torch.dtype = torch.float64) -> tuple[UltraMemV2Layer, Bank]:
     spec = BankSpec(0, memory.num_keys**2, (0,))
     bank = Bank(spec, memory, select_kernels("naive"), dtype=dtype, device="cpu", replica_rank=0)
     config = TransformerConfig(
@@ -38,7 +39,7 @@ def build(memory: MemoryConfig, dtype: torch.dtype = torch.float64) -> tuple[Ult
     layer = UltraMemV2Layer(
         config,
         memory,
-        LayerView(0, 0, memory.num_keys),
+        LayerView(0, 0, memory.num_keys**2),
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
         num_bank_rows=spec.num_rows,
@@ -184,8 +185,8 @@ def test_the_output_is_the_same_with_and_without_losses() -> None:
 
 @pytest.mark.parametrize("name", ["tucker_penalty_weight", "tucker_penalty_margin", "key_balance_weight"])
 def test_negative_weights_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"model\.memory\.{name} is -1"):
-        MemoryConfig(**{name: -1.0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"UltraMemV2Config\.{name} is -1"):
+        UltraMemV2Config(**{name: -1.0})  # type: ignore[arg-type]
 
 
 def test_balance_is_what_the_release_computes(golden_dir: Path) -> None:

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from megamem.calibration import ScoreCalibration, calibrate_scores
-from megamem.config import MemoryConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import MemoryConfig
 from megamem.norm import rms_normalise
 from megamem.retrieval.tucker import leading_singular_vectors, retrieve
 
 CONFIGS = {
-    "small": (MemoryConfig(num_keys=32, key_dim=16, top_k=8), 32),
-    "shared": (MemoryConfig(num_keys=64, key_dim=32, top_k=16), 128),
-    "two heads": (MemoryConfig(num_keys=48, key_dim=16, top_k=8, num_heads=2), 48),
-    "single query": (MemoryConfig(num_keys=64, key_dim=32, top_k=16, query="single"), 64),
-    "rank 3, one core": (MemoryConfig(num_keys=64, key_dim=16, top_k=16, tucker_rank=3, num_cores=1), 64),
-    "capped rows": (MemoryConfig(num_keys=96, key_dim=32, top_k=64, row_top_k_limit=16), 96),
+    "small": (UltraMemV2Config(num_keys=32, key_dim=16, top_k=8), 32),
+    "shared": (UltraMemV2Config(num_keys=64, key_dim=32, top_k=16), 128),
+    "two heads": (UltraMemV2Config(num_keys=48, key_dim=16, top_k=8, num_heads=2), 48),
+    "single query": (UltraMemV2Config(num_keys=64, key_dim=32, top_k=16, query="single"), 64),
+    "rank 3, one core": (UltraMemV2Config(num_keys=64, key_dim=16, top_k=16, tucker_rank=3, num_cores=1), 64),
+    "capped rows": (UltraMemV2Config(num_keys=96, key_dim=32, top_k=64, row_top_k_limit=16), 96),
 }
 
 

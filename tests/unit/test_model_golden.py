@@ -18,16 +18,22 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
-from megamem.config import MemoryConfig, MemoryKind, ModelConfig, SharingConfig
-from megamem.initialisation import sigma_values
+from megamem.config import ModelConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.peer.config import PeerConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.registry import family_of
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.initial_variance import sigma_values
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.product_key import ProductKeyLayer
-from megamem.layers.registry import layer_class
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.tucker import TuckerLayer
 from megamem.losses import LOSS_NAMES
+from megamem.memory_config import MemoryConfig
 from megamem.released_names import from_meta, from_released
 from megamem.retrieval.tucker import leading_singular_vectors
-from megamem.sharing import plan_sharing
+from megamem.sharing import SharingConfig
 from tests.microbatch import some_inputs
 
 CASES = (
@@ -87,8 +93,7 @@ def model_config(record: dict[str, Any]) -> ModelConfig:
             memory, num_layers = ultramem_config(ctor), 1
         case "MemoryPlus (OLMo fork)":
             num_layers = ctor["layers_sharing_the_table"]
-            memory = MemoryConfig(
-                kind="memory_plus",
+            memory = MemoryPlusConfig(
                 num_keys=ctor["knum"],
                 key_dim=ctor["kdim"],
                 value_dim=ctor["vdim"],
@@ -107,7 +112,7 @@ def model_config(record: dict[str, Any]) -> ModelConfig:
 def ultramem_v2_config(ctor: dict[str, Any], num_tokens: int) -> MemoryConfig:
     num_layers, expansion = ctor["mem_layer_num"], ctor["mem_key_expand_time"]
     group = round(ctor["share_ratio"] * num_layers)
-    return MemoryConfig(
+    return UltraMemV2Config(
         num_keys=ctor["knum"],
         key_dim=ctor["kdim"],
         value_dim=ctor["vdim"],
@@ -128,8 +133,7 @@ def ultramem_v2_config(ctor: dict[str, Any], num_tokens: int) -> MemoryConfig:
 
 
 def ultramem_config(ctor: dict[str, Any]) -> MemoryConfig:
-    return MemoryConfig(
-        kind="ultramem",
+    return UltraMemConfig(
         num_keys=ctor["knum"],
         key_dim=ctor["kdim"],
         value_dim=ctor["vdim"],
@@ -143,21 +147,22 @@ def ultramem_config(ctor: dict[str, Any]) -> MemoryConfig:
 
 
 def meta_config(ctor: dict[str, Any], derived: dict[str, Any]) -> MemoryConfig:
-    kind: MemoryKind = "peer" if derived["peer"] else "memory_plus" if derived["swilu"] else "pkm"
-    return MemoryConfig(
-        kind=kind,
-        num_keys=ctor["mem_n_keys"],
+    common: Any = {
+        "num_keys": ctor["mem_n_keys"],
         # Theirs is that of both sides together.
-        key_dim=ctor["mem_k_dim"] // 2,
-        value_dim=derived["v_dim"],
-        top_k=ctor["mem_knn"],
-        num_heads=ctor["mem_heads"],
-        query_norm=False,
-        biases=True,
-        value_projection=derived["v_proj"],
-        output_gate=derived["gated"],
-        sharing=SharingConfig("all" if ctor.get("mem_share_values") else "none"),
-    )
+        "key_dim": ctor["mem_k_dim"] // 2,
+        "value_dim": derived["v_dim"],
+        "top_k": ctor["mem_knn"],
+        "num_heads": ctor["mem_heads"],
+        "query_norm": False,
+        "biases": True,
+        "sharing": SharingConfig("all" if ctor.get("mem_share_values") else "none"),
+    }
+    if derived["peer"]:
+        return PeerConfig(**common)
+    if derived["swilu"]:
+        return MemoryPlusConfig(output_gate=derived["gated"], **common)
+    return PkmConfig(value_projection=derived["v_proj"], output_gate=derived["gated"], **common)
 
 
 def released_name(name: str, kind: str) -> str | None:
@@ -201,13 +206,13 @@ def build(folder: Path, case: str, dtype: torch.dtype, kernels: Literal["auto", 
         use_cpu_initialization=True,
         params_dtype=dtype,
     )
-    plan = plan_sharing(memory, model.num_layers)
+    plan = memory.plan(model.num_layers)
     implementation = select_kernels(kernels)
     banks = {
         spec.index: Bank(spec, memory, implementation, dtype=dtype, device="cpu", replica_rank=0) for spec in plan.banks
     }
     layers = [
-        layer_class(memory.kind)(
+        family_of(memory).layer()(
             config,
             memory,
             view,
@@ -289,7 +294,7 @@ def test_layers_retrieve_what_the_release_retrieves(golden_dir: Path, case: str,
             if name.startswith(f"mid{index}.")
         }
         x = golden.tensors[f"x{index}"].to(dtype).flatten(0, 1)
-        if isinstance(layer, UltraMemV2Layer):
+        if isinstance(layer, TuckerLayer):
             check_tucker_retrieval(layer, golden.banks[layer.view.bank], x, recorded)
         else:
             assert isinstance(layer, ProductKeyLayer)
@@ -297,7 +302,7 @@ def test_layers_retrieve_what_the_release_retrieves(golden_dir: Path, case: str,
 
 
 @torch.no_grad()
-def check_tucker_retrieval(layer: UltraMemV2Layer, bank: Bank, x: Tensor, recorded: dict[str, Tensor]) -> None:
+def check_tucker_retrieval(layer: TuckerLayer, bank: Bank, x: Tensor, recorded: dict[str, Tensor]) -> None:
     tolerance = TOLERANCE[x.dtype]
     found = layer.retrieve(x)
     assert torch.equal(found.row_ids, recorded["row_top"])
@@ -306,7 +311,7 @@ def check_tucker_retrieval(layer: UltraMemV2Layer, bank: Bank, x: Tensor, record
     assert torch.equal(layer.permutation[found.slots].flatten(1), recorded["best_virtual"])
     rows, blocks = layer.locate(found.slots.flatten(1))
     assert torch.equal(rows, recorded["table_row"])
-    assert (blocks is not None) == (layer.memory.num_value_blocks > 1)
+    assert (blocks is not None) == (layer.memory.lookup.blocks > 1)
     if blocks is not None:
         assert torch.equal(blocks, recorded["group"])
     assert relative_error(found.scores.flatten(1, 2), recorded["best_scores"]) <= tolerance
@@ -361,7 +366,7 @@ def test_every_case_is_run(golden_dir: Path) -> None:
 )
 def test_names_that_a_release_does_not_have_are_refused(translate: Any, name: str) -> None:
     with pytest.raises(ValueError, match=r"of kind ultramem_v2|of the kinds pkm"):
-        translate({name: torch.zeros(1)}, ModelConfig(memory=MemoryConfig()))
+        translate({name: torch.zeros(1)}, ModelConfig(memory=UltraMemV2Config()))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -391,7 +396,7 @@ def test_sigma_of_the_values(golden_dir: Path) -> None:
     table = json.loads((golden_dir / "sigma_v.json").read_text())["table"]
     assert len(table) >= 8
     for row in table:
-        memory = MemoryConfig(
+        memory = UltraMemV2Config(
             num_keys=512,
             top_k=row["k"],
             num_heads=row["n_head"],

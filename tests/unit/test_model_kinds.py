@@ -17,19 +17,26 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.peer.config import PeerConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.registry import family_of
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation import initialise
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.product_key import ProductKeyLayer
-from megamem.layers.registry import layer_class
 from megamem.layers.step import begin_step
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.layers.tucker import TuckerLayer
+from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 
 HIDDEN = 32
-V2 = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=12, top_k=6)
-PRODUCT = MemoryConfig(kind="memory_plus", num_keys=8, key_dim=8, value_dim=16, top_k=4, num_heads=2)
+V2 = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=12, top_k=6)
+GRID: Any = {"num_keys": 8, "key_dim": 8, "top_k": 4, "num_heads": 2}
+PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 KINDS = {
     "v2": V2,
     "v2, summed blocks": replace(V2, key_expansion=2, num_heads=2),
@@ -37,12 +44,12 @@ KINDS = {
     "v2, projected blocks, one core, no shuffle": replace(
         V2, key_expansion=3, value_blocks="projected", num_cores=1, shuffle="none"
     ),
-    "ultramem": MemoryConfig(kind="ultramem", num_keys=8, key_dim=8, value_dim=16, top_k=6),
+    "ultramem": UltraMemConfig(num_keys=8, key_dim=8, value_dim=16, top_k=6),
     "memory_plus": PRODUCT,
     "memory_plus, every option": replace(PRODUCT, biases=True, output_gate=True, query_norm=False),
-    "pkm": replace(PRODUCT, kind="pkm", value_dim=HIDDEN),
-    "pkm, projected and gated": replace(PRODUCT, kind="pkm", value_projection=True, output_gate=True, biases=True),
-    "peer": replace(PRODUCT, kind="peer", value_dim=HIDDEN),
+    "pkm": PkmConfig(value_dim=HIDDEN, **GRID),
+    "pkm, projected and gated": PkmConfig(value_dim=16, value_projection=True, output_gate=True, biases=True, **GRID),
+    "peer": PeerConfig(value_dim=HIDDEN, **GRID),
 }
 NAME = "decoder.layers.0.mlp.memory"
 
@@ -50,13 +57,13 @@ NAME = "decoder.layers.0.mlp.memory"
 def build(
     memory: MemoryConfig, dtype: torch.dtype = torch.float64, view: LayerView | None = None, num_rows: int | None = None
 ) -> tuple[MemoryLayer, Bank]:
-    view = view or LayerView(0, 0, memory.num_keys)
+    view = view or LayerView(0, 0, memory.num_keys**2)
     spec = BankSpec(0, num_rows or view.num_rows, (0,))
     bank = Bank(spec, memory, select_kernels("auto"), dtype=dtype, device="cpu", replica_rank=0)
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, params_dtype=dtype
     )
-    layer = layer_class(memory.kind)(
+    layer = family_of(memory).layer()(
         config,
         memory,
         view,
@@ -82,14 +89,14 @@ def weighted_values(layer: MemoryLayer, bank: Bank, x: Tensor) -> Tensor:
     """The sums [T, B, V] of the retrieved entries, one by one."""
     memory = layer.memory
     found, pre_input = layer.retrieve(x), layer.pre_input(x)
-    sums = torch.zeros(x.shape[0], memory.num_value_blocks, memory.value_dim, dtype=x.dtype)
+    sums = torch.zeros(x.shape[0], memory.lookup.blocks, memory.value_dim, dtype=x.dtype)
     for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.slots.shape)).tolist():
         row, block = layer.locate(found.slots[t, h, k])
         product = torch.ones((), dtype=x.dtype)
         if bank.pre_values is not None:
             assert pre_input is not None
             product = bank.pre_values[row] @ pre_input[t]
-            product = F.gelu(product) if memory.pre_activation == "gelu" else product
+            product = F.gelu(product) if memory.lookup.activation == "gelu" else product
         of_columns = found.scores[t, h, k].repeat_interleave(memory.value_dim // found.scores.shape[3])
         sums[t, 0 if block is None else block] += product * of_columns * bank.values[row]
     return sums
@@ -137,7 +144,7 @@ def test_every_virtual_block_addresses_every_row_of_the_window_once(shuffle: Any
     memory = replace(
         V2, key_expansion=expansion, value_blocks="projected" if expansion > 1 else "summed", shuffle=shuffle
     )
-    layer, _ = build(memory, view=LayerView(0, 90, 8), num_rows=100)
+    layer, _ = build(memory, view=LayerView(0, 90, 64), num_rows=100)
     rows, blocks = layer.locate(torch.arange((8 * expansion) ** 2))
     assert (blocks is None) == (expansion == 1)
     window = sorted([*range(54), *range(90, 100)])
@@ -242,28 +249,31 @@ def test_the_calibration_sees_the_expanded_keys() -> None:
     assert gains[1] < 0.95 * gains[0]
 
 
-@pytest.mark.parametrize("kind", ["pkm", "peer"])
-def test_values_as_wide_as_the_model_without_a_projection(kind: Any) -> None:
+@pytest.mark.parametrize("family", [PkmConfig, PeerConfig])
+def test_values_as_wide_as_the_model_without_a_projection(family: Any) -> None:
     with pytest.raises(ValueError, match=r"model\.memory\.value_dim is 16, but kind .* set it to hidden_size = 32"):
-        ModelConfig(hidden_size=HIDDEN, memory=replace(PRODUCT, kind=kind))
+        ModelConfig(hidden_size=HIDDEN, memory=family(value_dim=16, **GRID))
 
 
 def test_keys_are_counted_with_their_expansion() -> None:
-    assert MemoryConfig(num_keys=8, top_k=16, key_expansion=2).row_top_k == 16
+    assert UltraMemV2Config(num_keys=8, top_k=16, key_expansion=2).row_top_k == 16
     with pytest.raises(ValueError, match=r"model\.memory\.num_keys is 8, but 16 rows"):
-        MemoryConfig(num_keys=8, top_k=16)
-    with pytest.raises(ValueError, match=r"model\.memory\.key_expansion is 0"):
-        MemoryConfig(key_expansion=0)
+        UltraMemV2Config(num_keys=8, top_k=16)
+    with pytest.raises(ValueError, match=r"UltraMemV2Config\.key_expansion is 0"):
+        UltraMemV2Config(key_expansion=0)
 
 
 def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     memory = KINDS["ultramem"]
-    assert (memory.expansion, memory.num_value_blocks, memory.pre_dim, memory.query_mode) == (2, 4, 0, "single")
-    same = replace(
-        memory, kind="ultramem_v2", key_expansion=2, value_blocks="projected", pre_value_dim=0, query="single"
+    assert isinstance(memory, UltraMemConfig)
+    assert (memory.expansion, memory.lookup.blocks, memory.width("pre_values"), memory.query_mode) == (
+        2,
+        4,
+        0,
+        "single",
     )
+    same = replace(V2, key_expansion=2, value_blocks="projected", pre_value_dim=0, query="single")
     outs = [build(config)[0](tokens(), some_inputs(tokens())) for config in (memory, same)]
-    assert issubclass(layer_class("ultramem"), UltraMemV2Layer)
     assert torch.equal(outs[0], outs[1])
 
 
@@ -290,8 +300,8 @@ def test_layers_begin_a_step_together_as_they_would_alone() -> None:
     begin_step(layers[:3])
     for together, alone in zip(layers[:3], layers[3:], strict=True):
         begin_step([alone])
-        assert isinstance(together, UltraMemV2Layer)
-        assert isinstance(alone, UltraMemV2Layer)
+        assert isinstance(together, TuckerLayer)
+        assert isinstance(alone, TuckerLayer)
         assert torch.equal(together.u, alone.u)
         assert torch.equal(together.v, alone.v)
         assert together.losses is not None

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
-from megamem.config import MemoryConfig
-from megamem.layers.ultramem_v2 import UltraMemV2Layer
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.families.ultramem_v2.layer import UltraMemV2Layer
 from megamem.parameters import group_of
 from megamem.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 
-MEMORY = MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)
+MEMORY = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=16, top_k=4)
 
 
-def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer, Bank]:
+def build(memory: UltraMemV2Config = MEMORY, **config: Any) -> tuple[UltraMemV2Layer, Bank]:
     spec = BankSpec(0, memory.num_keys**2, (0,))
     bank = Bank(spec, memory, select_kernels("auto"), dtype=torch.float32, device="cpu", replica_rank=0)
     with warnings.catch_warnings():
@@ -33,7 +33,7 @@ def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer
     layer = UltraMemV2Layer(
         megatron,
         memory,
-        LayerView(0, 0, memory.num_keys),
+        LayerView(0, 0, memory.num_keys**2),
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
         num_bank_rows=spec.num_rows,
@@ -44,7 +44,7 @@ def build(memory: MemoryConfig = MEMORY, **config: Any) -> tuple[UltraMemV2Layer
     with torch.no_grad():
         for parameter in (*layer.parameters(), *bank.parameters()):
             parameter.copy_(torch.rand(parameter.shape, generator=g) - 0.3)
-    layer.update_singular_vectors()
+    layer.refresh([layer])
     return layer, bank
 
 
@@ -66,7 +66,7 @@ def test_the_bank_is_not_the_layers() -> None:
 
 
 def test_optional_parts_are_left_out() -> None:
-    layer, bank = build(MemoryConfig(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=0, top_k=4))
+    layer, bank = build(UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=0, top_k=4))
     assert layer.pre_value_proj is None
     assert {name for name, _ in bank.named_parameters()} == {"values"}
     assert layer(tokens(), some_inputs(tokens())).shape == (6, 1, 32)
@@ -100,7 +100,7 @@ def test_singular_vectors_follow_the_cores_when_asked() -> None:
         layer.cores[:, :, 0] += 3
     layer(tokens(), some_inputs(tokens()))
     assert torch.equal(layer.u, before)
-    layer.update_singular_vectors()
+    layer.refresh([layer])
     assert not torch.allclose(layer.u, before)
     assert not layer.u.requires_grad
 
@@ -127,9 +127,9 @@ def test_weights_and_tables_say_which_group_they_are_in_and_over_which_ranks_the
 
 @pytest.mark.parametrize("shuffle", ["keyed", "table", "none"])
 def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
-    memory = MemoryConfig(num_keys=8, key_dim=8, top_k=4, shuffle=shuffle)
+    memory = UltraMemV2Config(num_keys=8, key_dim=8, top_k=4, shuffle=shuffle)
     layer, _ = build(memory)
-    layer.view, layer.num_bank_rows = LayerView(0, 90, 8), 100
+    layer.view, layer.num_bank_rows = LayerView(0, 90, 64), 100
     rows = layer.locate(torch.arange(64))[0]
     assert sorted(rows.tolist()) == [*range(54), *range(90, 100)]
     assert (rows.tolist() == [(90 + slot) % 100 for slot in range(64)]) == (shuffle == "none")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megamem.config import MemoryConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.retrieval.tucker import Retrieved, leading_singular_vectors, retrieve
 
 
@@ -167,8 +167,8 @@ def test_singular_vectors_keep_their_dtype() -> None:
 
 
 def test_row_and_column_selection_is_capped() -> None:
-    assert MemoryConfig(num_keys=512, top_k=256).row_top_k == 128
-    assert MemoryConfig(num_keys=512, top_k=64).row_top_k == 64
-    assert MemoryConfig(num_keys=512, top_k=64, row_top_k_limit=9).row_top_k == 9
+    assert UltraMemV2Config(num_keys=512, top_k=256).row_top_k == 128
+    assert UltraMemV2Config(num_keys=512, top_k=64).row_top_k == 64
+    assert UltraMemV2Config(num_keys=512, top_k=64, row_top_k_limit=9).row_top_k == 9
     with pytest.raises(ValueError, match="row_top_k_limit to at least 8"):
-        MemoryConfig(num_keys=512, top_k=64, row_top_k_limit=7)
+        UltraMemV2Config(num_keys=512, top_k=64, row_top_k_limit=7)

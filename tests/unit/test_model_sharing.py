@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamem.config import MemoryConfig, SharingConfig
-from megamem.sharing import LayerView, plan_sharing
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import MemoryConfig
+from megamem.sharing import LayerView, SharingConfig
 
 Pattern = Literal["none", "block", "ring", "no_ring"]
 NUM_KEYS = 10
@@ -19,7 +20,7 @@ NUM_KEYS = 10
 def memory(
     pattern: Pattern, group: int, window: Literal["paper", "released"] = "paper", num_keys: int = NUM_KEYS
 ) -> MemoryConfig:
-    return MemoryConfig(num_keys=num_keys, top_k=4, sharing=SharingConfig(pattern, group, window))
+    return UltraMemV2Config(num_keys=num_keys, top_k=4, sharing=SharingConfig(pattern, group, window))
 
 
 def tables_of(view: LayerView, config: MemoryConfig, num_layers: int) -> list[int]:
@@ -65,7 +66,7 @@ TABLE_7: dict[Pattern, dict[int, list[int]]] = {
 @pytest.mark.parametrize("pattern", TABLE_7)
 def test_table_7(pattern: Pattern) -> None:
     config = memory(pattern, 4)
-    plan = plan_sharing(config, 24)
+    plan = config.plan(24)
     actual = {layer: tables_of(plan.views[layer - 1], config, 24) for layer in TABLE_7[pattern]}
     assert actual == TABLE_7[pattern]
 
@@ -81,7 +82,7 @@ def test_table_7(pattern: Pattern) -> None:
 )
 def test_released_windows_start_at_the_layers_own_table(pattern: Pattern, layer: int, tables: list[int]) -> None:
     config = memory(pattern, 4, "released")
-    assert tables_of(plan_sharing(config, 24).views[layer - 1], config, 24) == tables
+    assert tables_of(config.plan(24).views[layer - 1], config, 24) == tables
 
 
 @pytest.mark.parametrize(
@@ -89,32 +90,32 @@ def test_released_windows_start_at_the_layers_own_table(pattern: Pattern, layer:
 )
 def test_windows_of_other_sizes_are_centred(group: int, tables: list[int]) -> None:
     config = memory("ring", group)
-    assert tables_of(plan_sharing(config, 24).views[6], config, 24) == tables
+    assert tables_of(config.plan(24).views[6], config, 24) == tables
 
 
 @pytest.mark.parametrize(("group", "num_keys"), [(4, 1928), (9, 2892), (16, 3856), (2, 1363)])
 def test_keys_of_a_shared_window(group: int, num_keys: int) -> None:
     """Section 4.2.8 with n = 964; the paper rounds the nine-table window up to 2896, which would not fit into it."""
-    plan = plan_sharing(memory("ring", group, num_keys=964), 24)
+    plan = memory("ring", group, num_keys=964).plan(24)
     assert {view.num_keys for view in plan.views} == {num_keys}
 
 
 def test_private_tables() -> None:
-    plan = plan_sharing(memory("none", 1), 3)
+    plan = memory("none", 1).plan(3)
     assert [(bank.index, bank.num_rows, bank.layers) for bank in plan.banks] == [
         (0, 100, (0,)),
         (1, 100, (1,)),
         (2, 100, (2,)),
     ]
-    assert plan.views == (LayerView(0, 0, 10), LayerView(1, 0, 10), LayerView(2, 0, 10))
+    assert plan.views == (LayerView(0, 0, 100), LayerView(1, 0, 100), LayerView(2, 0, 100))
 
 
 def test_one_table_for_all_layers_does_not_grow_with_them() -> None:
-    config = MemoryConfig(num_keys=NUM_KEYS, top_k=4, sharing=SharingConfig("all"))
+    config = UltraMemV2Config(num_keys=NUM_KEYS, top_k=4, sharing=SharingConfig("all"))
     for num_layers in (1, 3, 20):
-        plan = plan_sharing(config, num_layers)
+        plan = config.plan(num_layers)
         assert [(bank.num_rows, bank.layers) for bank in plan.banks] == [(100, tuple(range(num_layers)))]
-        assert plan.views == (LayerView(0, 0, NUM_KEYS),) * num_layers
+        assert plan.views == (LayerView(0, 0, NUM_KEYS**2),) * num_layers
     with pytest.raises(ValueError, match="share memory bank 0"):
         plan.banks_of(range(10))
 
@@ -133,7 +134,7 @@ def configs(draw: st.DrawFn) -> tuple[MemoryConfig, int]:
 def test_plans_are_sound(case: tuple[MemoryConfig, int]) -> None:
     config, num_layers = case
     pattern, group, own_rows = config.sharing.pattern, config.sharing.group, config.num_keys**2
-    plan = plan_sharing(config, num_layers)
+    plan = config.plan(num_layers)
     assert len(plan.views) == num_layers
     assert [bank.index for bank in plan.banks] == list(range(len(plan.banks)))
     assert sum(bank.num_rows for bank in plan.banks) == num_layers * own_rows
@@ -153,7 +154,7 @@ def test_plans_are_sound(case: tuple[MemoryConfig, int]) -> None:
 
 
 def test_a_chunk_gets_the_banks_of_its_layers() -> None:
-    plan = plan_sharing(memory("block", 2), 8)
+    plan = memory("block", 2).plan(8)
     assert [bank.index for bank in plan.banks_of(range(4, 8))] == [2, 3]
     assert [bank.index for bank in plan.banks_of(range(2, 4))] == [1]
     assert plan.banks_of(range(8, 8)) == ()
@@ -162,12 +163,12 @@ def test_a_chunk_gets_the_banks_of_its_layers() -> None:
 @pytest.mark.parametrize("layers", [range(3), range(3, 6), range(1, 2)])
 def test_a_split_bank_is_refused(layers: range) -> None:
     with pytest.raises(ValueError, match=r"share memory bank .* multiple of model\.memory\.sharing\.group"):
-        plan_sharing(memory("block", 2), 8).banks_of(layers)
+        memory("block", 2).plan(8).banks_of(layers)
 
 
 @pytest.mark.parametrize("pattern", ["ring", "no_ring"])
 def test_a_ring_needs_all_its_layers(pattern: Pattern) -> None:
-    plan = plan_sharing(memory(pattern, 2), 8)
+    plan = memory(pattern, 2).plan(8)
     assert [bank.index for bank in plan.banks_of(range(8))] == [0]
     with pytest.raises(ValueError, match="share memory bank 0"):
         plan.banks_of(range(4))

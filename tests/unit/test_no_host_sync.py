@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 
-from megamem.config import MemoryConfig, ModelConfig, SharingConfig
+from megamem.config import ModelConfig
+from megamem.families.peer.config import PeerConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import MemoryConfig
+from megamem.sharing import SharingConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from tests.microbatch import some_inputs
 
@@ -91,7 +96,7 @@ def test_what_does_not_wait_is_left_alone() -> None:
 
 
 MODELS = {
-    "ultramem_v2": MemoryConfig(
+    "ultramem_v2": UltraMemV2Config(
         num_keys=64,
         value_dim=128,
         pre_value_dim=64,
@@ -99,8 +104,8 @@ MODELS = {
         sharing=SharingConfig("block", 2),
         key_balance_weight=0.1,
     ),
-    "ultramem": MemoryConfig(kind="ultramem", num_keys=64, value_dim=192, top_k=16, num_cores=3, num_heads=2),
-    "peer": MemoryConfig(kind="peer", num_keys=64, value_dim=256, top_k=16),
+    "ultramem": UltraMemConfig(num_keys=64, value_dim=192, top_k=16, num_cores=3, num_heads=2),
+    "peer": PeerConfig(num_keys=64, value_dim=256, top_k=16),
 }
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megamem.config import MemoryConfig, ModelConfig
+from megamem.config import ModelConfig
+from megamem.memory_config import MemoryConfig
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megamem.config import MemoryConfig, ModelConfig, PlacementConfig, SharingConfig
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import PlacementConfig
+from megamem.sharing import SharingConfig
 from parallel.layout import Unit
 from parallel.pipeline_layout import (
     chunks_of_stage,
@@ -169,7 +172,9 @@ def run(layout: str | None, *, pipeline: int = 2, virtual: int = 1, **model: Any
     )
 
 
-PAIRS = MemoryConfig(num_keys=12, key_dim=8, value_dim=16, pre_value_dim=8, top_k=4, sharing=SharingConfig("block", 2))
+PAIRS = UltraMemV2Config(
+    num_keys=12, key_dim=8, value_dim=16, pre_value_dim=8, top_k=4, sharing=SharingConfig("block", 2)
+)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from megamem.config import MemoryConfig, ModelConfig, MoEConfig, PlacementConfig, SharingConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_variance import sigma_values
+from megamem.memory_config import PlacementConfig
+from megamem.sharing import SharingConfig
 from megamem.spans import Span, parse_spans, pending_before
 from parallel.layout import Unit, split_units, unsplittable_units
 from pretrain.config.loader import from_dict, to_dict
@@ -18,7 +21,7 @@ from pretrain.errors import ConfigError
 
 
 def model(num_layers: int = 8, sharing: SharingConfig | None = None, **placement: Any) -> ModelConfig:
-    memory = MemoryConfig(placement=PlacementConfig(**placement), sharing=sharing or SharingConfig())
+    memory = UltraMemV2Config(placement=PlacementConfig(**placement), sharing=sharing or SharingConfig())
     return ModelConfig(num_layers=num_layers, memory=memory)
 
 
@@ -57,7 +60,7 @@ def test_what_is_pending_at_a_block() -> None:
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ({"every": 0}, r"placement\.every is 0: it must be at least 1"),
+        ({"every": 0}, r"PlacementConfig\.every is 0: it must be at least 1"),
         ({"every": 9}, r"placement\.every is 9, more than num_layers = 8: no block would have a memory"),
         ({"blocks": (3, 1)}, r"placement\.blocks is \[3, 1\]: list 0-based blocks in ascending order"),
         ({"blocks": (1, 1)}, r"placement\.blocks is \[1, 1\]: .* each once"),
@@ -171,7 +174,7 @@ def test_layouts_that_split_nothing_are_taken(config: ModelConfig, parallel: dic
     ("moe", "message"),
     [
         ({"num_experts": 4, "top_k": 5}, r"model\.moe\.top_k is 5, more than num_experts = 4"),
-        ({"top_k": 0}, r"model\.moe\.top_k is 0: it must be at least 1"),
+        ({"top_k": 0}, r"MoEConfig\.top_k is 0: it must be at least 1"),
         ({"top_k": 1, "renormalise": True}, r"renormalise is true with top_k = 1"),
         ({"z_loss_weight": -0.1}, r"z_loss_weight is -0\.1: it must not be negative"),
     ],

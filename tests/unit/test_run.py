@@ -14,6 +14,7 @@ import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
 from megamem.config import MemoryConfig, ModelConfig, MoEConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.fields import all_keys, role_of
@@ -35,7 +36,7 @@ from pretrain.state import RunState
 
 CONFIG = RunConfig(
     seed=3,
-    model=ModelConfig(vocab_size_multiple=16, memory=MemoryConfig(num_keys=16)),
+    model=ModelConfig(vocab_size_multiple=16, memory=UltraMemV2Config(num_keys=16)),
     train=TrainConfig(num_steps=20, global_batch_size=8, micro_batch_size=2, sequence_length=32),
     data=DataConfig(datasets=(DatasetEntry("some"),)),
     evaluation=EvaluationConfig(max_sequences=5),
@@ -84,7 +85,7 @@ def test_what_may_change_is_told(changed: RunConfig, told: list[str]) -> None:
         (replace(CONFIG, model=replace(CONFIG.model, hidden_size=64)), "model.hidden_size: 128 -> 64"),
         (replace(CONFIG, model=replace(CONFIG.model, memory=None)), "model.memory.top_k: 16 -> not set"),
         (
-            replace(CONFIG, model=replace(CONFIG.model, memory=MemoryConfig(num_keys=16, top_k=8))),
+            replace(CONFIG, model=replace(CONFIG.model, memory=UltraMemV2Config(num_keys=16, top_k=8))),
             "model.memory.top_k: 16 -> 8",
         ),
     ],

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.memory_config import Observed
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage, UsageCollector, block_number
 from pretrain.callbacks import scalars
 
-WINDOW = LayerView(bank=0, first_row=90, num_keys=8)
+WINDOW = LayerView(bank=0, first_row=90, num_rows=64)
 
 
 def usage() -> LayerUsage:
@@ -70,7 +71,9 @@ def world() -> object:
 def test_figures_of_known_use(world: torch.distributed.ProcessGroup) -> None:
     cores = torch.diag_embed(torch.tensor([[[3.0, 1.0]], [[1.0, -3.0]]]))
     layers = [Layer(1, cores), Layer(3, cores / 2)]
-    collector = UsageCollector(layers, num_blocks=5, spectrum=(1, 2), stage_group=world, device=torch.device("cpu"))
+    collector = UsageCollector(
+        layers, num_blocks=5, observed=Observed(True, (1, 2)), stage_group=world, device=torch.device("cpu")
+    )
     collector.start()
     assert layers[0].usage is not None
     assert layers[1].usage is not None
@@ -91,7 +94,9 @@ def test_figures_of_known_use(world: torch.distributed.ProcessGroup) -> None:
 
 def test_layers_without_cores_have_no_singular_values(world: torch.distributed.ProcessGroup) -> None:
     layers = [Layer(0, None)]
-    collector = UsageCollector(layers, num_blocks=1, spectrum=None, stage_group=world, device=torch.device("cpu"))
+    collector = UsageCollector(
+        layers, num_blocks=1, observed=Observed(True), stage_group=world, device=torch.device("cpu")
+    )
     collector.start()
     assert layers[0].usage is not None
     record(layers[0].usage, [[0, 1]])
@@ -99,7 +104,9 @@ def test_layers_without_cores_have_no_singular_values(world: torch.distributed.P
 
 
 def test_a_stage_without_memory_takes_part(world: torch.distributed.ProcessGroup) -> None:
-    collector = UsageCollector([], num_blocks=2, spectrum=(1, 2), stage_group=world, device=torch.device("cpu"))
+    collector = UsageCollector(
+        [], num_blocks=2, observed=Observed(True, (1, 2)), stage_group=world, device=torch.device("cpu")
+    )
     collector.start()
     assert collector.finish() == {}
 

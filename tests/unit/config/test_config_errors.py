@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from pretrain.config.fields import field_specs
 from pretrain.config.loader import from_dict, load_config, parse_config
 from pretrain.config.schema import LoggingConfig, RunConfig
 from pretrain.config.suggest import nearest_keys
@@ -56,6 +54,8 @@ def refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
         ("optimizer: {lr: .nan}", "a.yaml:1: optimizer.lr is nan, expected a finite number"),
         ("optimizer: {lr: -.inf}", "a.yaml:1: optimizer.lr is -inf, expected a finite number"),
         ("optimizer: {lr: 1e999}", "a.yaml:1: optimizer.lr is inf, expected a finite number"),
+        (f"optimizer: {{lr: 1{'0' * 400}}}", f"a.yaml:1: optimizer.lr is 1{'0' * 39}, expected a finite number"),
+        ("optimizer: {lr: '1'}", "a.yaml:1: optimizer.lr is '1' (text), expected a number"),
         (
             "optimizer: {lr: 9007199254740993}",
             "a.yaml:1: optimizer.lr is 9007199254740993, which a 64-bit float cannot hold exactly",
@@ -73,6 +73,10 @@ def refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
         ("name:", "a.yaml:1: name is null, expected text"),
         ("model: 3", "a.yaml:1: model is 3 (a number), expected a mapping of keys"),
         ("model:", "a.yaml:1: model is null, expected a mapping of keys"),
+        (
+            "model: {memory: {placement: {blocks: [0, 1.5]}}}",
+            "a.yaml:1: model.memory.placement.blocks.1 is 1.5 (a number), expected a whole number",
+        ),
         ("data: {datasets: x}", "a.yaml:1: data.datasets is 'x' (text), expected a list"),
         ("data: {datasets: [x]}", "a.yaml:1: data.datasets.0 is 'x' (text), expected a mapping of keys"),
         ("data: {datasets: [{weight: 1}]}", "a.yaml:1: data.datasets.0.path is missing: it has no default"),
@@ -87,8 +91,30 @@ def refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
         ),
         ("train: {recompute: null}", "a.yaml:1: train.recompute is null, expected one of none, full, selective"),
         ("train: {recompute: {}}", "a.yaml:1: train.recompute is a mapping, expected one of none, full, selective"),
-        # values that a section refuses
+        # limits
         ("model:\n  memory:\n    top_k: 0", "a.yaml:3: model.memory.top_k is 0: it must be at least 1"),
+        ("train: {num_steps: 0}", "a.yaml:1: train.num_steps is 0: it must be at least 1"),
+        ("parallel: {tensor: -1}", "a.yaml:1: parallel.tensor is -1: it must be at least 1"),
+        ("optimizer: {lr: 0}", "a.yaml:1: optimizer.lr is 0: it must be above 0"),
+        ("optimizer: {warmup_steps: -1e3}", "a.yaml:1: optimizer.warmup_steps is -1000.0: it must not be negative"),
+        ("optimizer: {value_lr: -1e-3}", "a.yaml:1: optimizer.value_lr is -0.001: it must not be negative"),
+        ("optimizer: {beta2: 1}", "a.yaml:1: optimizer.beta2 is 1: it must be below 1"),
+        (
+            "optimizer: {warmup_start: 1.5}",
+            "a.yaml:1: optimizer.warmup_start is 1.5: it must be at most 1; it is a share of optimizer.lr",
+        ),
+        (
+            "seed: 2147483648",
+            "a.yaml:1: seed is 2147483648: it must be below 2147483648; seeds of ranks and layers are derived by adding to it, and have 31 bits",
+        ),
+        (
+            "data:\n  datasets:\n  - path: x\n  - {path: y, weight: 0}",
+            "a.yaml:4: data.datasets.1.weight is 0: it must be above 0; remove the entry to leave it out",
+        ),
+        (
+            "model: {moe: {z_loss_weight: -1}}",
+            "a.yaml:1: model.moe.z_loss_weight is -1: it must not be negative; 0 turns it off",
+        ),
         # YAML
         ("seed: 1\nname: x\nseed: 2", "a.yaml:3: the key seed is given twice (first at a.yaml:1): remove one"),
         (
@@ -221,18 +247,10 @@ def test_mappings_name_their_source() -> None:
         from_dict({"sed": 1}, "step 5")
     with pytest.raises(ConfigError, match=r"^the configuration: the key 3 is not text$"):
         parse_config({3: 1}, RunConfig)  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"^here: the configuration is 3 \(a number\), expected a mapping of keys$"):
+        parse_config(3, RunConfig, "here")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^the configuration: a value of type set cannot stand in a configuration$"):
         parse_config({"seed": {1}}, RunConfig)
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    mapping: dict[str, int]
-
-
-def test_a_type_without_a_rule_is_our_defect() -> None:
-    with pytest.raises(TypeError, match=r"Unsupported.mapping: the loader has no rule for the type"):
-        field_specs(Unsupported)
 
 
 def test_no_more_than_three_keys_are_suggested() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Literal
 
-from megamem.config import EffectiveWhen
+from megamem.config_base import Config, EffectiveWhen
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.fields import all_keys
 from pretrain.config.schema import RunConfig
@@ -13,7 +13,7 @@ from pretrain.config.suggest import nearest_keys
 
 
 @dataclass(frozen=True)
-class Item:
+class Item(Config):
     path: str
     """Where
     it is."""
@@ -21,7 +21,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Config):
     """A toy."""
 
     mode: Literal["a", "b"] = "a"

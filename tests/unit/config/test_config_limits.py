@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megamem.config_base import Config, field_specs
 from pretrain.config.describe import describe_fields
 from pretrain.config.loader import parse_config
 from pretrain.config.schema import RunConfig
@@ -155,3 +156,17 @@ def test_every_number_of_the_schema_has_a_limit() -> None:
     assert len(numbers) > 60
     limited = {limit.key.replace("datasets.0", "datasets.N") for limit in LIMITS}
     assert limited - {"model.memory.placement.blocks"} == numbers
+
+
+def classes_below(cls: type[Config]) -> set[type[Config]]:
+    sections = [spec.section for spec in field_specs(cls).values() if spec.section is not None]
+    return {cls, *cls.variants().values()}.union(*map(classes_below, sections))
+
+
+@pytest.mark.parametrize("cls", sorted(classes_below(RunConfig), key=lambda cls: cls.__name__))
+def test_objects_made_in_code_are_held_to_the_same_limits(cls: type[Config]) -> None:
+    for name, spec in field_specs(cls).items():
+        required = {other: "x" for other, its in field_specs(cls).items() if its.required}
+        if spec.broken_limit(-1) is not None:
+            with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name} is -1: it must"):
+                cls(**{**required, name: -1})

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamem.config_base import FieldSpec, field_specs
 from pretrain.config.effective import ineffective_fields
-from pretrain.config.fields import FieldSpec, field_specs
 from pretrain.config.loader import from_dict, load_as, load_config, parse_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, dump_scalar, parse_yaml
@@ -50,15 +49,15 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
     """Any value of a field's type."""
     kind = spec.kind
-    if spec.section is not None:
-        values: st.SearchStrategy[Any] = sections(spec.section)
-    elif typing.get_origin(kind) is Literal:
-        values = st.sampled_from(typing.get_args(kind))
-    elif spec.element is not None:
-        is_section = dataclasses.is_dataclass(spec.element)
+    if spec.is_list:
         # Lists of numbers are lists of blocks, which ascend.
         numbers = st.lists(st.integers(0, 8), max_size=3, unique=True).map(sorted)
-        values = (st.lists(sections(spec.element), max_size=3) if is_section else numbers).map(tuple)
+        lists: Any = numbers if spec.section is None else st.lists(sections(spec.section), max_size=3)
+        values: st.SearchStrategy[Any] = lists.map(tuple)
+    elif spec.section is not None:
+        values = st.one_of([sections(cls) for cls in spec.section.variants().values() or (spec.section,)])
+    elif spec.choices:
+        values = st.sampled_from(spec.choices)
     else:
         # Sections refuse sizes below 1 themselves, and small ones divide each other more often.
         values = {

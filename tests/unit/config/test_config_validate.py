@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from parallel.layout import Unit
-from pretrain.config.fields import all_keys
 from pretrain.config.layout_rules import nearest_pipelines
 from pretrain.config.loader import parse_config
 from pretrain.config.schema import RunConfig
-from pretrain.config.validate import _ABOVE_ZERO, _AT_LEAST_ONE, _NOT_NEGATIVE, validate
+from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 
 
@@ -61,26 +60,6 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
 @pytest.mark.parametrize(
     ("settings", "world_size", "message"),
     [
-        ({"train.num_steps": 0}, None, "train.num_steps is 0: it must be at least 1"),
-        ({"parallel.tensor": -1}, 4, "parallel.tensor is -1: it must be at least 1"),
-        ({"optimizer.lr": 0, "optimizer.schedule": "constant"}, None, "optimizer.lr is 0.0: it must be above 0"),
-        ({"optimizer.warmup_steps": -1}, None, "optimizer.warmup_steps is -1: it must not be negative"),
-        (
-            {"model.memory": {}, "optimizer.value_lr": -1e-3},
-            None,
-            "optimizer.value_lr is -0.001: it must not be negative",
-        ),
-        (
-            {"optimizer.warmup_steps": 5, "optimizer.warmup_start": 1.5},
-            None,
-            "optimizer.warmup_start is 1.5: it is a share of optimizer.lr, so use at most 1",
-        ),
-        ({"optimizer.beta2": 1}, None, "optimizer.beta2 is 1.0: it must be below 1"),
-        (
-            {"seed": 2**31},
-            None,
-            "seed is 2147483648: it must be below 2^31, because seeds of ranks and layers are derived by adding to it",
-        ),
         ({"name": "a/b"}, None, "name is 'a/b': it names a folder, so use letters, digits and . _ - + ="),
         ({"name": ".."}, None, "name is '..': it names a folder, so use letters, digits and . _ - + ="),
         ({"name": ""}, None, "name is '': it names a folder, so use letters, digits and . _ - + ="),
@@ -186,11 +165,6 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
             None,
             "data.datasets.0.path is empty: give the folder that `megamem data prepare` wrote",
         ),
-        (
-            {"data.datasets": [{"path": "x"}, {"path": "y", "weight": 0}]},
-            None,
-            "data.datasets.1.weight is 0.0: it must be above 0; remove the entry to leave it out",
-        ),
     ],
 )
 def test_what_cannot_run(settings: Mapping[str, Any], world_size: int | None, message: str) -> None:
@@ -270,26 +244,12 @@ def test_all_problems_are_reported_at_once() -> None:
             "parallel.tensor": 8,
             "train.global_batch_size": 30,
             "optimizer.lr": 1e-5,
-            "optimizer.beta1": 2,
+            "optimizer.warmup_steps": 200,
             "name": "a b",
         },
         8,
     )
     assert message.startswith("5 problems in the configuration:\n  - ")
-
-
-def test_the_range_tables_name_keys_of_the_schema() -> None:
-    listed = [*_AT_LEAST_ONE, *_ABOVE_ZERO, *_NOT_NEGATIVE]
-    assert len(listed) == len(set(listed))
-    assert set(listed) <= set(all_keys(RunConfig))
-
-
-def test_every_number_outside_the_model_has_a_range() -> None:
-    from pretrain.config.describe import describe_fields
-
-    listed = {*_AT_LEAST_ONE, *_ABOVE_ZERO, *_NOT_NEGATIVE, "data.datasets.N.weight"}
-    numbers = {doc.key for doc in describe_fields(RunConfig) if doc.type.split(" ")[0] in ("int", "float")}
-    assert {key for key in numbers if not key.startswith("model.")} <= listed
 
 
 @pytest.mark.parametrize(

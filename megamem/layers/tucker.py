@@ -1,32 +1,39 @@
-"""The UltraMemV2 memory layer (UltraMemV2, section 3; Eq. 6-7, 12, 15).
+"""Memory layers with Tucker-decomposed retrieval: UltraMem and UltraMemV2 (UltraMemV2, sections 2 and 3; Eq. 6-9, 12).
 
 Legend: T tokens of this rank, D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim,
-P pre-value dim, M rows of the layer's window, e key expansion, B virtual blocks with a value projection each (e^2 or 1).
+M rows of the layer's window, e key expansion, B virtual blocks with a value projection each (e^2 or 1).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.layers.layer import MemoryLayer
+from megamem.calibration import ScoreCalibration, calibrate_scores
+from megamem.config import ModelConfig
+from megamem.initial_variance import memory_variance
+from megamem.layers.retrieval import RetrievalLayer
 from megamem.norm import rms_normalise
+from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.retrieved import Retrieved
 from megamem.retrieval.tucker import leading_singular_vectors, retrieve
 from megamem.shuffle import KeyedShuffle, random_permutation
 
 
-class UltraMemV2Layer(MemoryLayer):
-    """Tucker-decomposed retrieval (TDQKR), a shuffle, values with or without pre-values, and a value projection.
+class TuckerLayer(RetrievalLayer):
+    """Tucker-decomposed retrieval (TDQKR), a shuffle, and a value projection.
 
     With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M slots, and block b's slots read the same M rows
     (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own projection (`projected`, Eq. 9).
     As released, the block of a slot comes from the shuffle and not from the key set (Eq. 10-11), and all blocks share their cores.
     """
 
+    memory: TuckerConfig
     cores: Tensor
     u: Tensor
     v: Tensor
@@ -40,9 +47,9 @@ class UltraMemV2Layer(MemoryLayer):
         self.keys_norm = self._weight(memory.key_dim)
         self.cores = self._weight(memory.num_cores, heads, rank, rank)
         self.value_proj = self._weight(hidden_size, memory.num_value_blocks * memory.value_dim)
-        self.pre_value_proj = self._weight(memory.pre_dim, hidden_size) if memory.pre_dim else None
         wide = torch.float64 if self.config.params_dtype == torch.float64 else torch.float32
         vectors = torch.zeros(heads, rank, dtype=wide, device=self.cores.device)
+        self._initial_scores: tuple[int, ScoreCalibration] | None = None
         self.register_buffer("u", vectors)
         self.register_buffer("v", vectors.clone())
         self.shuffle = KeyedShuffle(keys, seed=seed, name=self.name) if memory.shuffle == "keyed" else None
@@ -50,12 +57,7 @@ class UltraMemV2Layer(MemoryLayer):
             permutation = random_permutation(keys**2, seed=seed, name=self.name)
             self.register_buffer("permutation", permutation.to(self.cores.device))
 
-    @property
-    def num_keys(self) -> int:
-        """N: keys per side, e times what the layer's window has rows for."""
-        return self.memory.expansion * self.view.num_keys
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UltraMemV2Layer:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TuckerLayer:
         """Move and cast as any module does, but keep the singular vectors in fp32: they select, and their sign is compared over steps."""
         u, v = self.u, self.v
         super()._apply(fn, recurse)
@@ -63,7 +65,7 @@ class UltraMemV2Layer(MemoryLayer):
         return self
 
     def retrieve(self, x: Tensor) -> Retrieved:
-        """See `MemoryLayer.retrieve`."""
+        """See `RetrievalLayer.retrieve`."""
         row_scores, column_scores = self.key_scores(x)
         wide = row_scores.dtype
         return retrieve(
@@ -106,28 +108,64 @@ class UltraMemV2Layer(MemoryLayer):
         rows = (slots % self.view.num_rows + self.view.first_row) % self.num_bank_rows
         return rows, slots // self.view.num_rows if self.memory.num_value_blocks > 1 else None
 
-    def pre_input(self, x: Tensor) -> Tensor | None:
-        """See `MemoryLayer.pre_input`."""
-        return F.linear(x, self.pre_value_proj) if self.pre_value_proj is not None else None
-
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """Eq. 12, or Eq. 9 with the projections of all blocks side by side."""
         return F.linear(values, self.value_proj)
 
-    def update_singular_vectors(self) -> None:
-        """Refresh u and v from the cores."""
-        update_singular_vectors([self])
+    @property
+    def score_gain(self) -> float:
+        """A score is a product of a row and a column score, and each of those of a query and a key: it grows with the square of both gains."""
+        return float(self.query_norm.mean() * self.keys_norm.mean()) ** 2
 
+    def initial_scores(self, seed: int) -> ScoreCalibration:
+        """The scores of the layer's initial cores, measured once."""
+        if self._initial_scores is None or self._initial_scores[0] != seed:
+            found = calibrate_scores(self.memory, self.num_keys, self.cores, seed=seed, name=self.name)
+            self._initial_scores = seed, found
+        return self._initial_scores[1]
 
-@torch.no_grad()
-def update_singular_vectors(layers: Sequence[UltraMemV2Layer]) -> None:
-    """Refresh u and v of layers of one model from their cores, by one SVD of all of them."""
-    if not layers:
-        return
-    cores, u, v = (
-        torch.stack(tensors)
-        for tensors in zip(*((layer.cores.sum(0), layer.u, layer.v) for layer in layers), strict=True)
-    )
-    for layer, new_u, new_v in zip(layers, *leading_singular_vectors(cores, u, v), strict=True):
-        layer.u.copy_(new_u)
-        layer.v.copy_(new_v)
+    @torch.no_grad()
+    def calibrate(self, seed: int) -> ScoreCalibration | None:
+        """The first singular vectors and, unless they are the release's constants, the gains at which the mean retrieved score is 1."""
+        self.u.zero_()
+        self.v.zero_()
+        self.refresh([self])
+        if self.memory.initialisation == "released":
+            return None
+        self._initial_scores = None
+        scores = self.initial_scores(seed)
+        self.query_norm.fill_(scores.gain)
+        self.keys_norm.fill_(scores.gain)
+        return scores
+
+    def predicted_std(self, model: ModelConfig, table_std: float, seed: int) -> float:
+        """By Eq. 22 with the layer's own gains and projections, so that it covers the release's constants too."""
+        scores = self.initial_scores(seed)
+        mean_score = self.score_gain / scores.gain**4
+        return math.sqrt(
+            memory_variance(
+                model,
+                self.memory,
+                sigma_v=table_std,
+                score_square=mean_score**2 * (1 + scores.sigma_s**2),
+                pre_input_variance=self.pre_input_variance,
+                value_proj_variance=float(self.value_proj.square().mean()),
+            )
+        )
+
+    @property
+    def pre_input_variance(self) -> float:
+        """Variance of what the pre-values are multiplied with, for inputs of mean square 1; 0 without pre-values."""
+        return 0.0
+
+    @classmethod
+    @torch.no_grad()
+    def refresh(cls, layers: Sequence[Self]) -> None:
+        """The singular vectors of all layers from their cores, by one SVD."""
+        cores, u, v = (
+            torch.stack(tensors)
+            for tensors in zip(*((layer.cores.sum(0), layer.u, layer.v) for layer in layers), strict=True)
+        )
+        for layer, new_u, new_v in zip(layers, *leading_singular_vectors(cores, u, v), strict=True):
+            layer.u.copy_(new_u)
+            layer.v.copy_(new_v)

@@ -1,0 +1,192 @@
+"""What all configuration classes have in common: frozen dataclasses whose annotations say which values their fields may have.
+
+pydantic reads the annotations when a configuration is loaded (`pretrain.config.parse`). Objects made in code are held to the same limits
+by `Config`; their types are for mypy to check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, GetCoreSchemaHandler, NonNegativeFloat, TypeAdapter, ValidationError
+from pydantic_core import InitErrorDetails, core_schema
+
+from megamem.identity import Role
+
+
+@dataclass(frozen=True)
+class EffectiveWhen:
+    """Marks a field that has an effect only where `condition(owner)` holds, so that the loader can refuse a value that would change nothing.
+
+    Args:
+        condition: takes the config object that owns the field.
+        reason: the condition in words, for the error message: "<key> has no effect unless <reason>".
+    """
+
+    condition: Callable[[Any], bool]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Ends the message about a broken limit: what the limit is for, or what to write instead."""
+
+    words: str
+
+
+class Config:
+    """The base of every configuration class, which is a frozen dataclass. A `__post_init__` of its own calls this one first."""
+
+    # Strict: nothing is converted but what loses nothing (2 to 2.0).
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __post_init__(self) -> None:
+        for name, spec in field_specs(type(self)).items():
+            value = getattr(self, name)
+            if broken := spec.broken_limit(value):
+                raise ValueError(f"{type(self).__name__}.{name} is {value}: {broken}")
+
+    @classmethod
+    def from_values(cls, values: Any) -> Self:
+        """The configuration that nested mappings, tuples and scalars describe; what they leave out has its default.
+
+        Raises:
+            ValidationError: of pydantic, with everything that is wrong.
+        """
+        return typing.cast(Self, _adapter(cls).validate_python(values))
+
+    @classmethod
+    def variants(cls) -> Mapping[str, type[Config]]:
+        """The classes that a section of this type may be, by its `kind`, which is the first where it is left out; empty where it is this one."""
+        return {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        if cls.variants():
+            # Asked again at every validation: there may be more by then.
+            return core_schema.no_info_plain_validator_function(cls._variant)
+        schema = handler(source)
+        # Strict would also mean that only an object can be a section, and no mapping.
+        typing.cast(core_schema.DataclassSchema, handler.resolve_ref_schema(schema))["strict"] = False
+        return schema
+
+    @classmethod
+    def _variant(cls, value: Any) -> Config:
+        """The section that a mapping describes, by its kind."""
+        classes = cls.variants()
+        kind = value.get(KIND) if isinstance(value, dict) and KIND in value else next(iter(classes))
+        if not isinstance(kind, str) or kind not in classes:
+            unknown = InitErrorDetails(
+                type="literal_error", loc=(KIND,), input=kind, ctx={"expected": " or ".join(classes)}
+            )
+            raise ValidationError.from_exception_data(cls.__name__, [unknown])
+        return classes[kind].from_values(value)
+
+
+LossWeight = Annotated[NonNegativeFloat, Advice("0 turns it off")]
+
+KIND = "kind"
+"""The key that says which variant a section is."""
+
+
+# To mypy, classes that are given to a cached function are not hashable: hence Any, here and below.
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One field of a configuration class."""
+
+    owner: type[Config]
+    """The class."""
+    kind: Any
+    """The type without `Annotated` and `| None`: a `Config`, a `Literal`, `tuple[X, ...]` or a scalar type."""
+    optional: bool
+    """Whether null is a value."""
+    marks: tuple[Any, ...]
+    """What `Annotated` says besides: limits, `EffectiveWhen`, `Advice`, `Role`."""
+    field: dataclasses.Field[Any]
+
+    @property
+    def required(self) -> bool:
+        return self.field.default is MISSING and self.field.default_factory is MISSING
+
+    def default(self) -> Any:
+        """A fresh default value. Only for fields that have one."""
+        assert not self.required
+        return self.field.default if self.field.default_factory is MISSING else self.field.default_factory()
+
+    @property
+    def effective(self) -> EffectiveWhen | None:
+        """When the field is read, if not always."""
+        return next((mark for mark in self.marks if isinstance(mark, EffectiveWhen)), None)
+
+    @property
+    def role(self) -> Role | None:
+        """Whether the field is a part of the model's identity; None: as the section says that it stands in."""
+        return next((mark for mark in self.marks if isinstance(mark, Role)), None)
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.kind) is tuple
+
+    @property
+    def section(self) -> type[Config] | None:
+        """The class of a nested section, or of the sections of a list."""
+        kind = typing.get_args(self.kind)[0] if self.is_list else self.kind
+        return kind if isinstance(kind, type) and issubclass(kind, Config) else None
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values of a choice; of anything else none."""
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    def broken_limit(self, value: Any) -> str | None:
+        """Why a value is outside of the field's limits, in words; None where it is not."""
+        if value is None:
+            return None
+        advice = "".join(f"; {mark.words}" for mark in self.marks if isinstance(mark, Advice))
+        for mark in self.marks:
+            match mark:
+                case Gt(bound) if not value > bound:
+                    # Of a whole number, PositiveInt.
+                    return f"it must be {'at least 1' if self.kind is int and bound == 0 else f'above {bound}'}{advice}"
+                case Ge(bound) if not value >= bound:
+                    return f"it must {'not be negative' if bound == 0 else f'be at least {bound}'}{advice}"
+                case Lt(bound) if not value < bound:
+                    return f"it must be below {bound}{advice}"
+                case Le(bound) if not value <= bound:
+                    return f"it must be at most {bound}{advice}"
+        return None
+
+
+def field_specs(cls: type[Config]) -> Mapping[str, FieldSpec]:
+    """The fields of a configuration class by name."""
+    return _field_specs(typing.cast(Any, cls))
+
+
+@functools.cache
+def _field_specs(cls: Any) -> Mapping[str, FieldSpec]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {item.name: _spec(cls, hints[item.name], item) for item in dataclasses.fields(cls)}
+
+
+def _spec(cls: type[Config], hint: Any, item: dataclasses.Field[Any]) -> FieldSpec:
+    optional = False
+    marks: list[Any] = []
+    while True:
+        if typing.get_origin(hint) is Annotated:
+            hint, *more = typing.get_args(hint)
+            marks += more
+        elif typing.get_origin(hint) in (types.UnionType, typing.Union):
+            optional = True
+            (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
+        else:
+            return FieldSpec(cls, hint, optional, tuple(marks), item)

@@ -1,0 +1,103 @@
+"""What the rest of the house knows of a family of memories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from megamem.config import ModelConfig
+from megamem.distributions import Distribution
+from megamem.memory_config import MemoryConfig
+from megamem.sharing import LayerView
+from megamem.slots import Slot
+
+if TYPE_CHECKING:
+    # Torch and Megatron take seconds to load, and a configuration is read without them.
+    from torch import Tensor
+
+    from megamem.layers.layer import MemoryLayer
+
+C = TypeVar("C", bound=MemoryConfig)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one layer costs besides its tables, whose costs follow from `MemoryConfig.tables` and `lookup`.
+
+    Attributes:
+        retrieval: parameters of query projections, keys, gains and cores.
+        projections: parameters between a token's hidden state and its values, in both directions.
+        key_flops: operations per token of query projections, and of their products with the keys.
+        selection_flops: of first-stage scores and the candidate grid.
+        projection_flops: of the projections.
+        selection_bytes: bytes per token that the selection reads and writes.
+    """
+
+    retrieval: int = 0
+    projections: int = 0
+    key_flops: float = 0.0
+    selection_flops: float = 0.0
+    projection_flops: float = 0.0
+    selection_bytes: int = 0
+
+    def __add__(self, other: LayerCosts) -> LayerCosts:
+        return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+def _as_it_is(part: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class ReleasedNames:
+    """A layer's parameters in a public code.
+
+    Attributes:
+        parameters: our names by the released ones.
+        tables: the same of the tables.
+        stacked: our names of parameters that the release has as one each per number, `<released>.<number>`; stacked along a new first axis.
+        unused: parameters that the release has and does not use.
+        convert: a released tensor in our layout, given our name for it and the layer's config.
+    """
+
+    parameters: Mapping[str, str]
+    tables: Mapping[str, str]
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    convert: Callable[[str, Tensor, MemoryConfig], Tensor] = _as_it_is
+
+
+@dataclass(frozen=True)
+class Family(Generic[C]):
+    """One family, for everybody else. What needs its config alone (tables, rows, what can be observed) the config itself says.
+
+    Attributes:
+        config: its config, whose `kind` has the family's name as its default.
+        layer: gives the class of its layers when asked for; a function, because torch and Megatron take seconds to load.
+        costs: of one layer with this view in a model of this hidden size.
+        distribution: that a layer's parameter is drawn from, given its own name; None for buffers, and for what the layer's `calibrate` sets.
+        table_std: standard deviation of a bank's tables, given the root mean square of what the layers that read it calibrated (sigma_s);
+            None where they calibrate nothing.
+        slot: where its layers act; None: around the feed-forward, as `placement` says of each.
+        released: the layer's names in public codes, by the code's name.
+    """
+
+    config: type[C]
+    layer: Callable[[], type[MemoryLayer]]
+    costs: Callable[[C, LayerView, int], LayerCosts]
+    distribution: Callable[[str, C, ModelConfig], Distribution | None]
+    table_std: Callable[[C, ModelConfig, float | None], float]
+    slot: Slot | None = None
+    released: Mapping[str, ReleasedNames] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """Its value of `model.memory.kind`."""
+        (kind,) = (each.default for each in fields(self.config) if each.name == "kind")
+        assert isinstance(kind, str)
+        return kind
+
+
+ULTRAMEMV2_RELEASE, META_RELEASE = "ultramemv2", "meta"
+"""The public codes: UltraMemV2's (OLMo), which also has UltraMem and Memory+, and Meta's (lingua)."""

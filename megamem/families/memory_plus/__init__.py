@@ -1,0 +1,1 @@
+"""Memory+: product keys, and values gated by silu of the input."""

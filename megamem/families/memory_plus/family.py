@@ -1,0 +1,71 @@
+"""Memory+, for everybody else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megamem.config import ModelConfig
+from megamem.distributions import Distribution, Normal, symmetric
+from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE, Family, LayerCosts, ReleasedNames
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.retrieval.costs import product_key_costs
+from megamem.retrieval.initial import product_key_distribution, product_key_table_std
+from megamem.retrieval.released import META_QUERY, META_VALUES, ULTRAMEMV2_TABLES, meta_names
+from megamem.sharing import LayerView
+
+if TYPE_CHECKING:
+    from megamem.layers.layer import MemoryLayer
+
+_ULTRAMEMV2 = ReleasedNames(
+    {
+        "query_proj.weight": "query_proj",
+        "query_norm.weight": "query_norm",
+        "keys": "keys",
+        "values_proj.weight": "value_proj",
+        "swilu_projection.weight": "silu_gate",
+    },
+    ULTRAMEMV2_TABLES,
+    # The release normalises the keys, and drops the result.
+    unused=("keys_norm.weight",),
+)
+_META = meta_names(
+    {
+        **META_QUERY,
+        **META_VALUES,
+        "swilu_projection.weight": "silu_gate",
+        "swilu_projection.bias": "silu_gate_bias",
+    },
+    {"values.weight": "values"},
+)
+
+
+def _layer() -> type[MemoryLayer]:
+    from megamem.families.memory_plus.layer import MemoryPlusLayer
+
+    return MemoryPlusLayer
+
+
+def _costs(memory: MemoryPlusConfig, view: LayerView, width: int) -> LayerCosts:
+    """Product keys and the silu gate's V D weights."""
+    gate = width * memory.value_dim
+    biases = memory.value_dim if memory.biases else 0
+    return product_key_costs(memory, view, width) + LayerCosts(projections=gate + biases, projection_flops=2.0 * gate)
+
+
+def _distribution(part: str, memory: MemoryPlusConfig, model: ModelConfig) -> Distribution:
+    match part:
+        case "silu_gate":
+            return Normal(model.hidden_size**-0.5)
+        case "silu_gate_bias":
+            return symmetric(model.hidden_size**-0.5)
+    return product_key_distribution(part, memory, model)
+
+
+MEMORY_PLUS = Family(
+    config=MemoryPlusConfig,
+    layer=_layer,
+    costs=_costs,
+    distribution=_distribution,
+    table_std=product_key_table_std,
+    released={ULTRAMEMV2_RELEASE: _ULTRAMEMV2, META_RELEASE: _META},
+)

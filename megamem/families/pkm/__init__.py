@@ -1,0 +1,1 @@
+"""PKM: product-key memory (UltraMemV2, Eq. 3-5)."""

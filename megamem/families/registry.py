@@ -1,0 +1,32 @@
+"""Which families there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megamem.families.family import Family
+from megamem.families.memory_plus.family import MEMORY_PLUS
+from megamem.families.peer.family import PEER
+from megamem.families.pkm.family import PKM
+from megamem.families.ultramem.family import ULTRAMEM
+from megamem.families.ultramem_v2.family import ULTRAMEM_V2
+from megamem.memory_config import MemoryConfig
+
+FAMILIES: dict[str, Family[Any]] = {
+    family.kind: family
+    for family in (
+        ULTRAMEM_V2,  # The first is that of a `model.memory` without `kind`.
+        ULTRAMEM,
+        PKM,
+        MEMORY_PLUS,
+        PEER,
+    )
+}
+"""By `model.memory.kind`."""
+
+
+def family_of(memory: MemoryConfig) -> Family[Any]:
+    """The family of a layer with this config."""
+    family = FAMILIES[memory.kind]
+    assert isinstance(memory, family.config), f"a {type(memory).__name__} of kind {memory.kind}"
+    return family

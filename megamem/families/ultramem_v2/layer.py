@@ -1,0 +1,30 @@
+"""The UltraMemV2 memory layer (UltraMemV2, section 3; Eq. 6-7, 12, 15).
+
+Legend: T tokens of this rank, D hidden size, P pre-value dim.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megamem.layers.tucker import TuckerLayer
+
+
+class UltraMemV2Layer(TuckerLayer):
+    """Tucker-decomposed retrieval of values with pre-values, which a projection of the input is multiplied with (Eq. 15)."""
+
+    def _build(self, hidden_size: int, seed: int) -> None:
+        super()._build(hidden_size, seed)
+        width = self.memory.width("pre_values")
+        self.pre_value_proj = self._weight(width, hidden_size) if width else None
+
+    def pre_input(self, x: Tensor) -> Tensor | None:
+        """The projected input, [T, P]."""
+        return F.linear(x, self.pre_value_proj) if self.pre_value_proj is not None else None
+
+    @property
+    def pre_input_variance(self) -> float:
+        """Variance of the projected input, for inputs of mean square 1."""
+        weights = self.pre_value_proj
+        return 0.0 if weights is None else self.config.hidden_size * float(weights.square().mean())

@@ -1,0 +1,66 @@
+"""What layers have in common that retrieve from a grid of keys.
+
+Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, H heads, K retrieved, J = H K, C scores per entry,
+V value dim, P pre-value dim, B sums per token (virtual blocks with a projection each; mostly 1).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from megamem.inputs import Inputs
+from megamem.layers.layer import MemoryLayer
+from megamem.retrieval.config import RetrievalConfig
+from megamem.retrieval.retrieved import Retrieved
+
+
+class RetrievalLayer(MemoryLayer):
+    """Retrieves K values per token and head and brings their weighted sum back to the residual stream.
+
+    A variant says how it retrieves (`retrieve`), which rows stand behind its slots (`locate`), what its pre-values are multiplied
+    with (`pre_input`) and how the sum is projected (`project`).
+    """
+
+    memory: RetrievalConfig
+
+    @property
+    def num_keys(self) -> int:
+        """N: keys per side, e times what the layer's window has rows for."""
+        return self.memory.expansion * self.view.num_keys
+
+    @property
+    def score_gain(self) -> float:
+        """What the retrieved scores are proportional to, of all that the choices of initial weights differ in."""
+        return 1.0
+
+    @abstractmethod
+    def retrieve(self, x: Tensor) -> Retrieved:
+        """Slots and scores of the tokens `x` [T, D]; scores are fp32 (fp64 for fp64 inputs)."""
+
+    @abstractmethod
+    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows of the bank behind the slots of the grid, and the sum, in [0, B), that each one's value belongs to (None if B is 1)."""
+
+    def pre_input(self, x: Tensor) -> Tensor | None:
+        """What the pre-values are multiplied with, [T, P] of the tokens `x` [T, D]; None without pre-values."""
+        return None
+
+    @abstractmethod
+    def project(self, values: Tensor, x: Tensor) -> Tensor:
+        """The output [T, D] from the weighted values [T, B V] of the tokens `x` [T, D]."""
+
+    def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.forward`; what is retrieved depends on the hidden states alone."""
+        x = hidden.flatten(0, 1)
+        found = self.retrieve(x)
+        rows, blocks = self.locate(found.slots.flatten(1))
+        scores = found.scores.flatten(1, 2).to(x.dtype)
+        values = self.lookup.read(rows, scores, self.pre_input(x), blocks, self.memory.lookup.blocks)
+        out = self.project(values, x)
+        if self.losses is not None and torch.is_grad_enabled():
+            out = self.losses.inject(out, self.cores, found.stage_scores, (found.row_ids, found.column_ids))
+        self.observe(rows, found.scores, out)
+        return out.view_as(hidden)

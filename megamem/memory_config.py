@@ -1,0 +1,174 @@
+"""What every memory has, whichever its family: where it stands, and what the rest of the house asks of its config.
+
+A family's own config is under `megamem/families/<kind>/`; those that retrieve from a grid of keys build on `megamem.retrieval.config`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import PositiveInt
+
+from megamem.config_base import Config, EffectiveWhen
+from megamem.sharing import SharingPlan
+from megamem.spans import parse_spans
+
+
+@dataclass(frozen=True)
+class PlacementConfig(Config):
+    """Which blocks (counted from 0) have a memory, and where its output goes."""
+
+    every: Annotated[
+        PositiveInt,
+        EffectiveWhen(lambda c: c.blocks is None and c.spans is None, "placement.blocks and placement.spans are null"),
+    ] = 1
+    """Every n-th block has a memory, the last of each n: blocks n - 1, 2n - 1, ... (1: every block)."""
+    blocks: Annotated[tuple[int, ...] | None, EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")] = (
+        None
+    )
+    """The blocks with a memory, ascending; null: every n-th."""
+    spans: str | None = None
+    """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first block, add after the second. Null: the memory adds where it reads."""
+    position: Annotated[
+        Literal["beside", "instead"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
+    ] = "beside"
+    """beside: the memory adds to the feed-forward of its block; instead: it replaces it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spans is not None:
+            parse_spans(self.spans)
+        blocks = self.blocks
+        if blocks is not None and (not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0):
+            raise ValueError(
+                f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once and at least one "
+                "(leave model.memory out for a model without)"
+            )
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a bank: a parameter [rows of the bank, width].
+
+    Attributes:
+        name: of the parameter, `banks.<bank>.<name>`.
+        width: its columns, on all ranks of the memory group together.
+        key: the field of the config that sets the width, for messages.
+        group: the optimizer group that steps it, with a learning rate of its own.
+    """
+
+    name: str
+    width: int
+    key: str
+    group: Literal["values", "pre_values"] = "values"
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a layer asks of its bank for one token, see `megamem.bank.TableLookup`.
+
+    Attributes:
+        rows: J, rows read.
+        scores: C, scores per row.
+        blocks: B, sums per token.
+        activation: of the products of the pre-values.
+    """
+
+    rows: int
+    scores: int = 1
+    blocks: int = 1
+    activation: Literal["none", "gelu"] = "none"
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the auxiliary losses of a layer (`megamem.losses`); 0 switches one off."""
+
+    tucker_penalty: float = 0.0
+    tucker_margin: float = 0.0
+    key_balance: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        """Whether one is switched on."""
+        return self.tucker_penalty > 0 or self.key_balance > 0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What can be observed of a layer besides its rows and its output (`megamem.usage`).
+
+    Attributes:
+        scores: whether its rows have scores.
+        spectrum: (H, R), heads and singular values of each one's core; None: it has no cores.
+    """
+
+    scores: bool = False
+    spectrum: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class MemoryConfig(Config, ABC):
+    """One memory layer, the same in every block that has one. What others read of it stands in the methods below."""
+
+    kind: str
+    """The family of memories. Leave `model.memory` out (or null) for a dense model."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Which blocks have a memory."""
+
+    @classmethod
+    def variants(cls) -> Mapping[str, type[Config]]:
+        if cls is not MemoryConfig:
+            return {}
+        # Not at the top of the file: families are built on this class.
+        from megamem.families.registry import FAMILIES
+
+        return {kind: family.config for kind, family in FAMILIES.items()}
+
+    def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
+        """Refuse a model that this memory cannot stand in.
+
+        Raises:
+            ValueError: with key, value and fix.
+        """
+
+    @property
+    @abstractmethod
+    def tables(self) -> tuple[Table, ...]:
+        """The tables of each bank."""
+
+    @property
+    @abstractmethod
+    def lookup(self) -> Lookup:
+        """What a layer asks of its bank for one token."""
+
+    @abstractmethod
+    def plan(self, num_layers: int) -> SharingPlan:
+        """The banks of a model with `num_layers` memory layers, and what each layer sees of which."""
+
+    @property
+    def initialised_by(self) -> str:
+        """Whose initial weights these are, in one word."""
+        return "constants"
+
+    @property
+    def loss_weights(self) -> LossWeights:
+        """The auxiliary losses."""
+        return LossWeights()
+
+    @property
+    def observed(self) -> Observed:
+        """What usage metrics tell besides rows and outputs."""
+        return Observed()
+
+    def width(self, table: str) -> int:
+        """Columns of a table; 0 if there is none of that name."""
+        return next((each.width for each in self.tables if each.name == table), 0)
+
+    @property
+    def row_width(self) -> int:
+        """Columns of all tables of a bank."""
+        return sum(table.width for table in self.tables)

@@ -1,0 +1,53 @@
+"""Parameters and operations of layers that retrieve, by closed formulas.
+
+Legend: D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim, P pre-value dim, B virtual
+blocks with a projection each, M rows (and columns) kept by the first selection stage.
+"""
+
+from __future__ import annotations
+
+from megamem.families.family import LayerCosts
+from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
+from megamem.sharing import LayerView
+
+
+def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCosts:
+    """A layer with Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries, and D (B V + P) of projections.
+
+    The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores.
+    """
+    keys = memory.num_key_vectors(view)
+    projections = width * (memory.num_value_blocks * memory.value_dim + memory.width("pre_values"))
+    weights = memory.num_queries * memory.key_dim * width + keys * memory.key_dim
+    return LayerCosts(
+        retrieval=weights + 2 * memory.key_dim + memory.num_cores * memory.num_heads * memory.tucker_rank**2,
+        projections=projections,
+        key_flops=2.0 * weights,
+        selection_flops=2.0 * (keys + memory.num_heads * memory.row_top_k**2 * memory.tucker_rank),
+        projection_flops=2.0 * projections,
+        selection_bytes=_selection_bytes(memory, keys),
+    )
+
+
+def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> LayerCosts:
+    """A layer with product keys: d (2 H D + 2 H N) parameters of retrieval and its gain; D V of the value projection and D of the gate.
+
+    The candidate grid is M^2 sums. With biases every projection has one.
+    """
+    keys, queries = memory.num_key_vectors(view), memory.num_queries * memory.key_dim
+    outputs = (width if memory.has_value_projection else 0) + (1 if memory.has_output_gate else 0)
+    inputs = (memory.value_dim if memory.has_value_projection else 0) + (1 if memory.has_output_gate else 0)
+    weights = queries * width + keys * memory.key_dim
+    return LayerCosts(
+        retrieval=weights + (memory.key_dim if memory.query_norm else 0) + (queries if memory.biases else 0),
+        projections=width * inputs + (outputs if memory.biases else 0),
+        key_flops=2.0 * weights,
+        selection_flops=1.0 * memory.num_heads * memory.row_top_k**2,
+        projection_flops=2.0 * width * inputs,
+        selection_bytes=_selection_bytes(memory, keys),
+    )
+
+
+def _selection_bytes(memory: RetrievalConfig, keys: int) -> int:
+    """Per token: fp32 scores of the keys read, int64 numbers of rows and columns written."""
+    return 4 * keys + 8 * memory.num_heads * 2 * (memory.row_top_k + memory.top_k)

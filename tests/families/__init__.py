@@ -1,0 +1,1 @@
+"""Families of memories that only the tests have."""

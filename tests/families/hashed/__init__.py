@@ -1,0 +1,1 @@
+"""A family without retrieval, keys or scores: the rows of a token are hashes of its id."""

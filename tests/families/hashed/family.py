@@ -1,0 +1,40 @@
+"""The hashed family, for everybody else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megamem.config import ModelConfig
+from megamem.distributions import Distribution, Normal
+from megamem.families.family import Family, LayerCosts
+from megamem.sharing import LayerView
+
+from .config import HashedConfig
+
+if TYPE_CHECKING:
+    from megamem.layers.layer import MemoryLayer
+
+
+def _layer() -> type[MemoryLayer]:
+    from .layer import HashedLayer
+
+    return HashedLayer
+
+
+def _costs(memory: HashedConfig, view: LayerView, width: int) -> LayerCosts:
+    """The projection, D V."""
+    weights = width * memory.value_dim
+    return LayerCosts(projections=weights, projection_flops=2.0 * weights)
+
+
+def _distribution(part: str, memory: HashedConfig, model: ModelConfig) -> Distribution:
+    assert part == "out_proj", f"no initial distribution is defined for the memory's {part}"
+    return Normal(model.linear_std)
+
+
+def _table_std(memory: HashedConfig, model: ModelConfig, sigma_s: float | None) -> float:
+    """So that the sum of a token's rows has variance 1 / V per column."""
+    return float((memory.value_dim * memory.num_hashes) ** -0.5)
+
+
+HASHED = Family(config=HashedConfig, layer=_layer, costs=_costs, distribution=_distribution, table_std=_table_std)

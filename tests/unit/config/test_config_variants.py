@@ -1,0 +1,106 @@
+"""Sections whose class is told by their `kind`: which one it is, and what is said where it is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from pydantic import PositiveInt
+
+from megamem.config_base import Config
+from pretrain.config.describe import describe_fields
+from pretrain.config.fields import all_keys
+from pretrain.config.loader import from_dict, parse_config, to_dict
+from pretrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shape(Config):
+    kind: str
+    """Which shape."""
+    name: str = "x"
+    """What it is called."""
+
+    @classmethod
+    def variants(cls) -> Mapping[str, type[Config]]:
+        return SHAPES if cls is Shape else {}
+
+
+@dataclass(frozen=True)
+class Disc(Shape):
+    kind: Literal["disc"] = "disc"
+    """disc: round."""
+    radius: PositiveInt = 1
+    """Its radius."""
+
+
+@dataclass(frozen=True)
+class Box(Shape):
+    kind: Literal["box"] = "box"
+    """box: with corners."""
+    width: PositiveInt = 2
+    """Its width."""
+
+
+SHAPES: dict[str, type[Config]] = {"disc": Disc, "box": Box}
+
+
+@dataclass(frozen=True)
+class Drawing(Config):
+    main: Shape | None = None
+    """The largest."""
+    others: tuple[Shape, ...] = ()
+    """The rest."""
+    frame: Shape = field(default_factory=Box)
+    """Around it."""
+
+
+def refusal(mapping: Mapping[str, object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(mapping, Drawing, "here")
+    return str(caught.value)
+
+
+def test_the_kind_chooses_the_class_and_the_first_is_the_default() -> None:
+    drawing = parse_config({"main": {}, "others": [{"kind": "box", "width": 3}, {"radius": 4}]}, Drawing)
+    assert drawing == Drawing(Disc(), (Box(width=3), Disc(radius=4)))
+    assert from_dict is not None
+    assert parse_config(to_dict(drawing), Drawing) == drawing
+
+
+def test_a_kind_that_comes_later_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Line(Shape):
+        kind: Literal["line"] = "line"
+        """line: straight."""
+
+    parse_config({}, Drawing)
+    monkeypatch.setitem(SHAPES, "line", Line)
+    assert parse_config({"main": {"kind": "line"}}, Drawing).main == Line()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"main": {"kind": "bxo"}}, "main.kind is 'bxo' (text), expected one of disc, box: did you mean box?"),
+        ({"main": {"kind": None}}, "main.kind is null, expected one of disc, box"),
+        ({"main": {"kind": ["disc"]}}, "main.kind is a list, expected one of disc, box"),
+        ({"main": 3}, "main is 3 (a number), expected a mapping of keys, or null"),
+        ({"frame": None}, "frame is null, expected a mapping of keys"),
+        ({"main": {"kind": "box", "width": 0}}, "main.width is 0: it must be at least 1"),
+        ({"others": [{"kind": "box", "width": 0}]}, "others.0.width is 0: it must be at least 1"),
+        ({"main": {"kind": "box", "qqq": 0}}, "unknown key main.qqq: main has kind, name, width"),
+    ],
+)
+def test_what_is_refused(mapping: Mapping[str, object], message: str) -> None:
+    assert refusal(mapping) == f"here: {message}"
+
+
+def test_the_keys_of_all_kinds_are_listed_once() -> None:
+    keys = [key for key in all_keys(Drawing) if key.startswith("main.")]
+    assert keys == ["main.kind", "main.name", "main.radius", "main.width"]
+    docs = {doc.key: doc for doc in describe_fields(Drawing)}
+    assert docs["main.kind"].type == "disc | box"
+    assert docs["others.N.width"].doc == "Its width."
