@@ -13,7 +13,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megamem.attention import SdpaCoreAttention
-from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, MemoryBlock
+from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock
 from megamem.moe import moe_spec
 from megamem.norm import RMSNorm
 from megamem.side_stream import SideStream
@@ -66,42 +66,48 @@ def block_spec(
     core = provider.core_attention() if te else attention_core
     linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
     ffn, ffn_arguments = _ffn(config, linears, groups)
+    make_ffn = partial(build_module, ffn, **ffn_arguments)
     specs = []
     for layer in layers:
         site = sites.get(layer)
-        slot = None if site is None else site.slot
-        # Only what a slot asks for differs from Megatron's own layer; a slot's module knows its memory.
-        attention = ModuleSpec(
-            module=AttentionWithMemory if slot is Slot.VALUES else SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, **({"site": site} if slot is Slot.VALUES else {})},
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=provider.column_parallel_linear(),
-                core_attention=partial(CoreWithMemory, make_core=core, site=site)
-                if site is not None and slot is Slot.HEADS
-                else core,
-                linear_proj=provider.row_parallel_linear(),
-                q_layernorm=qk,
-                k_layernorm=qk,
-            ),
+        # Megatron's own block; a slot changes what its memory asks for, and nothing else.
+        attention: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+        heads = SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=core,
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk,
+            k_layernorm=qk,
         )
-        around_ffn = slot in (Slot.BESIDE, Slot.INSTEAD, Slot.SKIP)
-        make_ffn = partial(build_module, ffn, **ffn_arguments)
-        submodules = TransformerLayerSubmodules(
+        block = TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=attention,
+            self_attention=ModuleSpec(module=SelfAttention, params=attention, submodules=heads),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(FfnWithMemory, {"make_ffn": make_ffn, "site": site, "side_stream": side_stream})
-            if around_ffn
-            else ffn,
+            mlp=ffn,
             mlp_bda=get_bias_dropout_add,
         )
+        if site is not None:
+            match site.slot:
+                case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP:
+                    around = {"make_ffn": make_ffn, "site": site, "side_stream": side_stream}
+                    block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
+                case Slot.VALUES:
+                    attention["site"] = site
+                    block.self_attention.module = AttentionWithMemory
+                case Slot.HEADS:
+                    heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
+                case Slot.BLOCK:
+                    heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
+                    heads.linear_proj = HeadsToTokens
+                    block.pre_mlp_layernorm, block.mlp, block.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
         joins = tuple(span.add == layer for span in pending_before([site.span for site in sites.values()], layer))
         if site is None and not any(joins):
-            specs.append(ModuleSpec(module=TransformerLayer, submodules=submodules))
+            specs.append(ModuleSpec(module=TransformerLayer, submodules=block))
         else:
-            params = {"slot": slot, "joins": joins}
-            specs.append(ModuleSpec(module=MemoryBlock, params=params, submodules=submodules))
+            specs.append(
+                ModuleSpec(module=MemoryBlock, params={"slot": site and site.slot, "joins": joins}, submodules=block)
+            )
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kernels.gather_pair.weighting import Activation, weighted
 from kernels.select import Kernels
-from megamem.memory_config import MemoryConfig
+from megamem.memory_config import MemoryConfig, Table
+from megamem.parameters import ReducedOver, declare
 from megamem.sharing import BankSpec
 
 
@@ -65,7 +66,7 @@ class Columns:
 class Bank(nn.Module):
     """The tables of one bank, with all their columns on every rank of its pipeline stage.
 
-    Every parameter carries `allreduce = False`: Megatron then keeps their gradients in buffers of their own and reduces them over all
+    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them over all
     ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has seen other tokens. The same
     buffers split their optimizer state over all those ranks.
     """
@@ -102,14 +103,14 @@ class Bank(nn.Module):
         self.replica_rank, self.columns = replica_rank, columns
         self.pre_values = None
         for table in memory.tables:
-            setattr(self, table.name, self._table(table.width, dtype, device))
+            setattr(self, table.name, self._table(table, dtype, device))
 
-    def _table(self, width: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-        assert width % self.columns.num_parts == 0
-        shape = (self.spec.num_rows, width // self.columns.num_parts)
-        table = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        table.allreduce = False  # type: ignore[attr-defined]
-        return table
+    def _table(self, table: Table, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+        assert table.width % self.columns.num_parts == 0
+        shape = (self.spec.num_rows, table.width // self.columns.num_parts)
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        declare(parameter, table.group, reduced_over=ReducedOver.STAGE)
+        return parameter
 
     def read(
         self,

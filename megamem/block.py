@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -133,7 +134,7 @@ class AttentionWithMemory(SelfAttention, MemorySite):
 
 
 class CoreWithMemory(MegatronModule, MemorySite):
-    """An attention core with a memory behind its heads (`Slot.HEADS`).
+    """An attention core with a memory behind its heads (`Slot.HEADS`, `Slot.BLOCK`).
 
     With `train.recompute: selective` it is recomputed with the core; the inputs are then in the closure that Megatron recomputes, one per call.
     """
@@ -151,23 +152,55 @@ class CoreWithMemory(MegatronModule, MemorySite):
         """
         super().__init__(config=config)
         self.core = make_core(config=config, **megatron)
-        self.memory = site.make_memory()
+        self.memory, self.slot = site.make_memory(), site.slot
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self._shape_of_token = (heads, config.kv_channels)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, attention_bias: Inputs, **megatron: Any
     ) -> Tensor:
-        """The heads' outputs [s, b, n d] with the memory's; arguments as of the core, with the inputs in `attention_bias`."""
+        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; arguments as of the core, with the inputs in `attention_bias`."""
         out: Tensor = self.core(query, key, value, *args, attention_bias=None, **megatron)
         if not self.memory_enabled:
-            return out
-        heads = out.unflatten(2, (query.shape[2], -1))
-        return out + self.memory(heads, attention_bias).flatten(2)
+            return torch.zeros_like(out) if self.slot is Slot.BLOCK else out
+        from_memory: Tensor = self.memory(out.unflatten(2, (query.shape[2], -1)), attention_bias).flatten(2)
+        return from_memory if self.slot is Slot.BLOCK else out + from_memory
 
     def serve(self, no_token: Tensor, inputs: Inputs) -> None:
         """See `MemorySite.serve`."""
         self.memory(no_token.new_empty(0, 1, *self._shape_of_token), inputs)
+
+
+class HeadsToTokens(MegatronModule):
+    """In place of an output projection: the heads of all tensor-parallel ranks, side by side, for the tokens of this rank."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        tp_group: torch.distributed.ProcessGroup,
+        **megatron: Any,
+    ) -> None:
+        """Nothing to allocate.
+
+        Args:
+            input_size: n d of all ranks together.
+            output_size: D, the same.
+            config: Megatron's config of the model.
+            tp_group: the tensor-parallel ranks.
+            megatron: what Megatron hands to every projection.
+        """
+        super().__init__(config=config)
+        assert input_size == output_size
+        self.group = tp_group
+
+    def forward(self, heads: Tensor) -> tuple[Tensor, None]:
+        """From [s, b, n d] to [t, b, D], and no bias. Collective."""
+        if self.group.size() == 1:
+            return heads, None
+        return all_to_all_hp2sp(heads, self.group).unflatten(0, (-1, heads.shape[1])), None
 
 
 class MemoryBlock(TransformerLayer):
@@ -221,7 +254,7 @@ class MemoryBlock(TransformerLayer):
             megatron: what Megatron hands to every block's attention.
         """
         inputs = Inputs.unpack(context_mask)
-        if self.slot in (Slot.VALUES, Slot.HEADS):
+        if self.slot in (Slot.VALUES, Slot.HEADS, Slot.BLOCK):
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)
         normal = self._forward_pre_mlp_layernorm(hidden)

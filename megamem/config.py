@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from megamem.config_base import Config, EffectiveWhen, LossWeight
+from megamem.identity import Role
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import SharingPlan
 from megamem.spans import Span, count_memory_layers, resolve_placement
@@ -26,9 +27,9 @@ class MoEConfig(Config):
     """Inner width of one expert's SwiGLU."""
     renormalise: bool = False
     """Divide the weights of a token's experts by their sum; OLMoE uses the softmax over all experts as it is."""
-    balance_loss_weight: LossWeight = 0.01
+    balance_loss_weight: Annotated[LossWeight, Role.RUNNING] = 0.01
     """Weight of the load-balancing loss, E sum_e f_e P_e over the tokens of a microbatch, per block (1 where all experts are used alike)."""
-    z_loss_weight: LossWeight = 0.001
+    z_loss_weight: Annotated[LossWeight, Role.RUNNING] = 0.001
     """Weight of the router's z-loss, the mean squared log-sum-exp of its logits, per block."""
 
     def __post_init__(self) -> None:
@@ -47,37 +48,39 @@ class MoEConfig(Config):
 class ModelConfig(Config):
     """A decoder-only transformer (RMSNorm, SwiGLU, RoPE), with or without memory layers."""
 
-    num_layers: PositiveInt = 4
+    num_layers: Annotated[PositiveInt, Role.IDENTITY] = 4
     """L: transformer blocks."""
-    hidden_size: PositiveInt = 128
+    hidden_size: Annotated[PositiveInt, Role.IDENTITY] = 128
     """D: width of the residual stream."""
-    num_attention_heads: PositiveInt = 4
+    num_attention_heads: Annotated[PositiveInt, Role.IDENTITY] = 4
     """Query heads."""
-    num_query_groups: PositiveInt | None = None
+    num_query_groups: Annotated[PositiveInt | None, Role.IDENTITY] = None
     """Key/value heads (grouped-query attention); null: one per query head."""
-    head_dim: PositiveInt | None = None
+    head_dim: Annotated[PositiveInt | None, Role.IDENTITY] = None
     """Width of one attention head; null: hidden_size / num_attention_heads."""
-    ffn_hidden_size: Annotated[PositiveInt, EffectiveWhen(lambda c: c.moe is None, "model.moe is null")] = 256
+    ffn_hidden_size: Annotated[
+        PositiveInt, Role.IDENTITY, EffectiveWhen(lambda c: c.moe is None, "model.moe is null")
+    ] = 256
     """Inner width of the SwiGLU feed-forward (the true width, not the fused up + gate one)."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Annotated[PositiveInt | None, Role.IDENTITY] = None
     """Token ids of the embedding before padding; null: what the tokenizer of the data set has."""
-    vocab_size_multiple: PositiveInt = 128
+    vocab_size_multiple: Annotated[PositiveInt, Role.IDENTITY] = 128
     """The embedding's rows are padded to a multiple of this, whatever the layout."""
-    tied_embeddings: bool = True
+    tied_embeddings: Annotated[bool, Role.IDENTITY] = True
     """Use the input embedding as the output projection."""
-    qk_norm: bool = True
+    qk_norm: Annotated[bool, Role.IDENTITY] = True
     """RMS-normalise queries and keys per head before RoPE."""
-    norm_epsilon: PositiveFloat = 1e-5
+    norm_epsilon: Annotated[PositiveFloat, Role.IDENTITY] = 1e-5
     """Added to the mean square in every RMSNorm of the backbone and the memory."""
-    rotary_base: PositiveInt = 10000
+    rotary_base: Annotated[PositiveInt, Role.RUNNING] = 10000
     """RoPE base theta."""
-    init_std: PositiveFloat | None = None
+    init_std: Annotated[PositiveFloat | None, Role.IDENTITY] = None
     """Standard deviation of the initial linear weights and embeddings; null: sqrt(2 / (5 hidden_size))."""
-    implementation: Literal["local", "transformer_engine"] = "local"
+    implementation: Annotated[Literal["local", "transformer_engine"], Role.RUNNING] = "local"
     """Attention, norms and linears: Megatron's local layers with PyTorch SDPA, or Transformer Engine's."""
-    moe: MoEConfig | None = None
+    moe: Annotated[MoEConfig | None, Role.IDENTITY] = None
     """A mixture of experts in place of the dense feed-forward; null: the dense one."""
-    memory: MemoryConfig | None = None
+    memory: Annotated[MemoryConfig | None, Role.IDENTITY] = None
     """The memory layers; null: a model without."""
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, NonNegativeFloat, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, core_schema
 
+from megamem.identity import Role
+
 
 @dataclass(frozen=True)
 class EffectiveWhen:
@@ -109,7 +111,7 @@ class FieldSpec:
     optional: bool
     """Whether null is a value."""
     marks: tuple[Any, ...]
-    """What `Annotated` says besides: limits, `EffectiveWhen`, `Advice`."""
+    """What `Annotated` says besides: limits, `EffectiveWhen`, `Advice`, `Role`."""
     field: dataclasses.Field[Any]
 
     @property
@@ -125,6 +127,11 @@ class FieldSpec:
     def effective(self) -> EffectiveWhen | None:
         """When the field is read, if not always."""
         return next((mark for mark in self.marks if isinstance(mark, EffectiveWhen)), None)
+
+    @property
+    def role(self) -> Role | None:
+        """Whether the field is a part of the model's identity; None: as the section says that it stands in."""
+        return next((mark for mark in self.marks if isinstance(mark, Role)), None)
 
     @property
     def is_list(self) -> bool:

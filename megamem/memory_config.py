@@ -57,11 +57,13 @@ class Table:
         name: of the parameter, `banks.<bank>.<name>`.
         width: its columns, on all ranks of the memory group together.
         key: the field of the config that sets the width, for messages.
+        group: the optimizer group that steps it, with a learning rate of its own.
     """
 
     name: str
     width: int
     key: str
+    group: Literal["values", "pre_values"] = "values"
 
 
 @dataclass(frozen=True)

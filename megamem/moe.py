@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
+from megamem.parameters import ReducedOver, declare
 from megamem.placement import parameter_device
 
 ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
@@ -43,7 +44,7 @@ def moe_spec(expert: MLPSubmodules) -> ModuleSpec:
 class Experts(SequentialMLP):
     """This rank's experts, one after the other.
 
-    The weights carry `allreduce = False` whatever the size of the expert-parallel group. Megatron sets it in groups of several ranks
+    Gradients are reduced over the stage whatever the size of the expert-parallel group. Megatron does so in groups of several ranks
     only; in a group of one, with tensor parallelism, every rank of a stage has every expert and has seen other tokens, and reducing over
     data-parallel ranks alone would leave the copies with different gradients.
     """
@@ -57,7 +58,7 @@ class Experts(SequentialMLP):
     ) -> None:
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
         for parameter in self.parameters():
-            parameter.allreduce = False
+            declare(parameter, "experts", reduced_over=ReducedOver.STAGE)
 
     @property
     def first_expert(self) -> int:
@@ -101,6 +102,7 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection=pg_collection)
         # Megatron allocates it on the CPU and moves it in the first forward.
         self.weight.data = self.weight.data.to(parameter_device(config))
+        declare(self.weight, "backbone", reduced_over=ReducedOver.TOKENS)
         self.begin_step()
 
     def begin_step(self) -> None:

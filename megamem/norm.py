@@ -6,6 +6,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megamem.parameters import ReducedOver, declare
 from megamem.placement import parameter_device
 
 
@@ -27,7 +28,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config)))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        declare(self.weight, "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_normalise(x, self.weight, self.eps)

@@ -35,6 +35,9 @@ class Slot(Enum):
     """`forward(values, inputs, hidden)` returns what attention takes for its values [s, b, g, d]; `hidden` is attention's normalised input [t, b, D]."""
     HEADS = "heads"
     """`forward(heads, inputs)` returns what joins the outputs of the heads [s, b, n, d] before the output projection."""
+    BLOCK = "block"
+    """h + Mem(heads): the memory takes the place of the output projection and of the feed-forward, and is all that such a block adds to the residual stream
+    (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of all ranks together are as wide as h. The model's blocks are counted with it."""
 
 
 @dataclass(frozen=True)

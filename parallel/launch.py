@@ -50,10 +50,10 @@ T = TypeVar("T")
 _ABANDON = signal.SIGHUP
 _AWAITED = frozenset({signal.SIGCHLD, _ABANDON, *STOP_SIGNALS})
 
-# How long the other ranks may take to end by themselves after a failure. One that lost its connection may come before the true cause.
-_CAUSE_PATIENCE_S = 1.0
-# The same after a rank that stopped as it was asked to: the others are about to.
-_STOP_PATIENCE_S = 5.0
+# How long the other ranks may take to end by themselves after a failure. Who lost its connection may be seen before the true cause.
+_PATIENCE_S = 5.0
+# The same after the first rank that stopped as it was asked to: another may still send off its last metrics.
+_STOP_PATIENCE_S = 30.0
 # How long ranks may take to write down their stacks.
 _STACKS_PATIENCE_S = 2.0
 # How long a killed process may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the report.
@@ -210,8 +210,7 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
             failure = _failure(plan, running.pop(plan).exitcode)
             if failure is not None:
                 failures.append(failure)
-                stopped = failure.kind in (FailureKind.STOPPED, FailureKind.TERMINATED)
-                patience_s = _STOP_PATIENCE_S if stopped else _CAUSE_PATIENCE_S
+                patience_s = _STOP_PATIENCE_S if failure.kind is FailureKind.STOPPED else _PATIENCE_S
                 deadline_s = min(deadline_s, time.monotonic() + patience_s)
     if failures:
         cause = first_cause(failures)

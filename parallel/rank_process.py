@@ -6,6 +6,7 @@ start in tenths of a second.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -94,7 +95,9 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
             trace = trace.tb_next
         path, report = plan.failure, pickle.dumps(Failure.from_exception(plan.rank, error.with_traceback(trace)))
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        # Whoever read them may be gone.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     with atomic_write(path) as stream:
         stream.write(report)
     os._exit(0)

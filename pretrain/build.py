@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,14 +14,15 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module
+from torch import nn
 
 from kernels.implementations import KernelUnavailableError
 from kernels.select import Kernels, select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
+from megamem.parameters import GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import SideStream
 from parallel.context import attention_core
 from parallel.groups import ParallelGroups
@@ -30,6 +32,9 @@ from parallel.sharded_bank import make_bank
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
+
+Chunk: TypeAlias = nn.Module
+"""A model chunk, bare or under DDP."""
 
 
 def build_chunks(
@@ -86,7 +91,7 @@ def build_unset_chunks(
             seed=config.seed,
         )
         built.model_type = ModelType.encoder_or_decoder
-        _tag_tensor_parallel(built)
+        _declare_megatron(built)
         chunks.append(built)
     return chunks
 
@@ -113,18 +118,34 @@ def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
     return SideStream(torch.cuda.Stream(groups.device) if beside else None)
 
 
-def _tag_tensor_parallel(chunk: MemoryGPTModel) -> None:
-    """Mark the split weights, without which the global gradient norm counts them on tensor-parallel rank 0 alone.
-
-    Megatron does this inside its own weight initialisation, which we do not run.
-    """
+def _declare_megatron(chunk: MemoryGPTModel) -> None:
+    """Declare the parameters of Megatron's own modules and of Transformer Engine's, which nobody here creates."""
     for module in chunk.modules():
-        if (
-            isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
-            and module.weight is not None
-        ):
-            dim = 1 if isinstance(module, RowParallelLinear) else 0
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+        if type(module).__module__.split(".")[0] not in ("megatron", "transformer_engine"):
+            continue
+        for parameter in module.parameters(recurse=False):
+            # A mixture declares its experts.
+            if not is_declared(parameter):
+                group: GroupName = "backbone" if parameter.dim() > 1 else "backbone_no_decay"
+                declare(parameter, group, reduced_over=ReducedOver.DATA, tensor_dim=_split_dim(module))
+
+
+def _split_dim(module: nn.Module) -> int | None:
+    """The dimension in which tensor-parallel ranks split the weight of one of Megatron's linears or embeddings.
+
+    Megatron says so inside its own weight initialisation, which we do not run; Transformer Engine's modules say it themselves.
+    """
+    if isinstance(module, RowParallelLinear):
+        return 1
+    return 0 if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) else None
+
+
+def unwrap(chunk: Chunk) -> MemoryGPTModel:
+    """The bare model chunk under DDP and precision wrappers."""
+    module: Any = chunk
+    while not isinstance(module, MemoryGPTModel):
+        module = module.module
+    return module
 
 
 def wrap_chunks(chunks: Sequence[MemoryGPTModel], groups: ParallelGroups) -> list[DistributedDataParallel]:

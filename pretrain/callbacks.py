@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
+from pretrain.build import unwrap
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
 from pretrain.run import Run
-from pretrain.step import unwrap
 
 # A step's metrics by name; `memory` holds those of each memory layer by block number.
 Row: TypeAlias = dict[str, Any]

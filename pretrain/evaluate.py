@@ -11,9 +11,10 @@ import torch
 from tqdm import tqdm
 
 from parallel.groups import ParallelGroups
+from pretrain.build import Chunk
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, held_out_microbatches, on_device
-from pretrain.step import Chunk, LossSum, evaluation_loss
+from pretrain.step import LossSum, evaluation_loss
 
 # Microbatches per pass through the pipeline; a multiple of every sensible number of stages, and enough to fill them.
 _PASS_MICROBATCHES = 16

@@ -11,9 +11,9 @@ from types import FrameType
 from megatron.core import tensor_parallel
 
 from megamem.moe import ROUTER_LOSS_NAMES
+from megamem.parameters import GroupName
 from pretrain.callbacks import Callback, Row
 from pretrain.errors import StoppedEarly, UserError
-from pretrain.optimizer import GroupName
 from pretrain.run import Run
 from pretrain.schedule import apply_schedule, group_settings
 from pretrain.step import Batch, StepResult, train_step

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -19,13 +19,12 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
+from megamem.parameters import GroupName, group_of
 from parallel.groups import ParallelGroups
 from pretrain.checkpoint.optimizer_shards import leaves_by_parameter, num_updates_tensor, state_entries
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import optimizer_config
 from pretrain.value_offload import HostAdamW, HostShard, HostTables, host_adamw
-
-GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "values", "pre_values"]
 
 # Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are reduced over
 # different replicas, so Megatron needs an optimizer for each.
@@ -34,33 +33,16 @@ SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
 TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 
 
-def group_of(name: str, parameter: nn.Parameter) -> GroupName:
-    """The group of one parameter, by its name.
-
-    Tables are `values` and `pre_values`; the matrices of a memory layer are `retrieval`; those of a mixture's experts are `experts`, decayed
-    like the backbone; of the rest, vectors (norm gains) are not decayed.
-
-    Args:
-        name: dotted name in its chunk (with or without wrappers' prefixes).
-        parameter: for its shape.
-    """
-    parts = name.split(".")
-    if "banks" in parts:
-        return "values" if parts[-1] == "values" else "pre_values"
-    if parameter.dim() <= 1:
-        return "backbone_no_decay"
-    if "experts" in parts:
-        return "experts"
-    return "retrieval" if "memory" in parts else "backbone"
-
-
 def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parameter]]:
-    """All trainable parameters of the chunks by group; asserts that the groups add up to the model."""
+    """All trainable parameters of the chunks by the group that each was declared for; asserts that the groups add up to the model."""
     assigned: dict[GroupName, list[nn.Parameter]] = {name: [] for name in (*DENSE_GROUPS, *SPLIT_GROUPS)}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
-                assigned[group_of(name, parameter)].append(parameter)
+                group = group_of(name, parameter)
+                # Megatron keeps their gradients apart by this mark.
+                assert getattr(parameter, "allreduce", True) == (group in DENSE_GROUPS), name
+                assigned[group].append(parameter)
     grouped = [id(p) for parameters in assigned.values() for p in parameters]
     everything = {id(p) for chunk in chunks for p in chunk.parameters() if p.requires_grad}
     assert len(grouped) == len(set(grouped)) == len(everything), "parameter groups do not add up to the model"

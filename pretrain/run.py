@@ -11,12 +11,14 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megamem.config import ModelConfig
+from megamem.identity import Role
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.checkpoint.folder import SavedState, newest_complete
 from pretrain.checkpoint.run import restore_run, save_run
+from pretrain.config.fields import role_of
 from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import training_flops_per_token
@@ -227,14 +229,12 @@ def check_resumable(config: RunConfig, saved: SavedState) -> list[str]:
         "key: before -> now" of every difference.
 
     Raises:
-        CheckpointError: the model or the seed differ: this would be another run.
+        CheckpointError: they differ in what makes the model (`megamem.identity.Role`): this would be another run.
     """
-    changes = config_changes(from_dict(saved.config, f"the configuration in {saved.path}"), config)
-    fatal = [
-        text
-        for key, text in changes.items()
-        if key == "seed" or (key.startswith("model.") and key != "model.implementation")
-    ]
+    before = from_dict(saved.config, f"the configuration in {saved.path}")
+    changes = config_changes(before, config)
+    # A section that one of the two does not have says nothing of the keys below it.
+    fatal = [text for key, text in changes.items() if Role.IDENTITY in (role_of(key, before), role_of(key, config))]
     if fatal:
         raise CheckpointError(
             f"{saved.path} is of another run: {'; '.join(fatal)}. Set it back, or start a new run in another --run-dir"

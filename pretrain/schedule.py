@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megamem.parameters import GroupName
 from pretrain.config.schema import OptimizerConfig, TrainConfig
-from pretrain.optimizer import GroupName
 
 
 def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:

@@ -8,26 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from torch import Tensor, nn
+from torch import Tensor
 
-from megamem.layers.layer import MemoryLayer
-from megamem.losses import LOSS_NAMES
-from megamem.model import MemoryGPTModel
-from megamem.moe import ROUTER_LOSS_NAMES
-from megamem.usage import block_number
 from parallel.context import own_tokens
 from parallel.groups import ParallelGroups
+from pretrain.auxiliary_losses import auxiliary_means, auxiliary_sums
+from pretrain.build import Chunk, unwrap
 from pretrain.optimizer import GradientNorms, MemoryOptimizer
 
 Batch = dict[str, Tensor]
-# A model chunk, bare or under DDP.
-Chunk: TypeAlias = nn.Module
 
 
 @dataclass(frozen=True)
@@ -62,14 +57,6 @@ class StepResult:
     value_grad_norm: float | None
     updated: bool
     stop_requested: bool
-
-
-def unwrap(chunk: Chunk) -> MemoryGPTModel:
-    """The bare model chunk under DDP and precision wrappers."""
-    module: Any = chunk
-    while not isinstance(module, MemoryGPTModel):
-        module = module.module
-    return module
 
 
 def train_step(
@@ -185,7 +172,7 @@ def _world_loss(
         groups: this rank's place.
         stop_requested: this rank's word.
     """
-    auxiliary = _auxiliary_sums(chunks, groups.device)
+    auxiliary = auxiliary_sums(chunks, groups.device)
     totals = torch.zeros(3 + auxiliary.numel(), dtype=torch.float64, device=groups.device)
     if losses and dist.get_rank(groups.megatron.tp) == 0:
         totals[:2] = torch.stack(list(losses)).sum(0)
@@ -194,54 +181,4 @@ def _world_loss(
     dist.all_reduce(totals)
     # Host sync: the loss is printed and logged at every step.
     nats, num_tokens, stop, *sums = totals.tolist()
-    return LossSum(nats, num_tokens), _auxiliary_means(sums, chunks), stop > 0
-
-
-def _auxiliary_columns(chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:
-    """Where `_auxiliary_sums` keeps each loss that is switched on, and the tokens that it is a mean of.
-
-    The same on every rank, whatever layers it has: the sums go through one collective.
-    """
-    if not chunks:
-        return {}
-    model = unwrap(chunks[0]).model_config
-    first_of_router = 1 + len(LOSS_NAMES)
-    columns = {name: (1 + index, 0) for index, name in enumerate(LOSS_NAMES)}
-    columns |= {name: (first_of_router + 1 + i, first_of_router) for i, name in enumerate(ROUTER_LOSS_NAMES)}
-    return {
-        name: where
-        for name, where in columns.items()
-        if getattr(model.memory, f"{name}_weight", 0) > 0
-        or getattr(model.moe, f"{name.removeprefix('moe_')}_loss_weight", 0) > 0
-    }
-
-
-def _auxiliary_sums(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
-    """[blocks of the model, columns] fp64, for memories and then for routers: tokens, and loss x tokens, of this rank's layers.
-
-    No rows if all losses are off.
-    """
-    num_blocks = unwrap(chunks[0]).model_config.num_layers if _auxiliary_columns(chunks) else 0
-    width = 1 + len(LOSS_NAMES)
-    sums = torch.zeros(num_blocks, width + 1 + len(ROUTER_LOSS_NAMES), dtype=torch.float64, device=device)
-    if num_blocks:
-        for layer in _memory_layers(chunks):
-            if layer.losses is not None:
-                sums[block_number(layer.name), :width] = layer.losses.sums
-        for router in (router for chunk in chunks for router in unwrap(chunk).routers):
-            sums[router.layer_number - 1, width:] = router.sums
-    return sums
-
-
-def _auxiliary_means(sums: Sequence[float], chunks: Sequence[Chunk]) -> dict[str, dict[int, float]]:
-    """Means over tokens by loss and block, of the losses that are on, from the flat sums over all ranks."""
-    width = 2 + len(LOSS_NAMES) + len(ROUTER_LOSS_NAMES)
-    rows = [sums[start : start + width] for start in range(0, len(sums), width)]
-    return {
-        name: {block: row[value] / row[tokens] for block, row in enumerate(rows) if row[tokens]}
-        for name, (value, tokens) in _auxiliary_columns(chunks).items()
-    }
-
-
-def _memory_layers(chunks: Sequence[Chunk]) -> list[MemoryLayer]:
-    return [layer for chunk in chunks for layer in unwrap(chunk).memory_layers]
+    return LossSum(nats, num_tokens), auxiliary_means(sums, chunks), stop > 0

@@ -21,6 +21,7 @@ from megamem.config import ModelConfig
 from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses
 from megamem.memory_config import MemoryConfig
+from megamem.parameters import ReducedOver, declare
 from megamem.placement import parameter_device
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage
@@ -29,8 +30,8 @@ from megamem.usage import LayerUsage
 class MemoryLayer(MegatronModule):
     """Reads rows of a bank for every token, and makes of them what the memory adds to the residual stream.
 
-    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; they are tagged
-    `sequence_parallel`, so that Megatron sums their gradients. The tables belong to the model and are reached through `lookup`.
+    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; so Megatron sums their
+    gradients over those too. The tables belong to the model and are reached through `lookup`.
 
     Attributes:
         cores: [C, H, R, R], the Tucker cores; None in layers without.
@@ -115,5 +116,6 @@ class MemoryLayer(MegatronModule):
 
     def _weight(self, *shape: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
-        weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        # Gains and biases are not decayed.
+        declare(weight, "retrieval" if len(shape) > 1 else "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
         return weight

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megamem.model import MemoryGPTModel
+from pretrain.build import unwrap
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.storage import load_tensors, save_tensors
 from pretrain.checkpoint.versions import package_versions
@@ -18,7 +19,6 @@ from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError
 from pretrain.optimizer import MemoryOptimizer
 from pretrain.state import RunState
-from pretrain.step import unwrap
 
 
 def save_run(

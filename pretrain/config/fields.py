@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megamem.config_base import KIND, Config, FieldSpec, field_specs
+from megamem.identity import Role
 from pretrain.config.source import Node, find
 
 ELEMENT = "N"
@@ -39,6 +40,17 @@ def only_for(section: type[Config], name: str) -> str | None:
     if not kinds or len(kinds) == len(variants):
         return None
     return f"{KIND} is {', '.join(kinds[:-1]) + ' or ' if kinds[1:] else ''}{kinds[-1]}"
+
+
+def role_of(key: str, config: Config) -> Role | None:
+    """The role of a dotted key of a configuration: that of the nearest marked field on the way to it."""
+    role, section = None, config
+    for name in key.split("."):
+        # A section that is null, or the element of a list: what stands above it decides.
+        if not isinstance(section, Config) or name not in field_specs(type(section)):
+            break
+        role, section = field_specs(type(section))[name].role or role, getattr(section, name)
+    return role
 
 
 def class_at(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> type[Config]:

@@ -1,4 +1,5 @@
-"""The configuration of a run. The docstring under a field is its help text; see `megamem.config_base` for limits and conditional fields."""
+"""The configuration of a run. The docstring under a field is its help text; see `megamem.config_base` for limits and conditional fields,
+and `megamem.identity.Role` for what may change at a resume."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from kernels.implementations import Implementation
 from megamem.config import ModelConfig
 from megamem.config_base import Advice, Config, EffectiveWhen
+from megamem.identity import Role
 
 Seed = Annotated[
     NonNegativeInt, Lt(2**31), Advice("seeds of ranks and layers are derived by adding to it, and have 31 bits")
@@ -215,23 +217,23 @@ class LoggingConfig(Config):
 class RunConfig(Config):
     """Everything that defines a run."""
 
-    name: str = "run"
+    name: Annotated[str, Role.RUNNING] = "run"
     """Names the run folder (runs/<name>) unless --run-dir is given."""
-    seed: Seed = 1
+    seed: Annotated[Seed, Role.IDENTITY] = 1
     """Seed of the initial weights and, unless data.seed is set, of the data order."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, Role.RUNNING] = field(default_factory=ParallelConfig)
     """The layout."""
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: Annotated[TrainConfig, Role.RUNNING] = field(default_factory=TrainConfig)
     """Length, batch, precision."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Annotated[OptimizerConfig, Role.RUNNING] = field(default_factory=OptimizerConfig)
     """Optimizer groups and schedules."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: Annotated[DataConfig, Role.RUNNING] = field(default_factory=DataConfig)
     """Data sets."""
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: Annotated[EvaluationConfig, Role.RUNNING] = field(default_factory=EvaluationConfig)
     """Evaluation during training."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: Annotated[CheckpointConfig, Role.RUNNING] = field(default_factory=CheckpointConfig)
     """Checkpoints."""
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    logging: Annotated[LoggingConfig, Role.RUNNING] = field(default_factory=LoggingConfig)
     """Metrics sinks."""

@@ -60,9 +60,10 @@ def tokenize_records(
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (tokenizer, field_name, os.getpid()))
     # A batch in work and one in waiting for each worker, so that memory is bounded and none waits.
     pending = deque[tuple[str, Future[list[TokenizedRecord]]]]()
-    origin = ""
     try:
         for batch in batches:
+            # The first document whose ids are not back yet, for the case that they never come.
+            origin = pending[0][0] if pending else batch[0].origin
             pending.append((batch[0].origin, pool.submit(_tokenize_in_worker, batch)))
             if len(pending) == 2 * num_workers:
                 origin, future = pending.popleft()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import tools.train
 from parallel.groups import ParallelGroups
+from pretrain.build import unwrap
 from pretrain.callbacks import default_callbacks
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, RunConfig
 from pretrain.data.prepare import prepare
@@ -29,7 +30,6 @@ from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import UserError
 from pretrain.loop import train
 from pretrain.run import Run, RunFolder, open_run
-from pretrain.step import unwrap
 from tools.cli import main
 
 RUNS, COMMANDS = Table(), Table()

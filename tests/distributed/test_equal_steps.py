@@ -122,10 +122,10 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
     """The first steps of a run, in the world that is already joined."""
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import initialise_groups
+    from pretrain.build import unwrap
     from pretrain.loop import take_step
     from pretrain.megatron import parallel_sizes
     from pretrain.run import RunFolder, open_run
-    from pretrain.step import unwrap
 
     with cuda_on_cpu():
         groups = initialise_groups(

@@ -37,7 +37,7 @@ from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
 
 # Pairs of blocks are closed in themselves, for two stages of two chunks.
 SPANS = "0:1/1:1/2:2/3:3/4:4/5:5/6:7"
-SLOTS = {0: Slot.SKIP, 1: Slot.VALUES, 2: Slot.BESIDE, 3: Slot.INSTEAD, 4: Slot.VALUES, 5: Slot.HEADS, 6: Slot.SKIP}
+SLOTS = {0: Slot.SKIP, 1: Slot.VALUES, 2: Slot.BESIDE, 3: Slot.INSTEAD, 4: Slot.BLOCK, 5: Slot.HEADS, 6: Slot.SKIP}
 MEMORY = PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2, placement=PlacementConfig(spans=SPANS))
 CONFIG = replace(SHARED, model=replace(SHARED.model, num_layers=8, memory=MEMORY))
 # Of a loss or a gradient norm: see `test_skip_insertion`.
@@ -85,8 +85,8 @@ def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Ten
         slot, prefix = SLOTS.get(block), f"decoder.layers.{block}."
         of_block = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         x = x + plain_attention(plain_norm(x, of_block["input_layernorm.weight"]), of_block, config, slot, by_token)
-        n = plain_norm(x, of_block["pre_mlp_layernorm.weight"])
-        if slot is not Slot.INSTEAD:
+        n = plain_norm(x, of_block["pre_mlp_layernorm.weight"]) if slot is not Slot.BLOCK else x
+        if slot not in (Slot.INSTEAD, Slot.BLOCK):
             mlp = "mlp.ffn" if slot in (Slot.BESIDE, Slot.SKIP) else "mlp"
             gate, up = F.linear(n, of_block[f"{mlp}.linear_fc1.weight"]).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, of_block[f"{mlp}.linear_fc2.weight"])
@@ -114,6 +114,8 @@ def plain_attention(
     scores = torch.einsum("bsgnd,btgd->bgnst", q, k.squeeze(3)) / d**0.5
     scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
     heads = torch.einsum("bgnst,btgd->bsgnd", scores.softmax(-1), v).reshape(b, s, -1)
+    if slot is Slot.BLOCK:
+        return heads * by_token
     if slot is Slot.HEADS:
         heads = heads + heads * by_token
     return F.linear(heads, weights["self_attention.linear_proj.weight"])

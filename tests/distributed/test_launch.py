@@ -175,6 +175,12 @@ def failure_of(main: Callable[[], Any], num_ranks: int = 4, **options: Any) -> R
     return caught.value
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that hang after a failure are killed sooner than a user's."""
+    monkeypatch.setattr("parallel.launch._PATIENCE_S", 0.5)
+
+
 def raise_key_error() -> None:
     raise KeyError("no such layer")
 
@@ -395,7 +401,8 @@ def exit_code_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(statuses[0])
 
 
-def test_nothing_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ignored", [[], [signal.SIGHUP]], ids=["", "nohup"])
+def test_nothing_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: list[int]) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
@@ -405,7 +412,7 @@ def test_nothing_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.Mo
         leave_pid(tmp_path, os.getpid())
         sleep_forever()
 
-    parent = fork_parent(lambda: launch_ranks(main, 2))
+    parent = fork_parent(lambda: launch_ranks(main, 2), ignored)
     wait_until(lambda: len(pids_in(tmp_path)) == 6, "the ranks to start")
     (supervisor,) = psutil.Process(parent).children()
     os.kill(parent, signal.SIGKILL)

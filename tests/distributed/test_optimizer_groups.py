@@ -11,8 +11,9 @@ import torch
 from tiny_runs import PRIVATE, SHARED, TinyRun, global_parameter_name, on, tiny_run
 from torch import Tensor, nn
 
+from megamem.parameters import GroupName, ReducedOver, declare, group_of
 from pretrain.config.schema import OptimizerConfig, RunConfig
-from pretrain.optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups, group_of
+from pretrain.optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups
 from pretrain.schedule import group_settings
 
 GROUPS = (*DENSE_GROUPS, *SPLIT_GROUPS)
@@ -48,44 +49,39 @@ def num_elements(model: RunConfig) -> dict[str, int]:
     return counts
 
 
-MEMORY_GROUPS = {
-    "query_proj": "retrieval",
-    "keys": "retrieval",
-    "cores": "retrieval",
-    "value_proj": "retrieval",
-    "pre_value_proj": "retrieval",
-    "query_norm": "backbone_no_decay",
-    "keys_norm": "backbone_no_decay",
-}
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
-def test_group_by_name(prefix: str) -> None:
-    matrix, vector = nn.Parameter(torch.empty(2, 2)), nn.Parameter(torch.empty(2))
-    for name, group in MEMORY_GROUPS.items():
-        parameter = vector if name.endswith("norm") else matrix
-        assert group_of(f"{prefix}decoder.layers.1.mlp.memory.{name}", parameter) == group
-    assert group_of(f"{prefix}banks.3.values", matrix) == "values"
-    assert group_of(f"{prefix}banks.3.pre_values", matrix) == "pre_values"
-    for name in ("self_attention.linear_qkv.weight", "mlp.ffn.linear_fc2.weight", "mlp.linear_fc1.weight"):
-        assert group_of(f"{prefix}decoder.layers.1.{name}", matrix) == "backbone"
-    assert group_of(f"{prefix}embedding.word_embeddings.weight", matrix) == "backbone"
-    assert group_of(f"{prefix}output_layer.weight", matrix) == "backbone"
-    assert group_of(f"{prefix}decoder.final_layernorm.weight", vector) == "backbone_no_decay"
-    assert group_of(f"{prefix}decoder.layers.0.self_attention.q_layernorm.weight", vector) == "backbone_no_decay"
+def declared(module: nn.Module, group: GroupName = "backbone") -> nn.Module:
+    for parameter in module.parameters():
+        declare(parameter, group, reduced_over=ReducedOver.DATA)
+    return module
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
-    chunk = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    chunk = nn.ModuleDict({"a": declared(nn.Linear(2, 2)), "b": nn.Linear(2, 2)})
     chunk["b"].requires_grad_(False)
     assigned = assign_groups([chunk])
     assert sum(len(parameters) for parameters in assigned.values()) == 2
 
 
 def test_a_parameter_in_two_groups_is_noticed() -> None:
-    shared = nn.Linear(2, 2, bias=False)
+    shared = declared(nn.Linear(2, 2, bias=False))
     with pytest.raises(AssertionError, match="do not add up"):
         assign_groups([nn.ModuleDict({"a": shared}), nn.ModuleDict({"b": shared})])
+
+
+def test_a_trainable_parameter_of_which_nothing_was_said_is_named() -> None:
+    chunk = nn.ModuleDict({"a": declared(nn.Linear(2, 2)), "b": nn.Linear(2, 2, bias=False)})
+    with pytest.raises(AssertionError, match=r"no optimizer group is declared for the parameter b\.weight"):
+        assign_groups([chunk])
+
+
+def test_a_group_that_is_reduced_over_other_ranks_than_its_optimizer_is_noticed() -> None:
+    with pytest.raises(AssertionError, match=r"a\.weight"):
+        assign_groups([nn.ModuleDict({"a": declared(nn.Linear(2, 2), "values")})])
+
+
+def test_nothing_is_declared_twice() -> None:
+    with pytest.raises(AssertionError):
+        declared(declared(nn.Linear(2, 2)))
 
 
 def group_summary(run: TinyRun) -> dict[str, Any]:

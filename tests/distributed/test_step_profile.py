@@ -18,6 +18,7 @@ from megamem.config import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
+from pretrain.build import unwrap
 from pretrain.config.schema import KernelOverridesConfig, RunConfig
 from pretrain.costs.step import (
     EXCHANGE,
@@ -39,7 +40,6 @@ from pretrain.costs.step import (
     ZEROING,
     part_costs,
 )
-from pretrain.step import unwrap
 from tools.bench import step_profile
 from tools.bench.step_profile import (
     BACKWARD,

@@ -88,7 +88,7 @@ def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megame
             "train.max_skipped_steps=2",
             "train.num_steps=9",
         )
-    assert failure.value.is_user_error
+    assert failure.value.failure.is_user_error
     assert failure.value.exit_code == 1
     assert last_step(run) == 5
     saved, problems = folders.newest_complete(run / "checkpoints")

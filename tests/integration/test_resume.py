@@ -250,6 +250,19 @@ def test_a_finished_run_can_be_made_longer(
     assert [row["step"] for row in evaluations(run)] == [20, 23]
 
 
+def test_a_resumed_run_may_change_how_it_is_run_and_says_so(
+    straight: Trained, stopped: Path, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
+) -> None:
+    """RoPE's base is no part of the weights: the ten steps stay, and the eleventh computes something else."""
+    run = copy(stopped, tmp_path / "run")
+    result = megamem("train", config_file, *layout.overrides, "--run-dir", run, "model.rotary_base=100")
+    assert result.code == 0, result.output
+    assert "changed since: model.rotary_base: 10000 -> 100" in result.output
+    losses, before = ([row["loss"] for row in steps(path)] for path in (run, straight.path))
+    assert losses[:10] == before[:10]
+    assert losses[10] != before[10]
+
+
 def refuse_to_draw() -> None:
     """Let whoever draws initial weights fail, in the process that calls this and those it forks."""
 

@@ -99,6 +99,34 @@ def test_every_config_field_has_a_docstring(definition: ast.ClassDef) -> None:
     assert not missing
 
 
+def names_of_families(tree: ast.AST) -> list[tuple[str, int]]:
+    """Kinds as text, and imports of one family's modules, with the line."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in FAMILIES:
+            found.append((str(node.value), node.lineno))
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found += [(name, node.lineno) for name in modules if name.split(".")[2:3] and name.split(".")[2] in FAMILIES]  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_code_outside_of_the_families_names_one(package: str) -> None:
+    files = [path for path in source_files(package) if "families" not in path.parts]
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line} {name}"
+        for path in files
+        for name, line in names_of_families(parse(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_name_of_a_family_is_found() -> None:
+    text = "from megamem.families.pkm.layer import X\nimport megamem.families.registry\nif kind == 'peer':\n    pass\n"
+    assert names_of_families(ast.parse(text)) == [("megamem.families.pkm.layer", 1), ("peer", 3)]
+
+
 IMPORT_TIME_CALLS = (
     "os.environ",
     "os.putenv",

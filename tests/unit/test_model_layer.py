@@ -15,6 +15,7 @@ from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.ultramem_v2.layer import UltraMemV2Layer
+from megamem.parameters import group_of
 from megamem.sharing import BankSpec, LayerView
 from tests.microbatch import some_inputs
 
@@ -104,11 +105,21 @@ def test_singular_vectors_follow_the_cores_when_asked() -> None:
     assert not layer.u.requires_grad
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weights_are_marked_for_megatrons_sequence_parallel_sum(sequence_parallel: bool) -> None:
-    config: dict[str, Any] = {"sequence_parallel": True, "tensor_model_parallel_size": 2} if sequence_parallel else {}
-    layer, bank = build(**config)
-    assert {getattr(p, "sequence_parallel") for p in layer.parameters()} == {sequence_parallel}  # noqa: B009
+def test_weights_and_tables_say_which_group_they_are_in_and_over_which_ranks_they_are_summed() -> None:
+    layer, bank = build()
+    assert {name: group_of(name, p) for name, p in (*layer.named_parameters(), *bank.named_parameters())} == {
+        "query_proj": "retrieval",
+        "keys": "retrieval",
+        "cores": "retrieval",
+        "value_proj": "retrieval",
+        "pre_value_proj": "retrieval",
+        "query_norm": "backbone_no_decay",
+        "keys_norm": "backbone_no_decay",
+        "values": "values",
+        "pre_values": "pre_values",
+    }
+    # Tensor-parallel ranks see other tokens.
+    assert {getattr(p, "sequence_parallel") for p in layer.parameters()} == {True}  # noqa: B009
     # Tables are summed over all ranks of the stage in buffers of their own.
     assert {getattr(p, "allreduce") for p in bank.parameters()} == {False}  # noqa: B009
     assert not any(getattr(p, "sequence_parallel", False) for p in bank.parameters())

@@ -13,9 +13,11 @@ import torch
 import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
-from megamem.config import ModelConfig
+from megamem.config import MemoryConfig, ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.identity import Role
 from pretrain.checkpoint.folder import SavedState
+from pretrain.config.fields import all_keys, role_of
 from pretrain.config.loader import load_config, to_dict
 from pretrain.config.schema import (
     CheckpointConfig,
@@ -64,6 +66,11 @@ def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
             ["model.implementation: local -> transformer_engine"],
         ),
         (replace(CONFIG, data=replace(CONFIG.data, seed=4)), ["data.seed: None -> 4"]),
+        (replace(CONFIG, model=replace(CONFIG.model, rotary_base=50)), ["model.rotary_base: 10000 -> 50"]),
+        (
+            replace(CONFIG, train=replace(CONFIG.train, sequence_length=64, kernels="naive")),
+            ["train.kernels: auto -> naive", "train.sequence_length: 32 -> 64"],
+        ),
     ],
     ids=lambda value: ", ".join(value) or "nothing" if isinstance(value, list) else "",
 )
@@ -76,7 +83,6 @@ def test_what_may_change_is_told(changed: RunConfig, told: list[str]) -> None:
     [
         (replace(CONFIG, seed=4), "seed: 3 -> 4"),
         (replace(CONFIG, model=replace(CONFIG.model, hidden_size=64)), "model.hidden_size: 128 -> 64"),
-        (replace(CONFIG, model=replace(CONFIG.model, rotary_base=50)), "model.rotary_base: 10000 -> 50"),
         (replace(CONFIG, model=replace(CONFIG.model, memory=None)), "model.memory.top_k: 16 -> not set"),
         (
             replace(CONFIG, model=replace(CONFIG.model, memory=UltraMemV2Config(num_keys=16, top_k=8))),
@@ -93,6 +99,40 @@ def test_another_seed_or_model_is_another_run(changed: RunConfig, told: str) -> 
     assert "somewhere/step_00000006" in str(error.value)
     assert told in str(error.value)
     assert "num_steps" not in str(error.value)
+
+
+def test_the_weights_of_a_mixtures_losses_may_change_and_the_mixture_may_not() -> None:
+    """Of a section that one of the two does not have, every key counts as the section does."""
+    moe = MoEConfig(num_experts=4, top_k=2)
+    with_experts = replace(CONFIG, model=replace(CONFIG.model, memory=None, moe=moe))
+    lighter = replace(with_experts, model=replace(with_experts.model, moe=replace(moe, z_loss_weight=0.5)))
+    assert check_resumable(lighter, saved_with(with_experts)) == ["model.moe.z_loss_weight: 0.001 -> 0.5"]
+    for before, now in ((with_experts, CONFIG), (CONFIG, with_experts)):
+        with pytest.raises(CheckpointError, match=r"model\.moe\.num_experts: (4 -> not set|not set -> 4)"):
+            check_resumable(now, saved_with(before))
+
+
+def test_every_key_says_whether_it_is_a_part_of_the_model() -> None:
+    """A new one does so too, or stands in a section that does."""
+    moe = replace(CONFIG.model, moe=MoEConfig(), memory=MemoryConfig(kind="pkm", value_dim=128))
+    config = replace(CONFIG, model=moe)
+    roles = {key: role_of(key, config) for key in all_keys(RunConfig) if key != "model"}
+    assert [key for key, role in roles.items() if role is None] == []
+    running = {key for key, role in roles.items() if key.startswith("model.") and role is Role.RUNNING}
+    assert running == {
+        "model.rotary_base",
+        "model.implementation",
+        "model.moe.balance_loss_weight",
+        "model.moe.z_loss_weight",
+    }
+    outside = {key for key, role in roles.items() if not key.startswith("model.") and role is Role.IDENTITY}
+    assert outside == {"seed"}
+
+
+def test_the_page_on_configuration_names_what_may_change() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for key in ("rotary_base", "implementation", "moe.balance_loss_weight", "moe.z_loss_weight"):
+        assert f"`model.{key}`" in page
 
 
 # What is built

@@ -19,9 +19,11 @@ from kernels.select import Kernels, differentiable_gathers, differentiable_pair
 from megamem.bank import Bank
 from megamem.block import FfnWithMemory
 from megamem.layers.layer import MemoryLayer
+from megamem.layers.retrieval import RetrievalLayer
 from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups
+from pretrain.build import unwrap
 from pretrain.config.schema import RunConfig
 from pretrain.costs.step import (
     EXCHANGE,
@@ -42,7 +44,6 @@ from pretrain.costs.step import (
     ZEROING,
 )
 from pretrain.optimizer import MemoryOptimizer
-from pretrain.step import unwrap
 from tools.bench.throughput import Contestant
 from tools.bench.timeline import Intervals, Timeline
 
@@ -190,15 +191,12 @@ class _Hooks:
 
     def _add_layer(self, layer: MemoryLayer) -> None:
         self._set(layer, "kernels", self._marked_kernels(layer.kernels))
-        for name, part in (
-            ("forward", OTHER),
-            ("retrieve", SCORES),
-            ("key_scores", KEYS),
-            ("pre_input", PROJECTIONS),
-            ("project", PROJECTIONS),
-        ):
+        parts = {"forward": OTHER}
+        if isinstance(layer, RetrievalLayer):
+            parts |= {"retrieve": SCORES, "key_scores": KEYS, "pre_input": PROJECTIONS, "project": PROJECTIONS}
+            self._part(layer, "locate", ROWS)
+        for name, part in parts.items():
             self._set(layer, name, self._timeline.differentiable(part, getattr(layer, name)))
-        self._part(layer, "locate", ROWS)
         self._set(layer, "lookup", _Lookup(self._timeline.differentiable(WEIGHTING, layer.lookup.read)))
 
     def _marked_kernels(self, kernels: Kernels) -> Kernels:

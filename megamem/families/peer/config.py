@@ -22,7 +22,7 @@ class PeerConfig(ProductKeyConfig):
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        return (*super().tables, Table("pre_values", self.value_dim, "value_dim"))
+        return (*super().tables, Table("pre_values", self.value_dim, "value_dim", group="pre_values"))
 
     @property
     def lookup(self) -> Lookup:

@@ -41,7 +41,11 @@ class UltraMemV2Config(TuckerConfig):
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        pre_values = (Table("pre_values", self.pre_value_dim, "pre_value_dim"),) if self.pre_value_dim else ()
+        pre_values = (
+            (Table("pre_values", self.pre_value_dim, "pre_value_dim", group="pre_values"),)
+            if self.pre_value_dim
+            else ()
+        )
         return (*super().tables, *pre_values)
 
     @property

@@ -1,0 +1,64 @@
+"""What whoever creates a parameter says of it: which optimizer group steps it, and over which ranks its gradient is summed.
+
+Nothing is read off a parameter's name. A trainable parameter of which nothing was said is an error (`group_of`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import nn
+
+GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "values", "pre_values"]
+"""Matrices and vectors of the backbone, matrices of memory layers, experts of a mixture, and the two tables. Gains and biases are not decayed, whosever they are."""
+
+
+class ReducedOver(Enum):
+    """The ranks whose gradients of a parameter are added up."""
+
+    DATA = "data"
+    """Data- and context-parallel ranks. Tensor-parallel ones hold other parts of it, or have the same gradient."""
+    TOKENS = "tokens"
+    """Those and the tensor-parallel ranks, each of which has seen its own share of the sequence."""
+    STAGE = "stage"
+    """All ranks of the pipeline stage that hold the same part, in buffers and in an optimizer of their own (Megatron's expert-parallel domain)."""
+
+
+def declare(
+    parameter: nn.Parameter, group: GroupName, *, reduced_over: ReducedOver, tensor_dim: int | None = None
+) -> None:
+    """Say of a parameter what the optimizer and Megatron have to know of it.
+
+    Args:
+        parameter: new.
+        group: whose learning rate, decay and clipping it gets.
+        reduced_over: whose gradients are added up.
+        tensor_dim: the dimension that tensor-parallel ranks split; None: each of them holds it whole. Without it the global gradient norm
+            counts a parameter on the first of these ranks alone.
+    """
+    assert not is_declared(parameter)
+    parameter.optimizer_group = group  # type: ignore[attr-defined]
+    match reduced_over:
+        case ReducedOver.TOKENS:
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        case ReducedOver.STAGE:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+    if tensor_dim is not None:
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=tensor_dim, stride=1)
+
+
+def is_declared(parameter: nn.Parameter) -> bool:
+    """Whether someone said which group it is in."""
+    return hasattr(parameter, "optimizer_group")
+
+
+def group_of(name: str, parameter: nn.Parameter) -> GroupName:
+    """The declared group of the parameter of this name."""
+    if not is_declared(parameter):
+        raise AssertionError(
+            f"no optimizer group is declared for the parameter {name}: whoever creates it calls megamem.parameters.declare"
+        )
+    group: GroupName = parameter.optimizer_group  # type: ignore[attr-defined]
+    return group
