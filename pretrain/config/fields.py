@@ -8,7 +8,7 @@ from typing import Literal
 
 from megamem.config_base import KIND, Config, FieldSpec, field_specs
 from megamem.identity import Role
-from pretrain.config.source import Node, find
+from pretrain.config.source import Node, node_at
 
 ELEMENT = "N"
 """Stands for the number of a list element in a key that is not about one of them: `data.datasets.N.path`."""
@@ -53,17 +53,17 @@ def role_of(key: str, config: Config) -> Role | None:
     return role
 
 
-def class_at(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> type[Config]:
-    """The class of the section at a place in a tree; of variants the one that the tree names, as far as there is one of that name."""
-    cls = root
-    for step in loc:
-        # The class of a list is that of its elements.
-        section = fields_of(cls)[step].section if isinstance(step, str) else cls
-        assert section is not None
-        cls = section
-    node = find(tree, [str(step) for step in loc])
-    assert node is not None
-    return variant_at(cls, node)
+def spec_at(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> FieldSpec | None:
+    """What the value at a place in a tree may be; None for the whole of it."""
+    spec, section = None, root
+    for depth, step in enumerate(loc):
+        if isinstance(step, int):
+            assert spec is not None
+            spec = spec.element
+        else:
+            spec = fields_of(variant_at(section, node_at(tree, loc[:depth])))[step]
+        section = spec.section or section
+    return spec
 
 
 def all_keys(cls: type[Config], prefix: str = "") -> Iterator[str]:

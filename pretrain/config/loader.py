@@ -23,7 +23,7 @@ from pretrain.config.compose import apply_overrides, read_with_bases
 from pretrain.config.effective import Ineffective, foreign_keys, ineffective_fields
 from pretrain.config.parse import build, join_problems
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import Layer, Node, dump_yaml, find, from_plain, without
+from pretrain.config.source import Layer, Node, dump_yaml, find, from_plain, to_plain, without
 from pretrain.errors import ConfigError
 
 T = typing.TypeVar("T", bound=Config)
@@ -77,30 +77,14 @@ def to_dict(config: Any) -> dict[str, Any]:
 
     Options without effect that have their defaults are left out, because a file that states them would be refused.
     """
-    silent = {item.key for item in ineffective_fields(config) if item.at_default}
-    return _plain_section(config, "", silent)
+    silent = [item for item in ineffective_fields(config) if item.at_default]
+    plain: dict[str, Any] = to_plain(_without(from_plain(dataclasses.asdict(config), "", Layer.FILE), silent))
+    return plain
 
 
 def to_yaml(config: Any) -> str:
     """`to_dict` as YAML; `load_config` gives an equal configuration back, for every configuration that it has loaded."""
     return dump_yaml(to_dict(config))
-
-
-def _plain_section(config: Any, prefix: str, silent: set[str]) -> dict[str, Any]:
-    fields = dataclasses.fields(config)
-    return {
-        item.name: _plain(getattr(config, item.name), f"{prefix}{item.name}", silent)
-        for item in fields
-        if f"{prefix}{item.name}" not in silent
-    }
-
-
-def _plain(value: Any, key: str, silent: set[str]) -> Any:
-    if dataclasses.is_dataclass(value):
-        return _plain_section(value, f"{key}.", silent)
-    if isinstance(value, tuple):
-        return [_plain(item, f"{key}.{index}", silent) for index, item in enumerate(value)]
-    return value
 
 
 class _OptionWithoutEffectError(ConfigError):

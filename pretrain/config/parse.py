@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,8 +11,8 @@ from pydantic_core import ErrorDetails
 
 from megamem.config_base import Config, FieldSpec
 from pretrain.config.compose import BASE_KEY
-from pretrain.config.fields import all_keys, class_at, fields_of
-from pretrain.config.source import Node, find, kind_of
+from pretrain.config.fields import all_keys, fields_of, spec_at, variant_at
+from pretrain.config.source import Node, kind_of, node_at
 from pretrain.config.suggest import did_you_mean, nearest_keys
 from pretrain.errors import ConfigError
 
@@ -38,12 +37,9 @@ def build(cls: type[T], node: Node) -> T:
         ConfigError: naming every problem that was found.
     """
     try:
-        config = cls.from_values(_plain(node))
+        return cls.from_values(_plain(node))
     except ValidationError as error:
         raise ConfigError(join_problems([_problem(cls, node, each) for each in error.errors()])) from error
-    if problems := list(_rounded(config, node, ())):
-        raise ConfigError(join_problems(problems))
-    return config
 
 
 def join_problems(problems: list[str]) -> str:
@@ -64,18 +60,6 @@ def _plain(node: Node) -> Any:
     return int(typing.cast(float, node.value)) if is_whole else node.value
 
 
-def _rounded(value: Any, node: Node, loc: tuple[str | int, ...]) -> Iterator[str]:
-    """Whole numbers that became something else as floats."""
-    if isinstance(node.value, dict):
-        for name, child in node.value.items():
-            yield from _rounded(getattr(value, name), child, (*loc, name))
-    elif isinstance(node.value, list):
-        for index, child in enumerate(node.value):
-            yield from _rounded(value[index], child, (*loc, index))
-    elif isinstance(value, float) and value != node.value:
-        yield f"{node.origin}: {_key(loc)} is {node.value}, which a 64-bit float cannot hold exactly"
-
-
 def _key(loc: tuple[str | int, ...]) -> str:
     return ".".join(map(str, loc))
 
@@ -84,15 +68,15 @@ def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
     """One finding of pydantic in our words: where, the key, its value, what is wrong with it."""
     kind, loc, key = error["type"], error["loc"], _key(error["loc"])
     if kind in ("unexpected_keyword_argument", "missing"):
-        section = _at(tree, loc[:-1])
+        section = node_at(tree, loc[:-1])
         if kind == "missing":
             return f"{section.origin}: {key} is missing: it has no default"
         return f"{section.key_origins[str(loc[-1])]}: {_unknown(root, tree, loc)}"
-    node = _at(tree, loc)
+    node = node_at(tree, loc)
     if kind == "value_error":
         refusal = str(error["ctx"]["error"])
         return f"{node.origin}: {refusal}{_places(refusal, node)}"
-    spec = _spec(root, tree, loc)
+    spec = spec_at(root, tree, loc)
     if kind == "finite_number" or (kind == "float_type" and type(node.value) is int):
         problem = f"{str(node.value)[:40]}, expected a finite number"
     elif spec is not None and (broken := kind in _LIMITS and spec.broken_limit(node.value)):
@@ -103,32 +87,13 @@ def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
     return f"{node.origin}: {key or 'the configuration'} is {problem}"
 
 
-def _at(tree: Node, loc: tuple[str | int, ...]) -> Node:
-    node = find(tree, [str(step) for step in loc])
-    assert node is not None
-    return node
-
-
-def _spec(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> FieldSpec | None:
-    """What a value may be; None for the whole configuration."""
-    if not loc:
-        return None
-    *above, name = loc
-    if isinstance(name, str):
-        return fields_of(class_at(root, tree, tuple(above)))[name]
-    whole = _spec(root, tree, tuple(above))
-    assert whole is not None
-    return whole.element
-
-
 def _expected(kind: str, node: Node, spec: FieldSpec | None) -> str:
     """What a value should have been."""
-    choices = spec.choices if spec is not None else ()
-    words = (
-        f"{_EXPECTED[kind]}{', '.join(map(str, choices))}{', or null' if spec is not None and spec.optional else ''}"
-    )
-    if kind == "literal_error" and isinstance(node.value, str):
-        return f"{words}{did_you_mean(node.value, choices)}"
+    words = _EXPECTED[kind]
+    if spec is not None:
+        words += ", ".join(map(str, spec.choices)) + (", or null" if spec.optional else "")
+        if spec.choices and isinstance(node.value, str):
+            words += did_you_mean(node.value, spec.choices)
     is_scalar = node.value is not None and not isinstance(node.value, dict | list)
     return f"{words}: put it in quotes" if kind == "string_type" and is_scalar else words
 
@@ -144,7 +109,9 @@ def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
     close = nearest_keys(key, valid)
     if close:
         return f"unknown key {key}: did you mean {' or '.join(close)}?"
-    return f"unknown key {key}: {section} has {', '.join(fields_of(class_at(root, tree, loc[:-1])))}"
+    spec = spec_at(root, tree, loc[:-1])
+    cls = root if spec is None or spec.section is None else spec.section
+    return f"unknown key {key}: {section} has {', '.join(fields_of(variant_at(cls, node_at(tree, loc[:-1]))))}"
 
 
 def _places(message: str, node: Node) -> str:

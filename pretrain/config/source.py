@@ -231,6 +231,13 @@ def from_plain(value: Any, source: str, layer: Layer) -> Node:
     raise ConfigError(f"{source}: a value of type {type(value).__name__} cannot stand in a configuration")
 
 
+def to_plain(node: Node) -> Any:
+    """A tree without its places, as plain Python values."""
+    if isinstance(node.value, dict):
+        return {key: to_plain(child) for key, child in node.value.items()}
+    return [to_plain(child) for child in node.value] if isinstance(node.value, list) else node.value
+
+
 def merge(below: Node, above: Node) -> Node:
     """`above` laid over `below`: mappings key by key, everything else (lists and null too) replaced."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
@@ -250,6 +257,13 @@ def find(node: Node, segments: list[str]) -> Node | None:
             node = node.value[int(segment)]
         else:
             return None
+    return node
+
+
+def node_at(tree: Node, loc: tuple[str | int, ...]) -> Node:
+    """The value at a place where there is one."""
+    node = find(tree, [str(step) for step in loc])
+    assert node is not None
     return node
 
 

@@ -56,10 +56,6 @@ def refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
         ("optimizer: {lr: 1e999}", "a.yaml:1: optimizer.lr is inf, expected a finite number"),
         (f"optimizer: {{lr: 1{'0' * 400}}}", f"a.yaml:1: optimizer.lr is 1{'0' * 39}, expected a finite number"),
         ("optimizer: {lr: '1'}", "a.yaml:1: optimizer.lr is '1' (text), expected a number"),
-        (
-            "optimizer: {lr: 9007199254740993}",
-            "a.yaml:1: optimizer.lr is 9007199254740993, which a 64-bit float cannot hold exactly",
-        ),
         ("train: {num_steps: 2.5}", "a.yaml:1: train.num_steps is 2.5 (a number), expected a whole number"),
         ("train: {num_steps: true}", "a.yaml:1: train.num_steps is true (true/false), expected a whole number"),
         ("train: {num_steps: '3'}", "a.yaml:1: train.num_steps is '3' (text), expected a whole number"),
