@@ -24,6 +24,9 @@ class _Unusable:
 
 _UNUSABLE = _Unusable()
 
+# Sections of former versions, which their files and checkpoints still hold, and what to do with one that says something.
+_FORMER = {"train.kernel_overrides": "remove it: train.kernels chooses the implementation of all memory kernels"}
+
 
 def build(cls: type[T], node: Node) -> T:
     """The configuration object that a tree describes; what the tree leaves out has its default.
@@ -60,7 +63,7 @@ class _Builder:
         specs = field_specs(cls)
         usable = True
         for name in node.value:
-            if name not in specs:
+            if name not in specs and not (f"{prefix}{name}" in _FORMER and _is_null(node.value[name])):
                 usable = False
                 origin = node.key_origins.get(name, node.origin)
                 self.problems.append(f"{origin}: {self._unknown(f'{prefix}{name}', prefix, list(specs))}")
@@ -143,6 +146,8 @@ class _Builder:
     def _unknown(self, key: str, prefix: str, siblings: list[str]) -> str:
         if key == BASE_KEY:
             return "base names the file below this one: it can only stand at the top of a configuration file"
+        if key in _FORMER:
+            return f"{key} is no longer read: {_FORMER[key]}"
         valid = list(all_keys(self.root))
         name = key.removeprefix(prefix)
         if "." in name and key in valid:
@@ -152,6 +157,10 @@ class _Builder:
             return f"unknown key {key}: did you mean {' or '.join(close)}?"
         section = prefix.removesuffix(".") or "the configuration"
         return f"unknown key {key}: {section} has {', '.join(siblings)}"
+
+
+def _is_null(node: Node) -> bool:
+    return node.value is None or (isinstance(node.value, dict) and all(map(_is_null, node.value.values())))
 
 
 def _places(message: str, node: Node) -> str:

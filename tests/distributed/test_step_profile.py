@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config import ModelConfig, MoEConfig
 from parallel.exchange import Exchange
-from pretrain.config.schema import KernelOverridesConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.costs.step import (
     EXCHANGE,
     GATHER_DOT,
@@ -71,10 +71,6 @@ ONE_RANK = {
     "two heads, no pre-values": PRIVATE,
     "balance loss": memory(SHARED, key_balance_weight=0.1),
     "naive": replace(SHARED, train=replace(SHARED.train, kernels="naive")),
-    "two gathers": replace(
-        SHARED,
-        train=replace(SHARED.train, kernel_overrides=KernelOverridesConfig(gather_sum="auto", gather_dot="auto")),
-    ),
     "product keys": model(SHARED, memory=replace(MEMORY, kind="memory_plus", pre_value_dim=0)),
     "peer": model(SHARED, memory=replace(MEMORY, kind="peer", value_dim=32, pre_value_dim=0)),
     "offloaded": replace(SHARED, optimizer=replace(SHARED.optimizer, value_offload="cpu")),
@@ -188,7 +184,6 @@ def of_passes(counts: Counter[Span]) -> Counter[Span]:
         ("two heads, no pre-values", passes(8, has_pre=False)),
         ("balance loss", passes(8)),
         ("offloaded", passes(8)),
-        ("two gathers", passes(8, paired=False)),
         # A microbatch per rank.
         ("memory 2", passes(4, paired=False)),
         ("tensor 2", passes(8, paired=False)),

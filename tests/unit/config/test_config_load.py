@@ -9,6 +9,7 @@ import pytest
 
 from pretrain.config.loader import from_dict, load_config, parse_config, to_dict, to_yaml
 from pretrain.config.schema import DatasetEntry, RunConfig
+from pretrain.errors import ConfigError
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -142,6 +143,21 @@ def test_stored_configurations_come_back_equal(tmp_path: Path) -> None:
     assert from_dict(to_dict(config)) == config
     assert parse_config(to_dict(config), RunConfig) == config
     assert load_config(write(tmp_path, "b.yaml", to_yaml(config))) == config
+
+
+def test_sections_of_former_versions_are_read_as_long_as_they_say_nothing(tmp_path: Path) -> None:
+    former = {"gather_sum": None, "tucker_topk": None}
+    stored = to_dict(RunConfig())
+    stored["train"]["kernel_overrides"] = former
+    assert from_dict(stored) == RunConfig()
+    file = tmp_path / "config.yaml"
+    file.write_text("train: {num_steps: 7, kernel_overrides: {gather_sum: null, tucker_topk: null}}\n")
+    assert load_config(file).train.num_steps == 7
+    stored["train"]["kernel_overrides"] = {**former, "gather_sum": "torch"}
+    with pytest.raises(
+        ConfigError, match=r"train\.kernel_overrides is no longer read: remove it: train\.kernels chooses"
+    ):
+        from_dict(stored)
 
 
 def test_a_stored_configuration_may_hold_options_without_effect() -> None:
