@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -71,8 +71,16 @@ __attribute__((always_inline)) inline void prefetch_row(const void* row, int64_t
   __builtin_prefetch(first + bytes - 1, 0, 2);
 }
 
-// Sixteen elements at a time, whatever the machine's vectors are, and eight where there are fewer.
-constexpr int64_t kLanes = 16, kFewLanes = 8;
+// Elements at a time: as many of fp32 as a register of this machine holds, and half as many where there are fewer. A vector of more than a
+// register has no place but memory: GCC would load and store a sum at every addition to it.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+constexpr int64_t kFewLanes = kLanes / 2;
 template <class Sum, int64_t kWidth>
 struct lanes_of {
   typedef Sum type __attribute__((vector_size(kWidth * sizeof(Sum))));
@@ -88,11 +96,15 @@ inline lanes<Sum, kWidth> load(const Sum* from) {
 }
 template <int64_t kWidth = kLanes>
 inline lanes<float, kWidth> load(const bf16* from) {
-#ifdef __AVX512F__
-  // GCC takes five instructions for the conversion below, and rows in the cache then wait for them.
+// GCC takes five instructions for the conversion below, and rows in the cache then wait for them.
+#if defined(__AVX512F__)
   if constexpr (kWidth == kLanes)
     return reinterpret_cast<lanes<float>>(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16));
+#elif defined(__AVX2__)
+  if constexpr (kWidth == kLanes)
+    return reinterpret_cast<lanes<float>>(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16));
 #endif
   lanes<uint16_t, kWidth> bits;
   std::memcpy(&bits, from, sizeof bits);

@@ -4,30 +4,33 @@
 
 namespace {
 
+// Partial sums that a product is added up in, twice over, whatever the machine's vectors are: so its bits are the same on all.
+constexpr int64_t kPartials = 16, kVectors = kPartials / kLanes;
+
 template <class Row, class Sum>
 inline Sum dot(const Row* row, const Sum* x, int64_t n) {
-  lanes<Sum> even = {}, odd = {};
+  lanes<Sum> even[kVectors] = {}, odd[kVectors] = {};
   int64_t i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    even += load(row + i) * load(x + i);
-    odd += load(row + i + kLanes) * load(x + i + kLanes);
+  for (; i + 2 * kPartials <= n; i += 2 * kPartials)
+    for (int64_t v = 0; v < kVectors; ++v) {
+      const int64_t at = i + v * kLanes;
+      even[v] += load(row + at) * load(x + at);
+      odd[v] += load(row + at + kPartials) * load(x + at + kPartials);
+    }
+  for (int64_t v = 0; v < kVectors; ++v) even[v] += odd[v];
+  if (i + kPartials <= n) {
+    for (int64_t v = 0; v < kVectors; ++v) even[v] += load(row + i + v * kLanes) * load(x + i + v * kLanes);
+    i += kPartials;
   }
-  even += odd;
-  if (i + kLanes <= n) {
-    even += load(row + i) * load(x + i);
-    i += kLanes;
-  }
-  Sum partial[kLanes];
-  std::memcpy(partial, &even, sizeof partial);
+  Sum partial[kPartials];
+  std::memcpy(partial, even, sizeof partial);
   int64_t l = 0;
-  if (i + kFewLanes <= n) {
-    const lanes<Sum, kFewLanes> few = load<kFewLanes>(partial) + load<kFewLanes>(row + i) * load<kFewLanes>(x + i);
-    std::memcpy(partial, &few, sizeof few);
-    i += kFewLanes;
-    l = kFewLanes;
+  for (; i + kFewLanes <= n; i += kFewLanes, l += kFewLanes) {
+    const lanes<Sum, kFewLanes> few = load<kFewLanes>(partial + l) + load<kFewLanes>(row + i) * load<kFewLanes>(x + i);
+    std::memcpy(partial + l, &few, sizeof few);
   }
   for (; i < n; ++i, ++l) partial[l] += widen(row[i]) * x[i];
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+  for (int64_t half = kPartials / 2; half > 0; half /= 2)
     for (int64_t l = 0; l < half; ++l) partial[l] += partial[l + half];
   return partial[0];
 }

@@ -56,20 +56,23 @@ struct Sums<bf16, kLanes> {
   static void add_product(lanes<float>& sum, float scale, lanes<float> columns) { sum += scale * columns; }
   // The product of two values of bf16 is exact in fp32: fused with the sum it has the same bits.
   static void add_product(lanes<float>& sum, bf16 scale, lanes<float> columns) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     sum = reinterpret_cast<lanes<float>>(_mm512_fmadd_ps(_mm512_set1_ps(widen(scale)), reinterpret_cast<__m512>(columns),
                                                          reinterpret_cast<__m512>(sum)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    sum = reinterpret_cast<lanes<float>>(_mm256_fmadd_ps(_mm256_set1_ps(widen(scale)), reinterpret_cast<__m256>(columns),
+                                                         reinterpret_cast<__m256>(sum)));
 #else
     sum += widen(scale) * columns;
 #endif
   }
 };
 
-// Vectors of sums that stay in registers: half of AVX-512's 32, or all that fit into others' 16 of half the width.
+// Vectors of sums that stay in registers: half of AVX-512's 32, or all that fit into others' 16 beside what is added to them.
 #ifdef __AVX512F__
 constexpr int64_t kMostVectors = 16;
 #else
-constexpr int64_t kMostVectors = 6;
+constexpr int64_t kMostVectors = 12;
 #endif
 
 // The weighted sum of kCount x Unit::kColumns columns from `first` on. The last of them end with column n at the latest: they may be some of
