@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -161,3 +163,27 @@ def test_the_library_is_another_for_another_compiler_or_machine(monkeypatch: pyt
     keys = {cpp._key("gather_dot", "/usr/bin/g++"), cpp._key("gather_dot", "/usr/bin/clang++")}
     monkeypatch.setattr(cpp, "_instruction_set", lambda: "flags: none")
     assert len({*keys, cpp._key("gather_dot", "/usr/bin/g++")}) == 3
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only here are there narrower vectors to compile for")
+def test_bits_do_not_depend_on_the_width_of_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's against the narrowest: whole vectors, parts of one, and tails."""
+    kernels, path = select_kernels("cpu", device_type="cpu"), compiler()
+    assert path is not None
+
+    def results() -> list[Tensor]:
+        g = torch.Generator().manual_seed(0)
+        found = []
+        for dtype, width in itertools.product((torch.float32, torch.bfloat16), (1, 3, 7, 8, 15, 24, 33, 65, 200, 545)):
+            table, x = torch.randn(12, width, generator=g).to(dtype).split((9, 3))
+            ids, coef = torch.randint(0, 9, (3, 7), generator=g), torch.randn(3, 7, 1, generator=g).to(dtype)
+            found += [kernels.gather_sum(table, ids, coef), kernels.gather_dot(table, ids, x)]
+        return found
+
+    of_this_machine = results()
+    narrow = {"-march=native": "-march=x86-64"}
+    monkeypatch.setattr(cpp, "_COMPILE", tuple(narrow.get(flag, flag) for flag in cpp._COMPILE))
+    libraries = {op: cpp._load(cpp.build(op, tmp_path, path)) for op in ("gather_sum", "gather_dot")}
+    monkeypatch.setattr(cpp, "library", libraries.__getitem__)
+    assert all(torch.equal(a, b) for a, b in zip(results(), of_this_machine, strict=True))
