@@ -115,6 +115,7 @@ class TuckerLayer(RetrievalLayer):
     @property
     def score_gain(self) -> float:
         """A score is a product of a row and a column score, and each of those of a query and a key: it grows with the square of both gains."""
+        # Host sync: at initialisation.
         return float(self.query_norm.mean() * self.keys_norm.mean()) ** 2
 
     def initial_scores(self, seed: int) -> ScoreCalibration:
@@ -142,6 +143,8 @@ class TuckerLayer(RetrievalLayer):
         """By Eq. 22 with the layer's own gains and projections, so that it covers the release's constants too."""
         scores = self.initial_scores(seed)
         mean_score = self.score_gain / scores.gain**4
+        # Host sync: at initialisation.
+        value_proj_variance = float(self.value_proj.square().mean())
         return math.sqrt(
             memory_variance(
                 model,
@@ -149,7 +152,7 @@ class TuckerLayer(RetrievalLayer):
                 sigma_v=table_std,
                 score_square=mean_score**2 * (1 + scores.sigma_s**2),
                 pre_input_variance=self.pre_input_variance,
-                value_proj_variance=float(self.value_proj.square().mean()),
+                value_proj_variance=value_proj_variance,
             )
         )
 

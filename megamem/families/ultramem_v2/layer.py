@@ -27,4 +27,5 @@ class UltraMemV2Layer(TuckerLayer):
     def pre_input_variance(self) -> float:
         """Variance of the projected input, for inputs of mean square 1."""
         weights = self.pre_value_proj
+        # Host sync: at initialisation.
         return 0.0 if weights is None else self.config.hidden_size * float(weights.square().mean())
