@@ -58,7 +58,7 @@ lint:  ## ruff, mypy, and the direction of imports
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
-	"$(BIN)/lint-imports" --no-cache
+	"$(BIN)/lint-imports" --no-cache --no-logo
 
 pytest:  ## the test suite alone
 	@$(INSTALL) $(TEST_EXTRAS)

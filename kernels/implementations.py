@@ -1,11 +1,8 @@
 """The names that `train.kernels` takes, what `auto` means, and what a machine can run.
 
 The rule of `auto`: Triton's kernels for tables on a GPU with Triton installed, C++ ones for tables on the CPU where there is a compiler,
-PyTorch's own operations otherwise. The selections (`tucker_topk`, `product_topk`) have no C++ kernels: where `train.kernels` is cpu, or
-auto means it, they are PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
-
-`gather_pair` is `gather_dot` and `gather_sum` by the same rows. Where one of those is overridden and the pair is not, it is these two, one after
-the other.
+PyTorch's own operations otherwise. Where `train.kernels` is cpu, or auto means it, an op without C++ kernels (the selections) is PyTorch's. Nothing
+else is ever chosen in place of what was asked for: what cannot run is an error.
 
 Imports no torch: configurations are checked without it.
 """
@@ -17,45 +14,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Literal, get_args
+from typing import Literal
 
 Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
 """auto: see above; triton; cpu (C++); torch (its operations, without large temporaries); naive: the oracles, by PyTorch's autograd."""
 
-Op = Literal["gather_sum", "gather_dot", "gather_pair", "segment_accumulate", "tucker_topk", "product_topk"]
-OPS: tuple[Op, ...] = get_args(Op)
-SELECTIONS: tuple[Op, ...] = ("tucker_topk", "product_topk")
-
 
 class KernelUnavailableError(ValueError):
     """An implementation was asked for that cannot run here; the message says why and what to do."""
-
-
-def resolve(
-    implementation: Implementation, overrides: Mapping[str, Implementation | None] | None, device_type: str
-) -> dict[Op, Implementation]:
-    """The implementation of each op, `auto` replaced by what its rule says here; none of a pair that is two gathers one after the other.
-
-    Args:
-        implementation: of every op.
-        overrides: of single ops; None means `implementation`.
-        device_type: "cuda" or "cpu", where the tables are.
-
-    Raises:
-        KernelUnavailableError: a selection is overridden to be in C++.
-    """
-    overrides = overrides or {}
-    assert set(overrides) <= set(OPS), overrides
-    wanted = {op: overrides.get(op) or implementation for op in OPS}
-    if overrides.get("gather_pair") is None and (overrides.get("gather_sum") or overrides.get("gather_dot")):
-        del wanted["gather_pair"]
-    chosen = {op: automatic(device_type) if name == "auto" else name for op, name in wanted.items()}
-    for op in SELECTIONS:
-        if overrides.get(op) == "cpu":
-            raise KernelUnavailableError(f"{op}: there is no C++ implementation: use auto or torch")
-        if chosen[op] == "cpu":
-            chosen[op] = "torch"
-    return chosen
 
 
 def automatic(device_type: str) -> Implementation:
@@ -92,7 +58,7 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def describe(chosen: Mapping[Op, Implementation]) -> str:
+def describe(chosen: Mapping[str, Implementation]) -> str:
     """What was chosen, in a few words: `cpu`, or `gather_sum cpu, gather_dot naive, segment_accumulate cpu`."""
     names = set(chosen.values())
     return names.pop() if len(names) == 1 else ", ".join(f"{op} {name}" for op, name in chosen.items())

@@ -149,6 +149,9 @@ def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator
     def gather(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda tables, ids, operands, block: function(*tables, ids, *operands, block, num_blocks)
 
+    def dot(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda tables, ids, operands, block: function(*tables, ids, *operands, shape.groups, block)
+
     def pair(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda tables, ids, operands, block: function(*tables, ids, *operands, activation, block, num_blocks)
 
@@ -171,13 +174,13 @@ def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator
     )
     yield _Case(
         "gather_dot",
-        gather(kernels.gather_dot),
-        gather(naive_dot.gather_dot),
+        dot(kernels.gather_dot),
+        dot(naive_dot.gather_dot),
         (values,),
         ids,
         block,
         (normal(tokens, wide),),
-        normal(tokens, reads),
+        normal(tokens, reads, shape.groups),
         exact,
     )
     # Between the gathers of a pair there may be two more roundings.

@@ -1,128 +1,124 @@
-"""The memory kernels of a model, in the implementation that `train.kernels` names."""
+"""The memory kernels of a model, in the implementation that `train.kernels` names.
+
+An op is a folder and a field of `Kernels`. The files of its folder are found by their names (`_FILES`): see "Adding an op" in README.md.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
-from kernels.gather_dot import naive as naive_gather_dot
-from kernels.gather_dot.forward import grouped_gather_dot
-from kernels.gather_dot.op import differentiable_gather_dot
-from kernels.gather_pair import naive as naive_gather_pair
-from kernels.gather_pair.forward import pair_of_gathers
-from kernels.gather_pair.op import differentiable_gather_pair, separate_gathers
-from kernels.gather_sum import naive as naive_gather_sum
-from kernels.gather_sum.forward import grouped_gather_sum
-from kernels.gather_sum.op import differentiable_gather_sum
-from kernels.implementations import SELECTIONS, Implementation, KernelUnavailableError, Op, resolve, unavailable
-from kernels.pieces import Accumulate, DotRows, Gather, GatherPair, Pieces, SumRows
-from kernels.retrieval import PRODUCT_TOPK, TUCKER_TOPK, ProductTopk, TuckerTopk
-from kernels.segment_accumulate import naive as naive_segment_accumulate
-from kernels.segment_accumulate.forward import segment_accumulate
+from kernels.common import cpp
+from kernels.gather_dot.op import GatherDot
+from kernels.gather_pair.op import GatherPair
+from kernels.gather_sum.op import GatherSum
+from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
+from kernels.product_topk.op import ProductTopk
+from kernels.segment_accumulate.op import SegmentAccumulate
+from kernels.tucker_topk.op import TuckerTopk
+
+# In every op's folder, the file with the function of the op's name.
+_FILES: Mapping[Implementation, str] = {
+    "triton": "triton_launch",
+    "cpu": "cpu",
+    "torch": "torch_ops",
+    "naive": "naive",
+}
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The selections and gathers that carry every memory layer, and what the gathers are made of; their signatures are those of the naive twins."""
+    """The ops that carry every memory layer, differentiable where they have a gradient; their signatures are those of the naive twins."""
 
-    gather_sum: Gather
-    gather_dot: Gather
+    gather_sum: GatherSum
+    gather_dot: GatherDot
     gather_pair: GatherPair
+    segment_accumulate: SegmentAccumulate
     tucker_topk: TuckerTopk
     product_topk: ProductTopk
-    pieces: Pieces
-    """What the gathers are made of, without autograd."""
-    implementations: Mapping[Op, Implementation]
-    """What was chosen for each op; nothing for a pair that is gather_dot and gather_sum one after the other."""
+
+    implementations: Mapping[str, Implementation]
+    """What was chosen for each op."""
+    raw: Mapping[str, Any]
+    """Each op as that implementation has it, without autograd: what the differentiable ones are made of."""
+
+
+OPS = tuple(field.name for field in fields(Kernels) if field.name not in ("implementations", "raw"))
+"""The name of every op: its folder, its field of `Kernels`, and the function in each of its files."""
 
 
 def select_kernels(
     implementation: Implementation = "auto",
-    overrides: Mapping[str, Implementation | None] | None = None,
+    overrides: Mapping[str, Implementation] | None = None,
     *,
     device_type: str | None = None,
 ) -> Kernels:
-    """The kernels for tensors on one type of device.
+    """The kernels for tensors on one type of device; compiles the C++ ones if that was not done yet.
 
     Args:
         implementation: of every op.
-        overrides: of single ops; None means `implementation`.
+        overrides: of single ops, for tests and benchmarks.
         device_type: "cuda" or "cpu", where the tables are; None: CUDA if there is any.
 
     Raises:
         KernelUnavailableError: an implementation cannot run here.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = resolve(implementation, overrides, device_type)
+    chosen = resolve(implementation, overrides or {}, device_type)
     for op, name in chosen.items():
         if reason := unavailable(name, device_type):
             raise KernelUnavailableError(f"{op}: the implementation {name} {reason}")
-    built = {name: pieces_of(name) for op, name in chosen.items() if op not in SELECTIONS}
-    sum_rows, dot_rows = built[chosen["gather_sum"]].sum_rows, built[chosen["gather_dot"]].dot_rows
-    pair, pair_gradients = pair_of_gathers(sum_rows, dot_rows)
-    if "gather_pair" in chosen:
-        pair, pair_gradients = built[chosen["gather_pair"]].pair, built[chosen["gather_pair"]].pair_gradients
-    pieces = Pieces(sum_rows, dot_rows, pair, pair_gradients, built[chosen["segment_accumulate"]].accumulate)
-    gather_sum, gather_dot = differentiable_gathers(chosen, pieces)
-    return Kernels(
-        gather_sum=gather_sum,
-        gather_dot=gather_dot,
-        gather_pair=differentiable_pair(chosen, pieces, gather_sum, gather_dot),
-        tucker_topk=TUCKER_TOPK[chosen["tucker_topk"]],
-        product_topk=PRODUCT_TOPK[chosen["product_topk"]],
-        pieces=pieces,
-        implementations=chosen,
-    )
+    return assemble(chosen, {op: implementation_of(op, name) for op, name in chosen.items()})
 
 
-def differentiable_gathers(chosen: Mapping[Op, Implementation], pieces: Pieces) -> tuple[Gather, Gather]:
-    """`gather_sum` and `gather_dot`, made of these pieces but where a naive one was chosen."""
-    return (
-        naive_gather_sum.gather_sum if chosen["gather_sum"] == "naive" else differentiable_gather_sum(pieces),
-        naive_gather_dot.gather_dot if chosen["gather_dot"] == "naive" else differentiable_gather_dot(pieces),
-    )
+def resolve(
+    implementation: Implementation, overrides: Mapping[str, Implementation], device_type: str
+) -> dict[str, Implementation]:
+    """The implementation of each op: `auto` replaced by what its rule says here, and cpu by torch for an op that has no C++.
+
+    Args:
+        implementation: of every op.
+        overrides: of single ops.
+        device_type: "cuda" or "cpu", where the tables are.
+
+    Raises:
+        KernelUnavailableError: an op without C++ is overridden to be in C++.
+    """
+    assert set(overrides) <= set(OPS), overrides
+    chosen: dict[str, Implementation] = {}
+    for op in OPS:
+        name = overrides.get(op, implementation)
+        name = automatic(device_type) if name == "auto" else name
+        if name == "cpu" and find_spec(f"kernels.{op}.cpu") is None:
+            if overrides.get(op) == "cpu":
+                raise KernelUnavailableError(f"{op}: there is no C++ implementation: use auto or torch")
+            name = "torch"
+        chosen[op] = name
+    return chosen
 
 
-def differentiable_pair(
-    chosen: Mapping[Op, Implementation], pieces: Pieces, gather_sum: Gather, gather_dot: Gather
-) -> GatherPair:
-    """`gather_pair`, made of these pieces but where the naive one was chosen; of the two gathers where none was."""
-    match chosen.get("gather_pair"):
-        case None:
-            return separate_gathers(gather_dot, gather_sum)
-        case "naive":
-            return naive_gather_pair.gather_pair
-        case _:
-            return differentiable_gather_pair(pieces)
+def implementation_of(op: str, name: Implementation) -> Any:
+    """The op as one implementation has it, without autograd; compiled if it is in C++."""
+    if name == "cpu" and cpp.source(op).exists():
+        cpp.library(op)
+    return getattr(import_module(f"kernels.{op}.{_FILES[name]}"), op)
 
 
-def pieces_of(implementation: Implementation) -> Pieces:
-    """The operations of one implementation. Builds the C++ ones if that was not done yet."""
-    if implementation == "triton":
-        from kernels import triton_ops
-        from kernels.gather_pair import triton_ops as triton_pair
+def assemble(chosen: Mapping[str, Implementation], raw: Mapping[str, Any]) -> Kernels:
+    """Kernels made of these implementations.
 
-        return Pieces(
-            triton_ops.sum_rows,
-            triton_ops.dot_rows,
-            triton_pair.pair,
-            triton_pair.pair_gradients,
-            triton_ops.accumulate,
-        )
-    if implementation == "cpu":
-        from kernels.cpu import build, ops
-
-        build.library()
-        return _with_pair_of_gathers(ops.sum_rows, ops.dot_rows, ops.accumulate)
-    if implementation == "naive":
-        return _with_pair_of_gathers(
-            naive_gather_sum.gather_sum, naive_gather_dot.dot_rows, naive_segment_accumulate.segment_accumulate
-        )
-    assert implementation == "torch", implementation
-    return _with_pair_of_gathers(grouped_gather_sum, grouped_gather_dot, segment_accumulate)
-
-
-def _with_pair_of_gathers(sum_rows: SumRows, dot_rows: DotRows, accumulate: Accumulate) -> Pieces:
-    return Pieces(sum_rows, dot_rows, *pair_of_gathers(sum_rows, dot_rows), accumulate)
+    `differentiable` in an op's `op.py` takes those of them that its parameters name. A naive twin leaves its gradients to PyTorch, and an
+    op without `differentiable` has none.
+    """
+    made = dict(raw)
+    for op in OPS:
+        differentiable = getattr(import_module(f"kernels.{op}.op"), "differentiable", None)
+        if differentiable is not None and chosen[op] != "naive":
+            made[op] = differentiable(**{name: raw[name] for name in inspect.signature(differentiable).parameters})
+    return Kernels(**made, implementations=chosen, raw=raw)

@@ -104,7 +104,7 @@ class ShardedBank(Bank):
         if self.pre_values is not None:
             assert pre_input is not None
             share = split_columns(pre_input, exchange)
-            products = self.kernels.gather_dot(self.pre_values, gathered.rows, share)
+            products = self.kernels.gather_dot(self.pre_values, gathered.rows, share).squeeze(2)
             # The activation needs the whole product: it is applied where the token is.
             coef = self.weighted(scores, sum_parts(products, exchange))
         coef = spread_coefficients(coef, exchange)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -107,7 +106,7 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
         # Nothing reads a table: nothing to compile.
         return select_kernels("torch", device_type=device_type)
     try:
-        return select_kernels(train.kernels, asdict(train.kernel_overrides), device_type=device_type)
+        return select_kernels(train.kernels, device_type=device_type)
     except KernelUnavailableError as error:
         raise ConfigError(f"train.kernels is {train.kernels}: {error}") from error
 

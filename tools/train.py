@@ -96,9 +96,8 @@ def train_rank(config: RunConfig, folder: RunFolder) -> None:
 
 def _headline(run: Run) -> str:
     """The run in two lines, what `auto` chose, and who steps the tables if that is the host."""
-    from dataclasses import asdict
-
-    from kernels.implementations import describe, resolve
+    from kernels.implementations import describe
+    from kernels.select import resolve
     from parallel.layout import padded_size
     from pretrain.costs.formulas import count_parameters
     from pretrain.run import model_vocab_size
@@ -107,7 +106,7 @@ def _headline(run: Run) -> str:
     counts = count_parameters(model, padded_size(model_vocab_size(model, run.tokenizer), model.vocab_size_multiple))
     offload = run.optimizer.describe_offload()
     kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
-    chosen = resolve(train.kernels, asdict(train.kernel_overrides), run.groups.device.type)
+    chosen = resolve(train.kernels, {}, run.groups.device.type)
     context = f"context {layout.context} x " if layout.context > 1 else ""
     kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""
     return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton_rows import products_of_rows
+from kernels.common.triton_rows import products_of_rows
 
 
 @triton.jit

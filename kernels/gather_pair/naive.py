@@ -5,11 +5,11 @@ Legend: R table rows, T tokens, J rows read per token, C scores per row, P pre-v
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from kernels.gather_pair.weighting import Activation
 
 
 def gather_pair(
@@ -18,7 +18,7 @@ def gather_pair(
     ids: Tensor,
     x: Tensor,
     scores: Tensor,
-    activation: Activation = "none",
+    activation: Literal["none", "gelu"] = "none",
     block: Tensor | None = None,
     num_blocks: int = 1,
 ) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton_rows import activated, activation_slope, products_of_rows, sum_of_rows
+from kernels.common.triton_rows import activated, activation_slope, products_of_rows, sum_of_rows
 
 
 @triton.jit

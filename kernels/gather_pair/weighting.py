@@ -1,18 +1,19 @@
-"""What stands between the two gathers of a pair: the activation of the products, and the scores.
+"""What stands between the two gathers of a pair, the activation of the products and the scores; and a pair that is made of two gathers.
 
 Legend: T tokens, J rows read per token, C scores per row.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation: TypeAlias = Literal["none", "gelu"]
-"""Of the products: none (UltraMemV2, Eq. 15) or the exact gelu (Eq. 13, PEER)."""
+from kernels.gather_dot.op import GatherDot
+from kernels.gather_pair.operands import Activation, Pair, PairGradients, PairOperands
+from kernels.gather_sum.op import GatherSum
+
+__all__ = ["Activation", "pair_of_gathers", "weighted", "weighting_gradients"]
 
 
 def weighted(scores: Tensor, products: Tensor, activation: Activation) -> Tensor:
@@ -33,3 +34,20 @@ def weighting_gradients(
         grad_products = torch.ops.aten.gelu_backward(grad_products, hidden)
         hidden = F.gelu(hidden)
     return (grad_coef * hidden.unsqueeze(2)).to(scores.dtype), grad_products.to(products.dtype)
+
+
+def pair_of_gathers(gather_dot: GatherDot, gather_sum: GatherSum) -> Pair:
+    """A pair made of the two gathers of an implementation, one after the other."""
+
+    def forward(o: PairOperands) -> tuple[Tensor, Tensor]:
+        products = gather_dot(o.pre_values, o.ids, o.x).squeeze(2)
+        coef = weighted(o.scores, products, o.activation)
+        return gather_sum(o.values, o.ids, coef, o.block, o.num_blocks), products
+
+    def gradients(o: PairOperands, products: Tensor, grad_out: Tensor) -> PairGradients:
+        grad_coef = gather_dot(o.values, o.ids, grad_out, o.scores.shape[2], o.block)
+        grad_scores, grad_products = weighting_gradients(o.scores, products, grad_coef, o.activation)
+        grad_x = gather_sum(o.pre_values, o.ids, grad_products.unsqueeze(2))
+        return PairGradients(grad_scores, grad_products, weighted(o.scores, products, o.activation), grad_x)
+
+    return Pair(forward, gradients)

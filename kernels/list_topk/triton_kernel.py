@@ -12,21 +12,14 @@ Legend: T tokens, H heads, N keys per side, R Tucker rank, K kept, A x B the til
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 # Below every key, also that of -inf.
 PADDING: tl.constexpr = tl.constexpr(-(2**31))
 # Below every packed entry.
 EMPTY: tl.constexpr = tl.constexpr(-(2**63))
 LARGEST: tl.constexpr = tl.constexpr(2**31 - 1)
-
-MAX_ENTRIES = 1 << 14
-"""The longest list, or largest grid of candidates, whose keys fit into the registers of a program."""
-MAX_TOP_K = 1024
-"""The most entries that are kept."""
 
 
 @triton.jit
@@ -145,7 +138,7 @@ def sorted_positions(scratch, num_lists, first_list, LISTS: tl.constexpr, LOG_CA
 
 
 @triton.jit
-def _collect_lists(
+def collect_lists_kernel(
     row_scores,
     column_scores,
     row_directions,
@@ -191,7 +184,7 @@ def _collect_lists(
 
 
 @triton.jit
-def _sort_lists(scratch, ids, num_lists, TOP_K: tl.constexpr, LOG_CAPACITY: tl.constexpr, LISTS: tl.constexpr):
+def sort_lists_kernel(scratch, ids, num_lists, TOP_K: tl.constexpr, LOG_CAPACITY: tl.constexpr, LISTS: tl.constexpr):
     """ids[l, k] = position of the k-th best entry of list l."""
     first_list = tl.program_id(0) * LISTS
     positions = sorted_positions(scratch, num_lists, first_list, LISTS, LOG_CAPACITY)
@@ -202,7 +195,7 @@ def _sort_lists(scratch, ids, num_lists, TOP_K: tl.constexpr, LOG_CAPACITY: tl.c
 
 
 @triton.jit
-def _sort_slots(
+def sort_slots_kernel(
     scratch,
     stage_ids,
     slots,
@@ -224,124 +217,3 @@ def _sort_slots(
     tl.store(to_list, tl.load(from_list + positions // ROW_TOP_K, mask=kept), mask=kept)
     columns = tl.load(from_list + side * ROW_TOP_K + positions % ROW_TOP_K, mask=kept)
     tl.store(to_list + side * TOP_K, columns, mask=kept)
-
-
-def capacity(top_k: int) -> int:
-    """Q: a power of two with room for a quarter more than K, so that the bisection has something to hit."""
-    return max(16, triton.next_power_of_2(top_k + top_k // 4))
-
-
-def num_warps(num_entries: int) -> int:
-    """Warps that hold a power of two of keys, mostly 32 per thread."""
-    return max(1, min(16, num_entries // 1024))
-
-
-def lists_per_program(row_capacity: int) -> int:
-    """Scratch rows that one program sorts: 1,024 entries or more."""
-    return max(1, 1024 // row_capacity)
-
-
-def check_supported(scores: Tensor, num_entries: int, top_k: int) -> None:
-    """Refuses what the kernels cannot do.
-
-    Args:
-        scores: of the keys.
-        num_entries: of the longest list or largest grid of candidates.
-        top_k: entries kept of it.
-
-    Raises:
-        TypeError: for another dtype than fp32.
-        ValueError: for a grid that is too large.
-    """
-    if scores.dtype != torch.float32:
-        raise TypeError(f"the retrieval kernels take float32 scores, not {scores.dtype}: use train.kernels=naive")
-    if num_entries > MAX_ENTRIES or top_k > MAX_TOP_K:
-        raise ValueError(
-            f"the retrieval kernels keep at most {MAX_TOP_K} of at most {MAX_ENTRIES} entries, not {top_k} of {num_entries}: "
-            "lower model.memory.row_top_k_limit or top_k, or use train.kernels=naive"
-        )
-
-
-def best_of_both_sides(
-    row_scores: Tensor, column_scores: Tensor, directions: tuple[Tensor, Tensor] | None, top_k: int
-) -> Tensor:
-    """Stage 1 of both sides.
-
-    Args:
-        row_scores: [T, H, N], or with directions [T, H, N, R]; fp32.
-        column_scores: like them, also in their strides: see `with_equal_strides`.
-        directions: of the rows' rank and of the columns', [H, R] each.
-        top_k: K.
-
-    Returns:
-        [2, T, H, K], int64.
-    """
-    num_tokens, num_heads, num_keys = row_scores.shape[:3]
-    check_supported(row_scores, num_keys, top_k)
-    num_lists, row_capacity = 2 * num_tokens * num_heads, capacity(top_k)
-    ids = torch.empty(2, num_tokens, num_heads, top_k, dtype=torch.int64, device=row_scores.device)
-    if num_lists == 0:
-        return ids
-    scratch = torch.empty(num_lists, row_capacity, dtype=torch.int64, device=row_scores.device)
-    num_entries = max(64, triton.next_power_of_2(num_keys))
-    warps = num_warps(num_entries)
-    row_direction, column_direction = directions or (row_scores, column_scores)
-    _collect_lists[(num_tokens * num_heads, 2)](
-        row_scores,
-        column_scores,
-        row_direction.contiguous() if directions else row_direction,
-        column_direction.contiguous() if directions else column_direction,
-        scratch,
-        num_heads,
-        num_keys,
-        *row_scores.stride()[:3],
-        row_scores.stride(3) if directions else 0,
-        TOP_K=top_k,
-        CAPACITY=row_capacity,
-        RANK=row_scores.shape[3] if directions else 0,
-        ROWS=num_entries // (32 * warps),
-        WIDTH=32 * warps,
-        num_warps=warps,
-        # The twin rounds products and sums one by one.
-        enable_fp_fusion=False,
-    )
-    lists = lists_per_program(row_capacity)
-    _sort_lists[(triton.cdiv(num_lists, lists),)](
-        scratch, ids, num_lists, TOP_K=top_k, LOG_CAPACITY=row_capacity.bit_length() - 1, LISTS=lists, num_warps=4
-    )
-    return ids
-
-
-def best_slots(scratch: Tensor, stage_ids: Tensor, top_k: int) -> Tensor:
-    """Rows and columns of the best candidates.
-
-    Args:
-        scratch: [T H, Q], int64 from `collect_best`.
-        stage_ids: [2, T, H, M], int64: what stage 1 kept of rows and of columns.
-        top_k: K.
-
-    Returns:
-        [2, T, H, K], int64.
-    """
-    slots = stage_ids.new_empty(*stage_ids.shape[:3], top_k)
-    num_lists, row_capacity = scratch.shape
-    lists = lists_per_program(row_capacity)
-    _sort_slots[(triton.cdiv(num_lists, lists),)](
-        scratch,
-        stage_ids,
-        slots,
-        num_lists,
-        ROW_TOP_K=stage_ids.shape[3],
-        TOP_K=top_k,
-        LOG_CAPACITY=row_capacity.bit_length() - 1,
-        LISTS=lists,
-        num_warps=4,
-    )
-    return slots
-
-
-def with_equal_strides(row_scores: Tensor, column_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As they are where their strides agree, as those of the layers do; contiguous otherwise."""
-    if row_scores.stride() == column_scores.stride():
-        return row_scores, column_scores
-    return row_scores.contiguous(), column_scores.contiguous()

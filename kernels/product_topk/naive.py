@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.list_topk import naive
+from kernels.list_topk.naive import list_topk
 
 
 def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
@@ -29,9 +29,9 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     Raises:
         ValueError: if M or K is out of range.
     """
-    row_ids = naive.list_topk(row_scores, row_top_k)
-    column_ids = naive.list_topk(column_scores, row_top_k)
+    row_ids = list_topk(row_scores, row_top_k)
+    column_ids = list_topk(column_scores, row_top_k)
     grid = row_scores.gather(2, row_ids).unsqueeze(3) + column_scores.gather(2, column_ids).unsqueeze(2)
-    best = naive.list_topk(grid.flatten(2), top_k)
+    best = list_topk(grid.flatten(2), top_k)
     slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
     return torch.stack((row_ids, column_ids)), slots

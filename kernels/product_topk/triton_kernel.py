@@ -6,27 +6,14 @@ sqrt(K), WIDTH the one that holds M, Q the scratch row's capacity.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kernels.list_topk.naive import check_top_k
-from kernels.list_topk.triton_kernel import (
-    PADDING,
-    best_of_both_sides,
-    best_slots,
-    capacity,
-    check_supported,
-    collect_best,
-    ordered_key,
-    with_equal_strides,
-)
+from kernels.list_topk.triton_kernel import PADDING, collect_best, ordered_key
 
 
 @triton.jit
-def _collect_sums(
+def collect_sums_kernel(
     row_scores,
     column_scores,
     stage_ids,
@@ -68,38 +55,3 @@ def _collect_sums(
     present = ((a + 1) * (b + 1) <= TOP_K) & (a < ROW_TOP_K) & (b < ROW_TOP_K) & (by_row | (a >= STRIP))
     keys = tl.where(present, ordered_key(sums), PADDING)
     collect_best(keys, a * ROW_TOP_K + b, scratch + program.to(tl.int64) * CAPACITY, TOP_K, CAPACITY)
-
-
-def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """The function of `kernels.product_topk.naive.product_topk`, to the bit.
-
-    Raises:
-        TypeError: for another dtype than fp32.
-        ValueError: if M or K is out of range, or there are too many candidates for a program's registers.
-    """
-    num_tokens, num_heads, num_keys = row_scores.shape
-    check_top_k(row_top_k, num_keys)
-    check_top_k(top_k, row_top_k**2)
-    width = max(16, triton.next_power_of_2(row_top_k))
-    strip = triton.next_power_of_2(math.isqrt(top_k))
-    check_supported(row_scores, 2 * strip * width, top_k)
-    row_scores, column_scores = with_equal_strides(row_scores, column_scores)
-    stage_ids = best_of_both_sides(row_scores, column_scores, None, row_top_k)
-    if stage_ids.numel() == 0:
-        return stage_ids, stage_ids.new_empty(2, num_tokens, num_heads, top_k)
-    scratch = stage_ids.new_empty(num_tokens * num_heads, capacity(top_k))
-    _collect_sums[(num_tokens * num_heads,)](
-        row_scores,
-        column_scores,
-        stage_ids,
-        scratch,
-        num_heads,
-        *row_scores.stride(),
-        ROW_TOP_K=row_top_k,
-        TOP_K=top_k,
-        CAPACITY=capacity(top_k),
-        STRIP=strip,
-        WIDTH=width,
-        num_warps=max(1, width // 32),
-    )
-    return stage_ids, best_slots(scratch, stage_ids, top_k)

@@ -6,11 +6,12 @@ Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from kernels.list_topk import naive
+from kernels.list_topk.naive import list_topk
 
 
 def tucker_topk(
@@ -37,39 +38,18 @@ def tucker_topk(
     Raises:
         ValueError: if M or K is out of range.
     """
-    row_ids = naive.list_topk(key_ranks(row_scores, u), row_top_k)
-    column_ids = naive.list_topk(key_ranks(column_scores, v), row_top_k)
-    grid = grid_scores(gather_keys(row_scores, row_ids), core_sum, gather_keys(column_scores, column_ids))
-    best = naive.list_topk(grid.flatten(2), top_k)
+    # Products and sums are rounded one by one, in the order of r, here as in every implementation: equal bits select equal keys.
+    ranks = range(core_sum.shape[1])
+    row_ids = list_topk(_sum(row_scores[..., r] * u[:, r, None] for r in ranks), row_top_k)
+    column_ids = list_topk(_sum(column_scores[..., r] * v[:, r, None] for r in ranks), row_top_k)
+    rows = [row_scores[..., r].gather(2, row_ids) for r in ranks]
+    columns = [column_scores[..., r].gather(2, column_ids) for r in ranks]
+    mixed = [_sum(rows[r] * core_sum[:, r, s, None] for r in ranks) for s in ranks]
+    grid = _sum(mixed[s].unsqueeze(3) * columns[s].unsqueeze(2) for s in ranks)
+    best = list_topk(grid.flatten(2), top_k)
     slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
     return torch.stack((row_ids, column_ids)), slots
 
 
-def key_ranks(scores: Tensor, direction: Tensor) -> Tensor:
-    """What stage 1 ranks keys by: scores [T, H, N, R] times direction [H, R], [T, H, N].
-
-    Products and sums are rounded one by one, in the order of r, here as in every kernel: equal bits select equal keys.
-    """
-    return _sum_in_order(scores[..., r] * direction[:, r, None] for r in range(scores.shape[3]))
-
-
-def grid_scores(rows: Tensor, core_sum: Tensor, columns: Tensor) -> Tensor:
-    """Scores of all pairs of the candidates rows [T, H, M, R] and columns [T, H, M, R], [T, H, M, M]; rounded as `key_ranks`."""
-    rank = core_sum.shape[1]
-    # One contiguous tensor per r: with r innermost, no loop over candidates would be vectorised.
-    row, column = rows.movedim(3, 0).contiguous(), columns.movedim(3, 0).contiguous()
-    mixed = [_sum_in_order(row[r] * core_sum[:, r, s, None] for r in range(rank)) for s in range(rank)]
-    return _sum_in_order(mixed[s].unsqueeze(3) * column[s].unsqueeze(2) for s in range(rank))
-
-
-def gather_keys(scores: Tensor, ids: Tensor) -> Tensor:
-    """scores[t, h, ids[t, h, k], r]: [T, H, N, R] and [T, H, K] to [T, H, K, R]."""
-    return scores.gather(2, ids.unsqueeze(3).expand(-1, -1, -1, scores.shape[3]))
-
-
-def _sum_in_order(terms: Iterable[Tensor]) -> Tensor:
-    iterator = iter(terms)
-    total = next(iterator)
-    for term in iterator:
-        total += term
-    return total
+def _sum(terms: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)

@@ -1,45 +1,33 @@
-"""`tucker_topk` as operators of PyTorch: what runs inside, and how it depends on the data, is hidden from tracing.
-
-Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved.
-"""
+"""`tucker_topk`: its signature. The selection has no gradient; PyTorch differentiates the scores of what it selects."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.tucker_topk import naive, selection
+
+class TuckerTopk(Protocol):
+    """See `kernels.tucker_topk.naive.tucker_topk`. Not differentiable: to be called without gradients."""
+
+    def __call__(
+        self,
+        row_scores: Tensor,
+        column_scores: Tensor,
+        core_sum: Tensor,
+        u: Tensor,
+        v: Tensor,
+        row_top_k: int,
+        top_k: int,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
-@torch.library.custom_op("megamem::tucker_topk_torch", mutates_args=())
-def tucker_topk_torch(
+def empty_result(
     row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """The function of `kernels.tucker_topk.naive.tucker_topk` in PyTorch. On devices it is that function: nothing else there does without
-    looking at the data, or defines the order of equal scores."""
-    implementation = selection if row_scores.device.type == "cpu" else naive
-    return implementation.tucker_topk(row_scores, column_scores, core_sum, u, v, row_top_k, top_k)
-
-
-@torch.library.custom_op("megamem::tucker_topk_triton", mutates_args=())
-def tucker_topk_triton(
-    row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.tucker_topk.triton_kernel.tucker_topk`."""
-    from kernels.tucker_topk import triton_kernel
-
-    # Triton launches on the current device.
-    with torch.cuda.device(row_scores.device) if row_scores.is_cuda else nullcontext():
-        return triton_kernel.tucker_topk(row_scores, column_scores, core_sum, u, v, row_top_k, top_k)
-
-
-@tucker_topk_torch.register_fake
-@tucker_topk_triton.register_fake
-def _shapes(
-    row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
-) -> tuple[Tensor, Tensor]:
+    """Room for the result, and all of it that `torch.compile` wants to know: no shape depends on the data."""
     num_tokens, num_heads = row_scores.shape[:2]
     stage_ids = row_scores.new_empty(2, num_tokens, num_heads, row_top_k, dtype=torch.int64)
     return stage_ids, stage_ids.new_empty(2, num_tokens, num_heads, top_k)

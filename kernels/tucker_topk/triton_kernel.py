@@ -8,20 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kernels.list_topk.naive import check_top_k
-from kernels.list_topk.triton_kernel import (
-    PADDING,
-    best_of_both_sides,
-    best_slots,
-    capacity,
-    check_supported,
-    collect_best,
-    num_warps,
-    ordered_key,
-    with_equal_strides,
-)
+from kernels.list_topk.triton_kernel import PADDING, collect_best, ordered_key
 
 
 @triton.jit
@@ -34,7 +22,7 @@ def _mixed(scores, core, s, present, stride_r, RANK: tl.constexpr):
 
 
 @triton.jit
-def _collect_grid(
+def collect_grid_kernel(
     row_scores,
     column_scores,
     core_sum,
@@ -87,45 +75,3 @@ def _collect_grid(
         TOP_K,
         CAPACITY,
     )
-
-
-def tucker_topk(
-    row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """The function of `kernels.tucker_topk.naive.tucker_topk`, to the bit.
-
-    Raises:
-        TypeError: for another dtype than fp32.
-        ValueError: if M or K is out of range, or the grid is too large for a program's registers.
-    """
-    num_tokens, num_heads, num_keys, rank = row_scores.shape
-    check_top_k(row_top_k, num_keys)
-    check_top_k(top_k, row_top_k**2)
-    width = max(16, triton.next_power_of_2(row_top_k))
-    check_supported(row_scores, width**2, top_k)
-    warps = num_warps(width**2)
-    row_scores, column_scores = with_equal_strides(row_scores, column_scores)
-    stage_ids = best_of_both_sides(row_scores, column_scores, (u, v), row_top_k)
-    if stage_ids.numel() == 0:
-        return stage_ids, stage_ids.new_empty(2, num_tokens, num_heads, top_k)
-    scratch = stage_ids.new_empty(num_tokens * num_heads, capacity(top_k))
-    _collect_grid[(num_tokens * num_heads,)](
-        row_scores,
-        column_scores,
-        core_sum.contiguous(),
-        stage_ids,
-        scratch,
-        num_heads,
-        *row_scores.stride(),
-        ROW_TOP_K=row_top_k,
-        TOP_K=top_k,
-        CAPACITY=capacity(top_k),
-        RANK=rank,
-        WIDTH=width,
-        THREADS=32 * warps,
-        THREADS_ACROSS=16 if warps >= 4 else 8,
-        num_warps=warps,
-        # The twin rounds products and sums one by one.
-        enable_fp_fusion=False,
-    )
-    return stage_ids, best_slots(scratch, stage_ids, top_k)

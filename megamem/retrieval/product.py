@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.kept_scores import kept_scores
-from kernels.product_topk.op import product_topk_torch
-from kernels.retrieval import ProductTopk
+from kernels.product_topk.op import ProductTopk
+from kernels.product_topk.torch_ops import product_topk
 from megamem.retrieval.retrieved import Retrieved
 
 
@@ -20,7 +20,7 @@ def retrieve(
     *,
     row_top_k: int,
     top_k: int,
-    select: ProductTopk = product_topk_torch,
+    select: ProductTopk = product_topk,
 ) -> Retrieved:
     """Top-K of the sums of a row and a column score, softmaxed within a head.
 

@@ -21,7 +21,7 @@ from typing import Any
 from megamem.config_base import Config
 from pretrain.config.compose import apply_overrides, read_with_bases
 from pretrain.config.effective import Ineffective, foreign_keys, ineffective_fields
-from pretrain.config.parse import build, join_problems
+from pretrain.config.parse import build, join_problems, without_former
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, Node, dump_yaml, find, from_plain, without
 from pretrain.errors import ConfigError
@@ -68,7 +68,7 @@ def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the co
 
 def from_dict(mapping: Mapping[str, Any], source: str = "the stored configuration") -> RunConfig:
     """The configuration that `to_dict` stored. Options without effect are taken as they are: nobody is here to mend them."""
-    node = from_plain(mapping, source, Layer.BASE)
+    node = without_former(from_plain(mapping, source, Layer.BASE), of_value=True)
     return build(RunConfig, _without(node, foreign_keys(RunConfig, node)))
 
 

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from megamem.config_base import Config, FieldSpec
 from pretrain.config.compose import BASE_KEY
 from pretrain.config.fields import all_keys, class_at, fields_of
-from pretrain.config.source import Node, find, kind_of
+from pretrain.config.source import Node, find, kind_of, without
 from pretrain.config.suggest import did_you_mean, nearest_keys
 from pretrain.errors import ConfigError
 
@@ -30,6 +30,9 @@ _EXPECTED = {
 }
 _LIMITS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
+# Sections of former versions, which their files and checkpoints still hold, and what to do with one that says something.
+_FORMER = {"train.kernel_overrides": "remove it: train.kernels chooses the implementation of all memory kernels"}
+
 
 def build(cls: type[T], node: Node) -> T:
     """The configuration object that a tree describes; what the tree leaves out has its default.
@@ -37,6 +40,7 @@ def build(cls: type[T], node: Node) -> T:
     Raises:
         ConfigError: naming every problem that was found.
     """
+    node = without_former(node, of_value=False)
     try:
         config = cls.from_values(_plain(node))
     except ValidationError as error:
@@ -44,6 +48,21 @@ def build(cls: type[T], node: Node) -> T:
     if problems := list(_rounded(config, node, ())):
         raise ConfigError(join_problems(problems))
     return config
+
+
+def without_former(node: Node, *, of_value: bool) -> Node:
+    """The tree without the sections of former versions that say nothing.
+
+    Args:
+        node: of a whole configuration.
+        of_value: also leave out those that do say something.
+    """
+    for key in _FORMER:
+        segments = key.split(".")
+        at = find(node, segments)
+        if at is not None and (of_value or _is_null(at)):
+            node = without(node, segments)
+    return node
 
 
 def join_problems(problems: list[str]) -> str:
@@ -126,6 +145,8 @@ def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
     key, section = _key(loc), ".".join(path) or "the configuration"
     if key == BASE_KEY:
         return "base names the file below this one: it can only stand at the top of a configuration file"
+    if key in _FORMER:
+        return f"{key} is no longer read: {_FORMER[key]}"
     valid = list(all_keys(root))
     if "." in name and key in valid:
         return f"unknown key {key!r}: in a file, write {name.partition('.')[0]} as a section and nest the rest"
@@ -133,6 +154,10 @@ def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
     if close:
         return f"unknown key {key}: did you mean {' or '.join(close)}?"
     return f"unknown key {key}: {section} has {', '.join(fields_of(class_at(root, tree, loc[:-1])))}"
+
+
+def _is_null(node: Node) -> bool:
+    return node.value is None or (isinstance(node.value, dict) and all(map(_is_null, node.value.values())))
 
 
 def _places(message: str, node: Node) -> str:

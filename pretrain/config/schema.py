@@ -49,24 +49,6 @@ class ParallelConfig(Config):
 
 
 @dataclass(frozen=True)
-class KernelOverridesConfig(Config):
-    """The implementation of single memory kernels, where it is not that of train.kernels."""
-
-    gather_sum: Implementation | None = None
-    """Weighted sums of table rows; null: train.kernels."""
-    gather_dot: Implementation | None = None
-    """Products of table rows with a vector; null: train.kernels."""
-    gather_pair: Implementation | None = None
-    """Products of pre-values, activation, scores and sums of values in one (parallel.memory 1); null: train.kernels, or gather_dot and then gather_sum where one of them is set."""
-    segment_accumulate: Implementation | None = None
-    """Gradients of tables; null: train.kernels."""
-    tucker_topk: Implementation | None = None
-    """Selection of slots by Tucker-decomposed scores (ultramem_v2, ultramem); null: train.kernels."""
-    product_topk: Implementation | None = None
-    """Selection of slots by product keys (pkm, memory_plus, peer); null: train.kernels."""
-
-
-@dataclass(frozen=True)
 class TrainConfig(Config):
     """Length, batch and precision of a run."""
 
@@ -86,8 +68,6 @@ class TrainConfig(Config):
     """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
     kernels: Implementation = "auto"
     """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler, else torch (its operations); naive: the references."""
-    kernel_overrides: KernelOverridesConfig = field(default_factory=KernelOverridesConfig)
-    """Another implementation for single operations."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kernels.implementations import OPS, unavailable
+from kernels.implementations import unavailable
 from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
@@ -115,10 +115,9 @@ def _kernels(config: RunConfig) -> Iterator[str]:
     if config.model.memory is None:
         return
     device_type = "cuda" if num_visible_gpus() else "cpu"
-    for key in ("train.kernels", *(f"train.kernel_overrides.{op}" for op in OPS)):
-        implementation = value_at(config, key)
-        # Where there are GPUs, torch may still be built without them: the ranks will know.
-        if implementation is None or (implementation == "cpu" and device_type == "cuda"):
-            continue
-        if reason := unavailable(implementation, device_type):
-            yield f"{key} is {implementation}, which {reason}"
+    implementation = config.train.kernels
+    # Where there are GPUs, torch may still be built without them: the ranks will know.
+    if implementation == "cpu" and device_type == "cuda":
+        return
+    if reason := unavailable(implementation, device_type):
+        yield f"train.kernels is {implementation}, which {reason}"

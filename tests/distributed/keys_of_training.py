@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from keys_table import BASE, MOE, PKM, Subject, Table, changed_names, last_parts, set_key, with_optimizer
+from keys_table import MOE, Subject, Table, changed_names, last_parts, set_key, with_optimizer
 from torch import Tensor
 
-from kernels import retrieval
-from pretrain.config.schema import RunConfig
+from kernels.gather_pair.operands import Pair
+from kernels.implementations import Implementation
+from kernels.select import implementation_of
 
 TRAINING = Table()
 TABLES = {"values", "pre_values"}
@@ -365,18 +365,6 @@ _enter_recompute("full", (4, 4))
 _enter_recompute("selective", (4, 2))
 
 
-PLACES = (
-    ("kernels.select.grouped_gather_sum", "torch sum"),
-    ("kernels.select.grouped_gather_dot", "torch dot"),
-    ("kernels.select.segment_accumulate", "torch accumulate"),
-    ("kernels.gather_sum.naive.gather_sum", "naive sum"),
-    ("kernels.gather_dot.naive.gather_dot", "naive dot"),
-    ("kernels.gather_pair.naive.gather_pair", "naive pair"),
-    ("kernels.segment_accumulate.naive.segment_accumulate", "naive accumulate"),
-)
-"""Where the kernels are taken from when a model is built."""
-
-
 @contextlib.contextmanager
 def watched_kernels() -> Iterator[set[str]]:
     """What models that are built inside of the context call."""
@@ -389,16 +377,13 @@ def watched_kernels() -> Iterator[set[str]]:
 
         return call
 
-    def current(path: str) -> Callable[..., Any]:
-        module, _, attribute = path.rpartition(".")
-        return getattr(__import__(module, fromlist=[attribute]), attribute)  # type: ignore[no-any-return]
+    def load(op: str, name: Implementation) -> Any:
+        found = implementation_of(op, name)
+        if isinstance(found, Pair):
+            return Pair(*(watched(function, f"{name} {op}") for function in found))
+        return watched(found, f"{name} {op}")
 
-    with ExitStack() as stack:
-        for path, name in PLACES:
-            stack.enter_context(patch(path, watched(current(path), name)))
-        for table, name in ((retrieval.TUCKER_TOPK, "tucker"), (retrieval.PRODUCT_TOPK, "product")):
-            replaced = {key: watched(function, f"{key} {name}") for key, function in table.items()}
-            stack.enter_context(patch.dict(table, replaced))
+    with patch("kernels.select.implementation_of", load):
         yield called
 
 
@@ -411,30 +396,10 @@ def kernels_of(subject: Subject) -> set[str]:
     return called
 
 
-IN_TORCH = {"torch sum", "torch dot", "torch accumulate", "torch tucker"}
-
-
-def _enter_kernels(key: str, calls: set[str], base_config: RunConfig = BASE, of_base: set[str] = IN_TORCH) -> None:
-    @TRAINING.key(key, "naive", base_config)
-    def _(base: Subject, second: Subject) -> None:
-        assert kernels_of(base) == of_base
-        assert kernels_of(second) == calls
-        assert second.steps[0].loss == pytest.approx(base.steps[0].loss, rel=1e-6)
-        assert second.steps[0].norm == pytest.approx(base.steps[0].norm, rel=1e-5)
-
-
-_enter_kernels("train.kernels", {"naive pair", "naive tucker"})
-# One gather computes the other's gradient: an override of one is seen in both.
-_enter_kernels("train.kernel_overrides.gather_sum", {"naive sum", "torch dot", "torch accumulate", "torch tucker"})
-_enter_kernels("train.kernel_overrides.gather_dot", {"torch sum", "naive dot", "torch accumulate", "torch tucker"})
-_enter_kernels("train.kernel_overrides.gather_pair", {"naive pair", "torch tucker"})
-_enter_kernels(
-    "train.kernel_overrides.segment_accumulate", {"torch sum", "torch dot", "naive accumulate", "torch tucker"}
-)
-_enter_kernels("train.kernel_overrides.tucker_topk", {"torch sum", "torch dot", "torch accumulate", "naive tucker"})
-_enter_kernels(
-    "train.kernel_overrides.product_topk",
-    {"torch sum", "torch dot", "torch accumulate", "naive product"},
-    PKM,
-    {"torch sum", "torch dot", "torch accumulate", "torch product"},
-)
+@TRAINING.key("train.kernels", "naive")
+def _(base: Subject, second: Subject) -> None:
+    assert kernels_of(base) == {"torch gather_pair", "torch segment_accumulate", "torch tucker_topk"}
+    # Naive gathers leave their gradients to autograd.
+    assert kernels_of(second) == {"naive gather_pair", "naive tucker_topk"}
+    assert second.steps[0].loss == pytest.approx(base.steps[0].loss, rel=1e-6)
+    assert second.steps[0].norm == pytest.approx(base.steps[0].norm, rel=1e-5)

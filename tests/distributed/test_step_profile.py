@@ -19,7 +19,7 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
 from pretrain.build import unwrap
-from pretrain.config.schema import KernelOverridesConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.costs.step import (
     EXCHANGE,
     GATHER_DOT,
@@ -73,10 +73,6 @@ ONE_RANK = {
     "two heads, no pre-values": PRIVATE,
     "balance loss": memory(SHARED, key_balance_weight=0.1),
     "naive": replace(SHARED, train=replace(SHARED.train, kernels="naive")),
-    "two gathers": replace(
-        SHARED,
-        train=replace(SHARED.train, kernel_overrides=KernelOverridesConfig(gather_sum="auto", gather_dot="auto")),
-    ),
     "product keys": model(SHARED, memory=MemoryPlusConfig(num_keys=12, key_dim=8, value_dim=16, top_k=4)),
     "peer": model(SHARED, memory=PeerConfig(num_keys=12, key_dim=8, value_dim=32, top_k=4)),
     "offloaded": replace(SHARED, optimizer=replace(SHARED.optimizer, value_offload="cpu")),
@@ -190,7 +186,6 @@ def of_passes(counts: Counter[Span]) -> Counter[Span]:
         ("two heads, no pre-values", passes(8, has_pre=False)),
         ("balance loss", passes(8)),
         ("offloaded", passes(8)),
-        ("two gathers", passes(8, paired=False)),
         # A microbatch per rank.
         ("memory 2", passes(4, paired=False)),
         ("tensor 2", passes(8, paired=False)),

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gather_dot.naive import dot_rows
-from kernels.gather_pair.forward import pair_of_gathers
+from kernels.gather_dot.naive import gather_dot
+from kernels.gather_pair.operands import PairOperands
+from kernels.gather_pair.weighting import pair_of_gathers
 from kernels.gather_sum.naive import gather_sum
 from kernels.implementations import Implementation, unavailable
 from kernels.parity import TOLERANCE, parity_problems
@@ -41,21 +42,22 @@ def test_offsets_past_two_to_the_31(kernels: Kernels, gpu: torch.device) -> None
     coef = torch.randn(64, 32, 1, device=gpu, generator=generator).bfloat16()
     x = torch.randn(64, width, device=gpu, generator=generator).bfloat16()
     far = ids + num_rows - 1000
-    pieces = kernels.pieces
-    assert torch.equal(pieces.sum_rows(table, far, coef), pieces.sum_rows(last, ids, coef))
-    assert torch.equal(pieces.dot_rows(table, far, x, 1), pieces.dot_rows(last, ids, x, 1))
-    far_pair, far_products = pieces.pair(table, table, far, x, coef, "gelu")
-    near_pair, near_products = pieces.pair(last, last, ids, x, coef, "gelu")
+    pair = kernels.raw["gather_pair"]
+    assert torch.equal(kernels.gather_sum(table, far, coef), kernels.gather_sum(last, ids, coef))
+    assert torch.equal(kernels.gather_dot(table, far, x, 1), kernels.gather_dot(last, ids, x, 1))
+    of_far, of_near = PairOperands(table, table, far, x, coef, "gelu"), PairOperands(last, last, ids, x, coef, "gelu")
+    far_pair, far_products = pair.forward(of_far)
+    near_pair, near_products = pair.forward(of_near)
     assert torch.equal(far_pair, near_pair)
     assert torch.equal(far_products, near_products)
-    far_gradients = pieces.pair_gradients(table, table, far, coef, far_products, x, "gelu")
-    near_gradients = pieces.pair_gradients(last, last, ids, coef, near_products, x, "gelu")
+    far_gradients = pair.gradients(of_far, far_products, x)
+    near_gradients = pair.gradients(of_near, near_products, x)
     assert all(torch.equal(a, b) for a, b in zip(far_gradients, near_gradients, strict=True))
-    del table
+    del table, of_far
     far_sums = torch.zeros(num_rows, width, device=gpu)
     near_sums = torch.zeros(1000, width, device=gpu)
-    pieces.accumulate(far_sums, far, coef, x)
-    pieces.accumulate(near_sums, ids, coef, x)
+    kernels.segment_accumulate(far_sums, far, coef, x)
+    kernels.segment_accumulate(near_sums, ids, coef, x)
     assert torch.equal(far_sums[-1000:], near_sums)
     assert not far_sums[:-1000].any()
 
@@ -70,7 +72,7 @@ def test_repeats_are_bit_identical(kernels: Kernels, gpu: torch.device) -> None:
 
     def run() -> Tensor:
         sums = torch.zeros(500, 192, device=gpu)
-        kernels.pieces.accumulate(sums, ids.clone(), coef, vec)
+        kernels.segment_accumulate(sums, ids.clone(), coef, vec)
         return sums
 
     first = run()
@@ -89,14 +91,15 @@ def test_a_pair_reads_what_it_has_written(kernels: Kernels, gpu: torch.device, t
     pre_values, values = normal(2000, 320), normal(2000, 960)
     ids = torch.randint(0, 2000, (tokens, 250), device=gpu, generator=generator)
     x, scores, gradient = normal(tokens, 320), normal(tokens, 250, 2), normal(tokens, 960)
-    run = kernels.pieces.pair, kernels.pieces.pair_gradients
-    twins = pair_of_gathers(gather_sum, dot_rows)
+    pair, twin = kernels.raw["gather_pair"], pair_of_gathers(gather_dot, gather_sum)
     wide = [tensor.double() for tensor in (pre_values, values, x, scores, gradient)]
-    expected, products = twins[0](wide[0], wide[1], ids, wide[2], wide[3], "gelu")
-    expected_gradients = twins[1](wide[0], wide[1], ids, wide[3], products, wide[4], "gelu")
+    in_float64 = PairOperands(wide[0], wide[1], ids, wide[2], wide[3], "gelu")
+    expected, products = twin.forward(in_float64)
+    expected_gradients = twin.gradients(in_float64, products, wide[4])
+    operands = PairOperands(pre_values, values, ids, x, scores, "gelu")
     for _ in range(5):
-        out, products = run[0](pre_values, values, ids, x, scores, "gelu")
-        gradients = run[1](pre_values, values, ids, scores, products, gradient, "gelu")
+        out, products = pair.forward(operands)
+        gradients = pair.gradients(operands, products, gradient)
         for actual, reference in zip((out, *gradients), (expected, *expected_gradients), strict=True):
             error = (actual.double() - reference).abs().max() / reference.abs().max()
             assert error <= 2 * TOLERANCE[dtype]
@@ -113,7 +116,7 @@ def test_nothing_waits_for_the_device(kernels: Kernels, gpu: torch.device) -> No
 
     def step() -> None:
         products = kernels.gather_dot(table, ids, x)
-        kernels.gather_sum(table, ids, coef * products.unsqueeze(2)).sum().backward()
+        kernels.gather_sum(table, ids, coef * products).sum().backward()
         kernels.gather_pair(table, table, ids, x, coef, "gelu").sum().backward()
 
     step()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.implementations import Implementation
 from tests.unit.test_topk import CASES, IMPLEMENTATIONS, Case, both
 
 PAPERS = Case(tokens=300, heads=2, keys=3350, row_top_k=128, top_k=768)
@@ -19,7 +20,7 @@ def on(device: torch.device, arguments: tuple[object, ...]) -> list[object]:
 
 @pytest.mark.parametrize("case", [*CASES, PAPERS, replace(PAPERS, levels=3), replace(PAPERS, nan=0.001)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_selections_equal_their_twins_on_cpu(gpu: torch.device, implementation: str, case: Case) -> None:
+def test_selections_equal_their_twins_on_cpu(gpu: torch.device, implementation: Implementation, case: Case) -> None:
     for select, twin, arguments in both(implementation):
         actual = select(*on(gpu, arguments(case)))
         for ours, twins in zip(actual, twin(*arguments(case)), strict=True):

@@ -16,15 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.common.tiles import part_length
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_pair.naive import gather_pair as twin
-from kernels.gather_pair.op import separate_gathers
-from kernels.gather_pair.weighting import Activation
+from kernels.gather_pair.op import GatherPair
+from kernels.gather_pair.operands import Activation
 from kernels.gather_sum import naive as naive_sum
 from kernels.implementations import Implementation, unavailable
-from kernels.pieces import GatherPair
 from kernels.select import Kernels, select_kernels
-from kernels.tiles import part_length
 from megamem.bank import Bank
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import BankSpec
@@ -161,7 +160,13 @@ def test_pairs_equal_their_twin_at_any_shape(kernels: Kernels, shape: Shape, see
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_twin_is_its_two_gathers(shape: Shape) -> None:
     c = draw(shape)
-    of_two = separate_gathers(naive_dot.gather_dot, naive_sum.gather_sum)
+
+    def of_two(*operands: Any) -> Tensor:
+        pre_values, values, ids, x, scores, activation, block, num_blocks = operands
+        products = naive_dot.gather_dot(pre_values, ids, x)
+        hidden = torch.nn.functional.gelu(products) if activation == "gelu" else products
+        return naive_sum.gather_sum(values, ids, scores * hidden, block, num_blocks)
+
     assert_close(outcome(of_two, c, shape), outcome(twin, c, shape), torch.float64)
 
 
@@ -360,7 +365,7 @@ def test_a_bank_of_whole_tables_reads_in_pairs() -> None:
         out = bank.read(rows, scores, x if pre_dim else None, block, 4)
         coef = scores
         if bank.pre_values is not None:
-            coef = scores * naive_dot.gather_dot(bank.pre_values, rows, x).unsqueeze(2)
+            coef = scores * naive_dot.gather_dot(bank.pre_values, rows, x)
         torch.testing.assert_close(out, naive_sum.gather_sum(bank.values, rows, coef, block, 4))
     assert len(seen) == 1
     assert seen[0][0] == "none"

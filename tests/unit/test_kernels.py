@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.common.autograd import table_gradient
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_sum import naive as naive_sum
 from kernels.implementations import Implementation, unavailable
 from kernels.segment_accumulate import naive as naive_accumulate
-from kernels.segment_accumulate.op import table_gradient
 from kernels.select import Kernels, select_kernels
 
 # Largest error over the largest element of the reference, which is computed from the same inputs in float64.
@@ -92,7 +92,7 @@ def draw(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> Cas
         coef=normal(tokens, reads, shape.groups),
         x=normal(tokens, width),
         grad_sum=normal(tokens, width),
-        grad_dot=normal(tokens, reads),
+        grad_dot=normal(tokens, reads, 1),
     )
 
 
@@ -128,13 +128,15 @@ def test_gathers_equal_their_twins(kernels: Kernels, shape: Shape, dtype: torch.
     ):
         assert actual.dtype == dtype
         assert_close(actual, reference, dtype)
-    for actual, reference in zip(
-        with_grads(kernels.gather_dot, c.table, c.ids, c.x, c.grad_dot),
-        with_grads(naive_dot.gather_dot, *wide(c.table, c.ids, c.x, c.grad_dot)),
-        strict=True,
-    ):
-        assert actual.dtype == dtype
-        assert_close(actual, reference, dtype)
+    for num_groups in {1, shape.groups}:
+        grad_dot = c.grad_dot.expand(-1, -1, num_groups)
+        for actual, reference in zip(
+            with_grads(partial(kernels.gather_dot, num_groups=num_groups), c.table, c.ids, c.x, grad_dot),
+            with_grads(partial(naive_dot.gather_dot, num_groups=num_groups), *wide(c.table, c.ids, c.x, grad_dot)),
+            strict=True,
+        ):
+            assert actual.dtype == dtype
+            assert_close(actual, reference, dtype)
 
 
 shapes = st.builds(
@@ -180,15 +182,16 @@ def test_sums_of_blocks_are_sums_with_the_other_entries_zeroed(
 
     def masked_dot(table: Tensor, ids: Tensor, x: Tensor) -> Tensor:
         parts = zip(masks, x.chunk(num_blocks, dim=1), strict=True)
-        return torch.stack([mask * naive_dot.gather_dot(table, ids, part) for mask, part in parts]).sum(0)
+        return torch.stack([mask.unsqueeze(2) * naive_dot.gather_dot(table, ids, part) for mask, part in parts]).sum(0)
 
-    for gathers, masked, other, grad in (
-        ((kernels.gather_sum, naive_sum.gather_sum), masked_sum, c.coef, x),
-        ((kernels.gather_dot, naive_dot.gather_dot), masked_dot, x, c.grad_dot),
+    of_sum, of_dot = {"block": block, "num_blocks": num_blocks}, {"block": block}
+    for gathers, named, masked, other, grad in (
+        ((kernels.gather_sum, naive_sum.gather_sum), of_sum, masked_sum, c.coef, x),
+        ((kernels.gather_dot, naive_dot.gather_dot), of_dot, masked_dot, x, c.grad_dot),
     ):
         expected = with_grads(masked, c.table, c.ids, other, grad)
         for gather in gathers:
-            of_blocks = partial(gather, block=block, num_blocks=num_blocks)
+            of_blocks = partial(gather, **named)
             for actual, reference in zip(with_grads(of_blocks, c.table, c.ids, other, grad), expected, strict=True):
                 assert_close(actual, reference, torch.float64)
 
@@ -201,7 +204,7 @@ def test_accumulation_of_blocks_equals_its_twin(kernels: Kernels, shape: Shape, 
     block = torch.randint(0, num_blocks, c.ids.shape, generator=g)
     vec = torch.randn(shape.tokens, num_blocks * shape.width, generator=g, dtype=torch.float64)
     actual, reference = c.table.clone(), c.table.clone()
-    kernels.pieces.accumulate(actual, c.ids, c.coef, vec, block)
+    kernels.segment_accumulate(actual, c.ids, c.coef, vec, block)
     naive_accumulate.segment_accumulate(reference, c.ids, c.coef, vec, block)
     assert_close(actual, reference, torch.float64)
 
@@ -219,7 +222,8 @@ def test_gather_dot_is_what_its_docstring_says(kernels: Kernels) -> None:
     ids = torch.tensor([[0, 1], [2, 2]])
     x = torch.tensor([[1.0, 1.0], [2.0, 5.0]])
     for gather in (kernels.gather_dot, naive_dot.gather_dot):
-        assert gather(table, ids, x).tolist() == [[3.0, 30.0], [1.0, 1.0]]
+        assert gather(table, ids, x).tolist() == [[[3.0], [30.0]], [[1.0], [1.0]]]
+        assert gather(table, ids, x, 2).tolist() == [[[1.0, 2.0], [10.0, 20.0]], [[6.0, -5.0], [6.0, -5.0]]]
 
 
 @pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[5]], ids=str)
@@ -251,7 +255,7 @@ def test_strides_do_not_matter(kernels: Kernels) -> None:
     for strided, plain in zip(
         (
             *with_grads(kernels.gather_sum, c.table, ids, coef, c.grad_sum.t().contiguous().t()),
-            *with_grads(kernels.gather_dot, c.table, ids, x, c.grad_dot.t().contiguous().t()),
+            *with_grads(kernels.gather_dot, c.table, ids, x, c.grad_dot.mT.contiguous().mT),
         ),
         (
             *with_grads(kernels.gather_sum, c.table, c.ids, c.coef, c.grad_sum),
@@ -287,7 +291,7 @@ def test_segment_accumulate_equals_its_twin(
     c = draw(fitting(kernels, shape), dtype)
     start = torch.randn(shape.rows, shape.width, generator=torch.Generator().manual_seed(1)).to(accumulator_dtype)
     actual, reference = start.clone(), start.clone()
-    kernels.pieces.accumulate(actual, c.ids, c.coef, c.x)
+    kernels.segment_accumulate(actual, c.ids, c.coef, c.x)
     naive_accumulate.segment_accumulate(reference, c.ids, c.coef, c.x)
     if kernels.implementations["segment_accumulate"] == "triton":
         assert_close(actual, reference.double(), accumulator_dtype)
@@ -300,14 +304,14 @@ def test_segment_accumulate_touches_no_other_row(kernels: Kernels) -> None:
     c = draw(Shape(rows=12, tokens=6, reads=3, groups=2, width=8), torch.float32)
     accumulator = torch.zeros(12, 8)
     accumulator[1::2] = float("nan")
-    kernels.pieces.accumulate(accumulator, c.ids % 6 * 2, c.coef, c.x)
+    kernels.segment_accumulate(accumulator, c.ids % 6 * 2, c.coef, c.x)
     assert accumulator[1::2].isnan().all()
     assert accumulator[0::2].isfinite().all()
 
 
 def test_segment_accumulate_of_no_tokens_changes_nothing(kernels: Kernels) -> None:
     accumulator = torch.ones(4, 6)
-    kernels.pieces.accumulate(
+    kernels.segment_accumulate(
         accumulator, torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3, 2), torch.zeros(0, 6)
     )
     assert torch.equal(accumulator, torch.ones(4, 6))
@@ -389,7 +393,7 @@ def test_every_row_at_once_adds_up(kernels: Kernels) -> None:
     tokens = shape.tokens
     c = draw(shape, torch.float32)
     ids = torch.ones(tokens, reads, dtype=torch.int64)
-    gradient = table_gradient(c.table, ids, c.coef, c.x, accumulate=kernels.pieces.accumulate)
+    gradient = table_gradient(c.table, ids, c.coef, c.x, accumulate=kernels.segment_accumulate)
     expected = (c.coef.double().sum(1).repeat_interleave(width // 2, dim=1) * c.x.double()).sum(0)
     assert_close(gradient[1], expected, torch.float32)
     assert not gradient[0].any()
@@ -400,13 +404,13 @@ def test_every_row_at_once_adds_up(kernels: Kernels) -> None:
 def test_long_runs_are_added_up_in_pieces(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
     """Several levels of pieces: one row that everybody reads, and rows whose runs begin and end anywhere."""
     if kernels.implementations["segment_accumulate"] == "triton":
-        monkeypatch.setattr("kernels.triton_ops.run_length", lambda num_entries: longest)
+        monkeypatch.setattr("kernels.segment_accumulate.triton_launch.run_length", lambda num_entries: longest)
     for rows, seed in ((1, 0), (2, 1), (5, 2), (40, 3)):
         c = draw(Shape(rows=rows, tokens=11, reads=9, groups=1, width=8), seed=seed)
         ids = c.ids.clone()
         ids[2:7] = rows // 2
         actual, reference = torch.zeros_like(c.table), torch.zeros_like(c.table)
-        kernels.pieces.accumulate(actual, ids, c.coef, c.x)
+        kernels.segment_accumulate(actual, ids, c.coef, c.x)
         naive_accumulate.segment_accumulate(reference, ids, c.coef, c.x)
         assert_close(actual, reference, torch.float64)
 
@@ -441,7 +445,8 @@ def sorts_from_now_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list
     name = kernels.implementations["segment_accumulate"]
     if name == "torch":
         pytest.skip("PyTorch's index_add_ sorts nothing")
-    target = "kernels.triton_ops.sort_by_row" if name == "triton" else "kernels.cpu.ops._bucket_order"
+    function = "triton_launch.sort_by_row" if name == "triton" else "cpu._bucket_order"
+    target = f"kernels.segment_accumulate.{function}"
     module, attribute = target.rsplit(".", 1)
     original = getattr(importlib.import_module(module), attribute)
     calls: list[int] = []
@@ -458,9 +463,7 @@ def test_values_and_pre_values_share_one_sort(kernels: Kernels, monkeypatch: pyt
     calls = sorts_from_now_on(kernels, monkeypatch)
     c = draw(SHAPES[1], torch.float32)
     values, pre_values, ids = main_grad_table(c.table), main_grad_table(c.table), c.ids.clone()
-    kernels.gather_sum(
-        values, ids, kernels.gather_dot(pre_values, ids, c.x).unsqueeze(2).expand(-1, -1, 2)
-    ).sum().backward()
+    kernels.gather_sum(values, ids, kernels.gather_dot(pre_values, ids, c.x).expand(-1, -1, 2)).sum().backward()
     assert len(calls) == 1
     # Ids that were written to are sorted again.
     first = values.main_grad.clone()
@@ -478,8 +481,8 @@ def test_torch_compile_takes_the_gathers_whole(kernels: Kernels, num_blocks: int
     x = c.x.repeat(1, num_blocks)
 
     def read(table: Tensor, coef: Tensor, x: Tensor) -> Tensor:
-        products = kernels.gather_dot(table, c.ids, x, block, num_blocks)
-        return kernels.gather_sum(table, c.ids, coef * products.unsqueeze(2), block, num_blocks)
+        products = kernels.gather_dot(table, c.ids, x, 1, block)
+        return kernels.gather_sum(table, c.ids, coef * products, block, num_blocks)
 
     compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
     results = []
@@ -503,7 +506,7 @@ def test_strided_tables_are_refused(kernels: Kernels) -> None:
 @pytest.mark.skipif(unavailable("cpu", "cpu") is not None, reason=str(unavailable("cpu", "cpu")))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
-    pieces = select_kernels("cpu", device_type="cpu").pieces
+    kernels = select_kernels("cpu", device_type="cpu")
     c = draw(SHAPES[-1], dtype)
     ids = c.ids.clone()
     # A row that most entries read, which several threads then share.
@@ -511,8 +514,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
 
     def run() -> list[Tensor]:
         accumulator = torch.zeros_like(c.table)
-        pieces.accumulate(accumulator, ids.clone(), c.coef, c.x)
-        return [pieces.sum_rows(c.table, ids, c.coef), pieces.dot_rows(c.table, ids, c.x, 2), accumulator]
+        kernels.segment_accumulate(accumulator, ids.clone(), c.coef, c.x)
+        return [kernels.gather_sum(c.table, ids, c.coef), kernels.gather_dot(c.table, ids, c.x, 2), accumulator]
 
     one = run()
     try:

@@ -40,15 +40,14 @@ def test_the_last_rows_of_a_large_table(kernels: Kernels) -> None:
     far_ids = ids + NUM_FAR - NUM_NEAR
     coef = torch.randn(5, 7, 2, generator=g).bfloat16()
     x = torch.randn(5, WIDTH, generator=g).bfloat16()
-    pieces = kernels.pieces
 
     far = zeros(torch.bfloat16)
     far[-NUM_NEAR:] = near
-    assert torch.equal(pieces.sum_rows(far, far_ids, coef), pieces.sum_rows(near, ids, coef))
-    assert torch.equal(pieces.dot_rows(far, far_ids, x, 2), pieces.dot_rows(near, ids, x, 2))
+    assert torch.equal(kernels.gather_sum(far, far_ids, coef), kernels.gather_sum(near, ids, coef))
+    assert torch.equal(kernels.gather_dot(far, far_ids, x, 2), kernels.gather_dot(near, ids, x, 2))
 
     far_sums, near_sums = zeros(torch.float32), torch.zeros(NUM_NEAR, WIDTH)
-    pieces.accumulate(far_sums, far_ids, coef, x)
-    pieces.accumulate(near_sums, ids, coef, x)
+    kernels.segment_accumulate(far_sums, far_ids, coef, x)
+    kernels.segment_accumulate(near_sums, ids, coef, x)
     assert torch.equal(far_sums[-NUM_NEAR:], near_sums)
     assert not far_sums[: 2 * NUM_NEAR].any()

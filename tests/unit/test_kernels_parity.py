@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gather_pair.op import GatherPair
 from kernels.implementations import Implementation, unavailable
 from kernels.parity import parity_problems, selection_problems
-from kernels.pieces import GatherPair
 from kernels.select import select_kernels
 
 
@@ -40,10 +40,8 @@ def test_a_wrong_output_is_seen() -> None:
 def test_a_table_gradient_that_goes_nowhere_is_seen() -> None:
     good = select_kernels("torch")
 
-    def detached(
-        table: Tensor, ids: Tensor, operand: Tensor, /, block: Tensor | None = None, num_blocks: int = 1
-    ) -> Tensor:
-        return good.gather_dot(table.detach(), ids, operand, block, num_blocks)
+    def detached(table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, block: Tensor | None = None) -> Tensor:
+        return good.gather_dot(table.detach(), ids, x, num_groups, block)
 
     problems = list(parity_problems(replace(good, gather_dot=detached), "cpu", torch.float32))
     assert problems

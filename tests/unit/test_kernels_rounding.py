@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
-from kernels.pieces import Pieces
-from kernels.select import select_kernels
+from kernels.select import Kernels, select_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("cpu", "torch", "triton")
@@ -27,8 +26,8 @@ WIDTHS = (1, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 65, 200, 545)
 needs_compiler = pytest.mark.skipif(unavailable("cpu", "cpu") is not None, reason=str(unavailable("cpu", "cpu")))
 
 
-def cpu_pieces() -> Pieces:
-    return select_kernels("cpu", device_type="cpu").pieces
+def in_cpp() -> Kernels:
+    return select_kernels("cpu", device_type="cpu")
 
 
 def assert_bits(actual: Tensor, exact: Tensor) -> None:
@@ -63,7 +62,7 @@ def test_sums_and_products_of_whole_numbers(name: Implementation, groups: int, n
     """Of 40 rows: sums have up to 15 bits, of which bf16 keeps 8, and ties are among them."""
     if reason := unavailable(name, "cpu"):
         pytest.skip(f"{name} {reason}")
-    pieces = select_kernels(name, device_type="cpu").pieces
+    kernels = select_kernels(name, device_type="cpu")
     check = assert_bits if name == "cpu" else assert_neighbours
     g = torch.Generator().manual_seed(0)
     num_tokens, reads, rows = 3, 40, 9
@@ -81,12 +80,12 @@ def test_sums_and_products_of_whole_numbers(name: Implementation, groups: int, n
         vectors = x.unflatten(1, (num_blocks, width))[torch.arange(num_tokens).unsqueeze(1), block]
         products = (read * vectors.unflatten(2, (groups, per_group))).sum(3)
         of_blocks = block if num_blocks > 1 else None
-        check(pieces.sum_rows(table.to(BF16), ids, coef.to(BF16), of_blocks, num_blocks), sums)
-        check(pieces.dot_rows(table.to(BF16), ids, x.to(BF16), groups, of_blocks), products)
+        check(kernels.gather_sum(table.to(BF16), ids, coef.to(BF16), of_blocks, num_blocks), sums)
+        check(kernels.gather_dot(table.to(BF16), ids, x.to(BF16), groups, of_blocks), products)
         if name == "cpu":
             # Operands of another type than the table: only the C++ kernels take them as they are.
-            check(pieces.sum_rows(table.to(BF16), ids, coef.float(), of_blocks, num_blocks), sums)
-            check(pieces.dot_rows(table.float(), ids, x.to(BF16), groups, of_blocks), products)
+            check(kernels.gather_sum(table.to(BF16), ids, coef.float(), of_blocks, num_blocks), sums)
+            check(kernels.gather_dot(table.float(), ids, x.to(BF16), groups, of_blocks), products)
 
 
 def bf16(*bits: int) -> Tensor:
@@ -126,7 +125,7 @@ def test_the_summands_meet_every_case() -> None:
 
 @needs_compiler
 def test_roundings_of_sums_and_of_accumulation() -> None:
-    pieces = cpu_pieces()
+    kernels = in_cpp()
     high, low = summands()
     for width in WIDTHS:
         num_tokens = -(-len(high) // width)
@@ -137,14 +136,14 @@ def test_roundings_of_sums_and_of_accumulation() -> None:
         ids = torch.arange(2 * num_tokens).view(num_tokens, 2)
         ones = torch.ones(num_tokens, 2, 1, dtype=BF16)
         for coef in (ones, ones.float()):
-            assert_bits(pieces.sum_rows(table, ids, coef), exact)
+            assert_bits(kernels.gather_sum(table, ids, coef), exact)
             # The second of two blocks, by the path that has blocks.
-            of_blocks = pieces.sum_rows(table, ids, coef, torch.ones_like(ids), 2)
+            of_blocks = kernels.gather_sum(table, ids, coef, torch.ones_like(ids), 2)
             assert not of_blocks[:, :width].any()
             assert_bits(of_blocks[:, width:], exact)
         for dtype in (BF16, FP32):
             accumulator, rows = first.clone(), torch.arange(num_tokens).unsqueeze(1)
-            pieces.accumulate(accumulator, rows, ones[:, :1].to(dtype), second.to(dtype))
+            kernels.segment_accumulate(accumulator, rows, ones[:, :1].to(dtype), second.to(dtype))
             assert_bits(accumulator, exact)
 
 
@@ -158,7 +157,7 @@ def test_roundings_of_products(table_dtype: torch.dtype) -> None:
         table[:, 0], table[:, -1] = high, low
         x = torch.zeros(1, width, dtype=BF16)
         x[0, 0] = x[0, -1] = 1
-        products = cpu_pieces().dot_rows(table, torch.arange(len(high)).unsqueeze(0), x, 1)
+        products = in_cpp().gather_dot(table, torch.arange(len(high)).unsqueeze(0), x, 1)
         assert_bits(products.flatten(), high.float() + low.float())
 
 
@@ -169,8 +168,8 @@ def test_roundings_of_subnormal_numbers() -> None:
     table = (steps * 2.0**-133).to(BF16).view(1, -1)
     eighths = (steps.double() * 2.0**-136).view(1, -1)
     coef = torch.full((1, 1, 1), 0.125, dtype=BF16)
-    assert_bits(cpu_pieces().sum_rows(table, torch.zeros(1, 1, dtype=torch.int64), coef), eighths)
-    products = cpu_pieces().dot_rows(table.view(-1, 1), torch.arange(81).view(1, -1), coef.view(1, 1), 1)
+    assert_bits(in_cpp().gather_sum(table, torch.zeros(1, 1, dtype=torch.int64), coef), eighths)
+    products = in_cpp().gather_dot(table.view(-1, 1), torch.arange(81).view(1, -1), coef.view(1, 1), 1)
     assert_bits(products.view(1, -1), eighths)
 
 
@@ -180,7 +179,7 @@ def test_nan_of_any_payload_stays_nan() -> None:
     payloads = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     assert payloads.isnan().all()
     ids = torch.arange(len(payloads)).view(1, -1)
-    products = cpu_pieces().dot_rows(payloads.view(-1, 1).contiguous(), ids, torch.ones(1, 1, dtype=BF16), 1)
+    products = in_cpp().gather_dot(payloads.view(-1, 1).contiguous(), ids, torch.ones(1, 1, dtype=BF16), 1)
     assert products.isnan().all()
     ones = torch.ones(len(payloads), 1, dtype=BF16)
-    assert cpu_pieces().sum_rows(ones, ids.view(-1, 1), payloads.view(-1, 1, 1)).isnan().all()
+    assert in_cpp().gather_sum(ones, ids.view(-1, 1), payloads.view(-1, 1, 1)).isnan().all()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
+import platform
+import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernels.cpu import build
+from kernels.common import cpp
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_pair import naive as naive_pair
 from kernels.gather_sum import naive as naive_sum
-from kernels.implementations import KernelUnavailableError, automatic, compiler, resolve, unavailable
-from kernels.select import differentiable_gathers, differentiable_pair, select_kernels
+from kernels.implementations import KernelUnavailableError, automatic, compiler, unavailable
+from kernels.select import OPS, assemble, implementation_of, resolve, select_kernels
 
 REPOSITORY = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(compiler() is None, reason=str(unavailable("cpu", "cpu")))
@@ -42,45 +47,62 @@ def test_auto_is_the_fastest_that_can_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_overrides_are_for_single_ops() -> None:
-    assert resolve("torch", {"gather_dot": "naive", "gather_sum": None}, "cpu") == {
-        "gather_sum": "torch",
-        "gather_dot": "naive",
-        # No pair: it is the two above.
-        "segment_accumulate": "torch",
-        "tucker_topk": "torch",
-        "product_topk": "torch",
-    }
+    assert resolve("torch", {"gather_dot": "naive"}, "cpu") == {**dict.fromkeys(OPS, "torch"), "gather_dot": "naive"}
     mixed = select_kernels("torch", {"gather_sum": "naive"})
     assert mixed.gather_sum is naive_sum.gather_sum
     assert mixed.gather_dot is not naive_dot.gather_dot
     assert select_kernels("naive").gather_dot is naive_dot.gather_dot
-
-
-def test_a_pair_is_its_gathers_where_one_of_them_is_overridden() -> None:
-    """And an op of its own where it is named, or nothing is."""
-    assert resolve("auto", {}, "cpu")["gather_pair"] == automatic("cpu")
-    assert resolve("torch", {"gather_dot": "naive", "gather_pair": "naive"}, "cpu")["gather_pair"] == "naive"
-    assert resolve("torch", {"gather_pair": "naive"}, "cpu")["gather_dot"] == "torch"
-    assert select_kernels("naive").gather_pair is naive_pair.gather_pair
     assert select_kernels("torch", {"gather_pair": "naive"}).gather_pair is naive_pair.gather_pair
-    calls = []
 
-    def counted(table: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+
+@needs_compiler
+def test_an_override_is_seen_in_the_gradients_of_other_ops() -> None:
+    """The gradient of the coefficients of one gather is the other gather."""
+    kernels = select_kernels("cpu", {"gather_dot": "naive"}, device_type="cpu")
+    calls: list[tuple[int, ...]] = []
+
+    def counted(table: Tensor, *operands: Any) -> Tensor:
         calls.append(table.shape)
-        return naive_dot.dot_rows(table, *operands)
+        return naive_dot.gather_dot(table, *operands)
 
-    for overrides, expected in (({}, 0), ({"gather_sum": "torch"}, 1)):
-        kernels = select_kernels("torch", overrides)
-        gathers = differentiable_gathers(kernels.implementations, replace(kernels.pieces, dot_rows=counted))
-        pair = differentiable_pair(kernels.implementations, kernels.pieces, *gathers)
-        pair(
-            torch.ones(2, 4),
-            torch.ones(2, 6),
-            torch.zeros(1, 3, dtype=torch.int64),
-            torch.ones(1, 4),
-            torch.ones(1, 3, 1),
-        )
-        assert len(calls) == expected
+    counting = assemble(kernels.implementations, {**kernels.raw, "gather_dot": counted})
+    coef = torch.ones(1, 3, 1, requires_grad=True)
+    counting.gather_sum(torch.ones(2, 4), torch.zeros(1, 3, dtype=torch.int64), coef).sum().backward()
+    assert calls == [(2, 4)]
+
+
+FILES = {
+    "README.md",
+    "__init__.py",
+    "naive.py",
+    "torch_ops.py",
+    "cpu.py",
+    "cpu.cpp",
+    "triton_kernel.py",
+    "triton_launch.py",
+    "op.py",
+}
+OF_PAIRS = {"operands.py", "weighting.py"}
+
+
+@pytest.mark.parametrize("op", [*OPS, "list_topk"])
+def test_the_folder_of_an_op_looks_like_every_other(op: str) -> None:
+    found = {path.name for path in (REPOSITORY / "kernels" / op).iterdir() if path.is_file()}
+    optional = {"cpu.py", "cpu.cpp", "op.py" if op == "list_topk" else ""}
+    assert found >= FILES - optional
+    assert found - FILES <= (OF_PAIRS if op == "gather_pair" else set())
+    if op in OPS and op != "gather_pair":
+        functions = [implementation_of(op, name) for name in ("naive", "torch")]
+        # A custom op holds the function that it was made of.
+        twin, in_torch = (inspect.signature(getattr(function, "_init_fn", function)) for function in functions)
+        assert list(in_torch.parameters) == list(twin.parameters)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "kernels").glob("*/naive.py")), ids=lambda path: path.parent.name)
+def test_a_twin_shares_nothing_with_what_it_judges(path: Path) -> None:
+    """A twin may use another op's twin, and refuse arguments as the others do."""
+    imported = re.findall(r"^\s*(?:from|import) (kernels[\w.]*)", path.read_text(), re.MULTILINE)
+    assert [name for name in imported if not name.endswith(".naive") and name != "kernels.common.checks"] == []
 
 
 def test_what_cannot_run_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +128,11 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     script.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {counter};; esac\nexec {compiler()} "$@"\n')
     script.chmod(0o755)
     environment = {**os.environ, "CXX": str(script), "MEGAMEM_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", "from kernels.cpu.build import *; print(build(cache_folder(), compiler()))"]
+    command = [
+        sys.executable,
+        "-c",
+        "from kernels.common.cpp import *; print(build('gather_dot', cache_folder(), compiler()))",
+    ]
     processes = [
         subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
@@ -116,7 +142,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     assert Path(path).is_file()
     assert counter.read_text().count("x") == 1
     # Nothing but the library and the lock is left.
-    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {Path(path).name, "rows.lock"}
+    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {Path(path).name, "gather_dot.lock"}
 
 
 def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
@@ -124,16 +150,40 @@ def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho no such instruction >&2\nexit 1\n")
     script.chmod(0o755)
     with pytest.raises(KernelUnavailableError, match=r"do not compile here[^$]*no such instruction"):
-        build.build(tmp_path / "cache", str(script))
+        cpp.build("gather_dot", tmp_path / "cache", str(script))
 
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelUnavailableError, match="set MEGAMEM_CACHE_DIR"):
-        build.build(tmp_path / "file" / "cache", "c++")
+        cpp.build("gather_dot", tmp_path / "file" / "cache", "c++")
 
 
 def test_the_library_is_another_for_another_compiler_or_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {build._key("/usr/bin/g++"), build._key("/usr/bin/clang++")}
-    monkeypatch.setattr(build, "_instruction_set", lambda: "flags: none")
-    assert len({*keys, build._key("/usr/bin/g++")}) == 3
+    keys = {cpp._key("gather_dot", "/usr/bin/g++"), cpp._key("gather_dot", "/usr/bin/clang++")}
+    monkeypatch.setattr(cpp, "_instruction_set", lambda: "flags: none")
+    assert len({*keys, cpp._key("gather_dot", "/usr/bin/g++")}) == 3
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only here are there narrower vectors to compile for")
+def test_bits_do_not_depend_on_the_width_of_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's against the narrowest: whole vectors, parts of one, and tails."""
+    kernels, path = select_kernels("cpu", device_type="cpu"), compiler()
+    assert path is not None
+
+    def results() -> list[Tensor]:
+        g = torch.Generator().manual_seed(0)
+        found = []
+        for dtype, width in itertools.product((torch.float32, torch.bfloat16), (1, 3, 7, 8, 15, 24, 33, 65, 200, 545)):
+            table, x = torch.randn(12, width, generator=g).to(dtype).split((9, 3))
+            ids, coef = torch.randint(0, 9, (3, 7), generator=g), torch.randn(3, 7, 1, generator=g).to(dtype)
+            found += [kernels.gather_sum(table, ids, coef), kernels.gather_dot(table, ids, x)]
+        return found
+
+    of_this_machine = results()
+    narrow = {"-march=native": "-march=x86-64"}
+    monkeypatch.setattr(cpp, "_COMPILE", tuple(narrow.get(flag, flag) for flag in cpp._COMPILE))
+    libraries = {op: cpp._load(cpp.build(op, tmp_path, path)) for op in ("gather_sum", "gather_dot")}
+    monkeypatch.setattr(cpp, "library", libraries.__getitem__)
+    assert all(torch.equal(a, b) for a, b in zip(results(), of_this_machine, strict=True))

@@ -318,7 +318,7 @@ def check_tucker_retrieval(layer: TuckerLayer, bank: Bank, x: Tensor, recorded: 
     if bank.pre_values is not None:
         pre_input = layer.pre_input(x)
         assert pre_input is not None
-        products = bank.kernels.gather_dot(bank.pre_values, rows, pre_input)
+        products = bank.kernels.gather_dot(bank.pre_values, rows, pre_input).squeeze(2)
         assert relative_error(products, recorded["pre_score"]) <= tolerance
 
 

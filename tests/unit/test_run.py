@@ -13,7 +13,8 @@ import torch
 import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
-from megamem.config import MemoryConfig, ModelConfig, MoEConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
 from pretrain.checkpoint.folder import SavedState
@@ -114,7 +115,7 @@ def test_the_weights_of_a_mixtures_losses_may_change_and_the_mixture_may_not() -
 
 def test_every_key_says_whether_it_is_a_part_of_the_model() -> None:
     """A new one does so too, or stands in a section that does."""
-    moe = replace(CONFIG.model, moe=MoEConfig(), memory=MemoryConfig(kind="pkm", value_dim=128))
+    moe = replace(CONFIG.model, moe=MoEConfig(), memory=PkmConfig(value_dim=128))
     config = replace(CONFIG, model=moe)
     roles = {key: role_of(key, config) for key in all_keys(RunConfig) if key != "model"}
     assert [key for key, role in roles.items() if role is None] == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.implementations import KernelUnavailableError, unavailable
+from kernels.implementations import Implementation, KernelUnavailableError, unavailable
 from kernels.list_topk import naive as naive_list
-from kernels.list_topk import selection as list_selection
+from kernels.list_topk import torch_ops as list_selection
 from kernels.product_topk import naive as naive_product
-from kernels.product_topk.op import product_topk_torch, product_topk_triton
-from kernels.select import select_kernels
+from kernels.select import implementation_of, select_kernels
 from kernels.tucker_topk import naive as naive_tucker
-from kernels.tucker_topk.op import tucker_topk_torch, tucker_topk_triton
 from megamem.retrieval import product, tucker
 
 Selection = Callable[..., tuple[Tensor, Tensor]]
@@ -33,7 +32,7 @@ Selection = Callable[..., tuple[Tensor, Tensor]]
 needs_triton = pytest.mark.skipif(
     unavailable("triton", "cpu") is not None, reason=f"triton {unavailable('triton', 'cpu')}"
 )
-IMPLEMENTATIONS = ("torch", pytest.param("triton", marks=needs_triton))
+IMPLEMENTATIONS: tuple[Any, ...] = ("torch", pytest.param("triton", marks=needs_triton))
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,10 @@ CASES = (
 )
 
 
-def both(implementation: str) -> Iterator[tuple[Selection, Selection, Callable[[Case], tuple[object, ...]]]]:
+def both(implementation: Implementation) -> Iterator[tuple[Selection, Selection, Callable[[Case], tuple[object, ...]]]]:
     """Each selection with its twin and its arguments."""
-    kernels = {
-        "torch": (tucker_topk_torch, product_topk_torch),
-        "triton": (tucker_topk_triton, product_topk_triton),
-    }[implementation]
-    yield kernels[0], naive_tucker.tucker_topk, Case.tucker
-    yield kernels[1], naive_product.product_topk, Case.product
+    yield implementation_of("tucker_topk", implementation), naive_tucker.tucker_topk, Case.tucker
+    yield implementation_of("product_topk", implementation), naive_product.product_topk, Case.product
 
 
 def assert_same(actual: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]) -> None:
@@ -112,7 +107,7 @@ def assert_same(actual: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor])
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_selections_equal_their_twins(implementation: str, case: Case) -> None:
+def test_selections_equal_their_twins(implementation: Implementation, case: Case) -> None:
     for select, twin, arguments in both(implementation):
         assert_same(select(*arguments(case)), twin(*arguments(case)))
 
@@ -198,7 +193,7 @@ def test_the_twins_are_brute_force() -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_memory_is_read_before_it_is_written(implementation: str) -> None:
+def test_no_memory_is_read_before_it_is_written(implementation: Implementation) -> None:
     """Whatever is allocated holds the largest integer at first, which would come before every entry."""
     torch.use_deterministic_algorithms(True)
     try:
@@ -210,7 +205,7 @@ def test_no_memory_is_read_before_it_is_written(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_strides_do_not_matter(implementation: str) -> None:
+def test_strides_do_not_matter(implementation: Implementation) -> None:
     for select, twin, arguments in both(implementation):
         rows, columns, *others = arguments(CASES[0])
         assert isinstance(rows, Tensor)
@@ -219,14 +214,14 @@ def test_strides_do_not_matter(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_operators_are_what_tracing_is_told(implementation: str) -> None:
+def test_operators_are_what_tracing_is_told(implementation: Implementation) -> None:
     for select, _, arguments in both(implementation):
         for case in (CASES[0], CASES[-1]):
             torch.library.opcheck(select, arguments(case), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_retrieval_is_traced_whole(implementation: str) -> None:
+def test_retrieval_is_traced_whole(implementation: Implementation) -> None:
     """Forward and backward in one graph each, with the gradients of an untraced one."""
     rows, columns, core, u, v, row_top_k, top_k = CASES[0].tucker()
     selections = [select for select, _, _ in both(implementation)]
@@ -248,8 +243,8 @@ def test_retrieval_is_traced_whole(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["naive", *IMPLEMENTATIONS])
-def test_too_many_are_refused(implementation: str) -> None:
-    kernels = select_kernels(implementation, device_type="cpu")  # type: ignore[arg-type]
+def test_too_many_are_refused(implementation: Implementation) -> None:
+    kernels = select_kernels(implementation, device_type="cpu")
     for row_top_k, top_k in ((21, 4), (0, 1), (3, 10), (3, 0)):
         with pytest.raises(ValueError, match="keep at least 1 and at most all"):
             kernels.tucker_topk(*CASES[0].tucker()[:5], row_top_k, top_k)  # type: ignore[arg-type]
@@ -267,15 +262,15 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         with pytest.raises(ValueError, match=r"keep at most 1024 of at most 16384 entries, not 1025"):
             select(*arguments(many))
     with pytest.raises(ValueError, match="not 20 of 65536"):
-        tucker_topk_triton(*large.tucker())
+        implementation_of("tucker_topk", "triton")(*large.tucker())
 
 
 def test_the_config_selects_the_selection() -> None:
     kernels = select_kernels("naive", {"product_topk": "torch"}, device_type="cpu")
     assert kernels.tucker_topk is naive_tucker.tucker_topk
-    assert kernels.product_topk is product_topk_torch
+    assert kernels.product_topk is implementation_of("product_topk", "torch")
     automatic = select_kernels("auto", device_type="cpu")
-    assert automatic.tucker_topk is tucker_topk_torch
+    assert automatic.tucker_topk is implementation_of("tucker_topk", "torch")
     assert automatic.implementations["tucker_topk"] == "torch"
     with pytest.raises(KernelUnavailableError, match=r"tucker_topk: there is no C\+\+ implementation"):
         select_kernels("auto", {"tucker_topk": "cpu"}, device_type="cpu")

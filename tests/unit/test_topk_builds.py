@@ -21,8 +21,8 @@ OF_OTHER_TRITONS = {"3.6": (64 * 1024, 344), "3.8": (48 * 1024, 72)}
 # Of an SM.
 REGISTERS = 65_536
 KERNELS = {
-    "tucker_topk": {"_collect_lists", "_sort_lists", "_collect_grid", "_sort_slots"},
-    "product_topk": {"_collect_lists", "_sort_lists", "_collect_sums", "_sort_slots"},
+    "tucker_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_grid_kernel", "sort_slots_kernel"},
+    "product_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_sums_kernel", "sort_slots_kernel"},
 }
 
 

@@ -76,23 +76,22 @@ class Recorder:
 
 def launches(shape: Shape, num_tokens: int = 4096) -> Iterator[Launch]:
     """Every kernel that a retrieval launches, with its arguments."""
-    from kernels.list_topk import triton_kernel as lists
-    from kernels.product_topk import triton_kernel as product
-    from kernels.tucker_topk import triton_kernel as tucker
+    from kernels.list_topk import triton_launch as lists
+    from kernels.product_topk import triton_launch as product
+    from kernels.tucker_topk import triton_launch as tucker
 
     recorded: list[Launch] = []
     for module in (lists, tucker, product):
-        for name in ("_collect_lists", "_sort_lists", "_sort_slots", "_collect_grid", "_collect_sums"):
-            if name in vars(module):
-                kernel = getattr(module, name)
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel"):
                 setattr(module, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, recorded))
     scores = torch.empty(2, 2, num_tokens, shape.heads, shape.keys, device="meta")
     rows, columns = scores.permute(0, 2, 3, 4, 1).unbind(0)
     if shape.selection == "tucker_topk":
         core = torch.empty(shape.heads, 2, 2, device="meta")
-        tucker.tucker_topk(rows, columns, core, core[:, 0], core[:, 1], shape.row_top_k, shape.top_k)
+        tucker._tucker_topk(rows, columns, core, core[:, 0], core[:, 1], shape.row_top_k, shape.top_k)
     else:
-        product.product_topk(rows[..., 0], columns[..., 0], shape.row_top_k, shape.top_k)
+        product._product_topk(rows[..., 0], columns[..., 0], shape.row_top_k, shape.top_k)
     yield from recorded
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kernels.pieces import GatherPair
+    from kernels.gather_pair.op import GatherPair
     from kernels.select import Kernels
 
 _COPY_BYTES = 1 << 28
@@ -187,7 +187,7 @@ def _contenders(
     # Each call reads other rows; and a new tensor of ids, so that no order of an earlier call is kept.
     next_ids = itertools.cycle(id_sets.unbind()).__next__
     coef, one_coef, x = normal(tokens, reads, groups), normal(tokens, reads), normal(tokens, width)
-    grad_sum, grad_dot = normal(tokens, width), normal(tokens, reads)
+    grad_sum, grad_dot = normal(tokens, width), normal(tokens, reads, 1)
     source = torch.zeros(_COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
 
@@ -246,7 +246,7 @@ def _pair_contenders(
     """Pre-values and values read by the same rows: the pair, and the two gathers one after the other."""
     import torch
 
-    from kernels.gather_pair.op import separate_gathers
+    from kernels.gather_pair.weighting import weighted
 
     def both(pair: GatherPair) -> Callable[[], None]:
         x, scores = (operand.detach().clone().requires_grad_() for operand in operands)
@@ -262,7 +262,10 @@ def _pair_contenders(
     def forward(pair: GatherPair) -> Callable[[], Tensor]:
         return torch.no_grad()(lambda: pair(*tables, next_ids(), *operands))
 
-    in_turn = separate_gathers(kernels.gather_dot, kernels.gather_sum)
+    def in_turn(pre_values: Tensor, values: Tensor, ids: Tensor, x: Tensor, scores: Tensor) -> Tensor:
+        products = kernels.gather_dot(pre_values, ids, x).squeeze(2)
+        return kernels.gather_sum(values, ids, weighted(scores, products, "none"))
+
     return {
         "gather_pair": forward(kernels.gather_pair),
         "gather_dot, then gather_sum": forward(in_turn),

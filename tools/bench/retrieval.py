@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kernels.implementations import Op
     from kernels.select import Kernels
 
 SCORES = "key scores"
@@ -32,7 +31,7 @@ class Retrieval:
     rank: int
 
     @property
-    def selection(self) -> Op:
+    def selection(self) -> str:
         """The op that selects."""
         return "tucker_topk" if self.rank else "product_topk"
 
@@ -75,7 +74,7 @@ def contenders(
     """
     import torch
 
-    from kernels.retrieval import PRODUCT_TOPK, TUCKER_TOPK
+    from kernels.select import implementation_of
 
     generator = torch.Generator(device).manual_seed(0)
 
@@ -88,8 +87,8 @@ def contenders(
     core = torch.rand(case.heads, case.rank, case.rank, generator=generator, device=device)
     direction = torch.ones(case.heads, case.rank, device=device)
     arguments = (*((core, direction, direction) if case.rank else ()), case.row_top_k, case.top_k)
-    select: Callable[..., Any] = kernels.tucker_topk if case.rank else kernels.product_topk
-    in_torch: Callable[..., Any] = TUCKER_TOPK["torch"] if case.rank else PRODUCT_TOPK["torch"]
+    select: Callable[..., Any] = getattr(kernels, case.selection)
+    in_torch: Callable[..., Any] = implementation_of(case.selection, "torch")
     unordered = _unordered_tucker if case.rank else _unordered_product
 
     def products() -> Tensor:
@@ -140,7 +139,7 @@ def _unordered_tucker(
     """Tucker scores by `torch.topk` as it is."""
     import torch
 
-    from kernels.tucker_topk.naive import gather_keys
+    from kernels.tucker_topk.torch_ops import gather_keys
 
     row_ids = torch.einsum("thnr,hr->thn", rows, u).topk(row_top_k).indices
     column_ids = torch.einsum("thnr,hr->thn", columns, v).topk(row_top_k).indices

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from kernels.select import Kernels, differentiable_gathers, differentiable_pair
+from kernels.select import Kernels, assemble
 from megamem.bank import Bank
 from megamem.block import FfnWithMemory
 from megamem.layers.layer import MemoryLayer
@@ -201,23 +201,16 @@ class _Hooks:
 
     def _marked_kernels(self, kernels: Kernels) -> Kernels:
         """The same kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
-        mark, chosen = self._timeline, kernels.implementations
-        pieces = replace(kernels.pieces, accumulate=mark.part(TABLE_GRADIENT, kernels.pieces.accumulate))
-        gather_sum, gather_dot = differentiable_gathers(chosen, pieces)
-        gather_sum, gather_dot = (
-            mark.differentiable(GATHER_SUM, gather_sum),
-            mark.differentiable(GATHER_DOT, gather_dot),
-        )
-        gather_pair = differentiable_pair(chosen, pieces, gather_sum, gather_dot)
+        mark = self._timeline
+        accumulate = mark.part(TABLE_GRADIENT, kernels.segment_accumulate)
+        made = assemble(kernels.implementations, {**kernels.raw, "segment_accumulate": accumulate})
         return replace(
-            kernels,
-            gather_sum=gather_sum,
-            gather_dot=gather_dot,
-            # Two gathers one after the other have their marks.
-            gather_pair=mark.differentiable(GATHER_PAIR, gather_pair) if "gather_pair" in chosen else gather_pair,
-            tucker_topk=mark.part(SELECTION, kernels.tucker_topk),
-            product_topk=mark.part(SELECTION, kernels.product_topk),
-            pieces=pieces,
+            made,
+            gather_sum=mark.differentiable(GATHER_SUM, made.gather_sum),
+            gather_dot=mark.differentiable(GATHER_DOT, made.gather_dot),
+            gather_pair=mark.differentiable(GATHER_PAIR, made.gather_pair),
+            tucker_topk=mark.part(SELECTION, made.tucker_topk),
+            product_topk=mark.part(SELECTION, made.product_topk),
         )
 
     def _phase(self, owner: Any, name: str, phase: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pretrain.config.loader import from_dict, load_config, parse_config, to_dict, to_yaml
 from pretrain.config.schema import DatasetEntry, RunConfig
+from pretrain.errors import ConfigError
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -142,6 +143,24 @@ def test_stored_configurations_come_back_equal(tmp_path: Path) -> None:
     assert from_dict(to_dict(config)) == config
     assert parse_config(to_dict(config), RunConfig) == config
     assert load_config(write(tmp_path, "b.yaml", to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("chosen", ["null", "torch"])
+def test_a_section_of_a_former_version_is_refused_in_a_file_where_it_says_something(
+    tmp_path: Path, chosen: str
+) -> None:
+    stored = to_dict(RunConfig())
+    stored["train"]["kernel_overrides"] = {"gather_sum": None if chosen == "null" else chosen, "tucker_topk": None}
+    assert from_dict(stored) == RunConfig(), "a checkpoint that was written with it is read"
+    text = f"train: {{num_steps: 7, kernel_overrides: {{gather_sum: {chosen}, tucker_topk: null}}}}\n"
+    file = write(tmp_path, "config.yaml", text)
+    if chosen == "null":
+        assert load_config(file).train.num_steps == 7
+    else:
+        with pytest.raises(
+            ConfigError, match=r"train\.kernel_overrides is no longer read: remove it: train\.kernels chooses"
+        ):
+            load_config(file)
 
 
 def test_a_stored_configuration_may_hold_options_without_effect() -> None:

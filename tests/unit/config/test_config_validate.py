@@ -272,10 +272,9 @@ def test_kernels_that_cannot_run_here_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     memory = {"model.memory": {}}
-    for key in ("train.kernels", "train.kernel_overrides.gather_sum", "train.kernel_overrides.segment_accumulate"):
-        message = refusal({**memory, key: "triton"}, 1)
-        assert message.startswith(f"{key} is triton, which needs")
-        assert "use auto" in message
+    message = refusal({**memory, "train.kernels": "triton"}, 1)
+    assert message.startswith("train.kernels is triton, which needs")
+    assert "use auto" in message
     # Nothing is known of the machine that a configuration is only looked at for.
     validate(run({**memory, "train.kernels": "triton"}), None)
     monkeypatch.setattr("kernels.implementations.shutil.which", lambda name: None)
@@ -287,59 +286,3 @@ def test_kernels_that_cannot_run_here_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_kernels_are_not_refused_for_gpus_that_torch_may_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     validate(run({"model.memory": {}, "train.kernels": "cpu"}), 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"model.memory": {"kind": "memory_plus"}}, "train.kernel_overrides.gather_pair"),
-        ({"model.memory": {"pre_value_dim": 0}}, "train.kernel_overrides.gather_pair"),
-        ({"model.memory": {}, "parallel.memory": 2}, "train.kernel_overrides.gather_pair"),
-        ({"model.memory": {}, "train.kernel_overrides.gather_sum": "torch"}, "train.kernel_overrides.gather_sum"),
-        ({"model.memory": {}, "train.kernel_overrides.gather_dot": "torch"}, "train.kernel_overrides.gather_dot"),
-        (
-            {"model.memory": {}, "train.kernel_overrides.segment_accumulate": "torch"},
-            "train.kernel_overrides.segment_accumulate",
-        ),
-    ],
-)
-def test_a_pair_that_is_set_is_read_and_nothing_in_its_place(settings: Mapping[str, Any], key: str) -> None:
-    """It needs pre-values and whole tables; and while it reads them, the gathers do not."""
-    with pytest.raises(ConfigError, match=f"{key} has no effect unless"):
-        run({**settings, "train.kernel_overrides.gather_pair": "naive"})
-
-
-@pytest.mark.parametrize("memory", [{"kind": "ultramem_v2"}, {"kind": "peer", "value_dim": 128}])
-def test_a_pair_can_be_set_where_it_reads(memory: Mapping[str, Any]) -> None:
-    run(
-        {
-            "model.memory": memory,
-            "train.kernel_overrides.gather_pair": "torch",
-            "train.kernel_overrides.segment_accumulate": "naive",
-        }
-    )
-    # Without it the gathers are read.
-    run(
-        {
-            "model.memory": memory,
-            "train.kernel_overrides.gather_sum": "torch",
-            "train.kernel_overrides.gather_dot": "naive",
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"train.kernels": "naive", "train.kernel_overrides.gather_dot": "torch"}, "train.kernel_overrides.gather_dot"),
-        (
-            {"train.kernels": "naive", "train.kernel_overrides.segment_accumulate": "torch"},
-            "train.kernel_overrides.segment_accumulate",
-        ),
-    ],
-)
-def test_overrides_of_what_a_naive_gather_does_itself_have_no_effect(settings: Mapping[str, Any], key: str) -> None:
-    without_pre_values = {"model.memory": {"kind": "memory_plus"}}
-    with pytest.raises(ConfigError, match=f"{key} has no effect unless"):
-        run({**without_pre_values, **settings})
-    run({"model.memory": {"kind": "ultramem_v2"}, **settings, "train.kernels": "torch"})

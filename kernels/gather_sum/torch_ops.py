@@ -1,4 +1,4 @@
-"""The forward pass of `gather_sum` in PyTorch, not differentiable: also the vector gradient of `gather_dot`.
+"""`gather_sum` in PyTorch: bags of `embedding_bag`.
 
 Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns (C divides W), B blocks of entries.
 """
@@ -9,24 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.blocks import sort_by_block
+from kernels.common.blocks import sort_by_block
 
 
-def grouped_gather_sum(
-    table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None = None, num_blocks: int = 1
-) -> Tensor:
-    """out[t, b, group c] = sum_{j: block[t, j] = b} coef[t, j, c] table[ids[t, j], group c], without a [T, J, W] temporary.
-
-    Args:
-        table: [R, W], contiguous.
-        ids: [T, J], int64.
-        coef: [T, J, C].
-        block: [T, J], int64 in [0, B), or None.
-        num_blocks: B.
-
-    Returns:
-        [T, B W].
-    """
+def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None = None, num_blocks: int = 1) -> Tensor:
+    """The function of `kernels.gather_sum.naive.gather_sum`, without gradients."""
     num_tokens, num_rows_read, num_groups = coef.shape
     starts = None
     if block is not None:

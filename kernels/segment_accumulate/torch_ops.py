@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.blocks import vectors_of_entries
-from kernels.chunks import token_chunks
+from kernels.common.blocks import vectors_of_entries
+from kernels.common.chunks import token_chunks
 
 
 def segment_accumulate(
     accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, block: Tensor | None = None
 ) -> None:
-    """See `kernels.pieces.Accumulate`."""
+    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, with its bits on the CPU."""
     num_tokens, num_rows_read, num_groups = coef.shape
     width = accumulator.shape[1]
     for chunk in token_chunks(num_tokens, num_rows_read * width):

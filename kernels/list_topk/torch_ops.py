@@ -1,4 +1,4 @@
-"""`list_topk` in PyTorch on CPU: its selection among groups, then inside the best of them; by distinct keys where scores are equal.
+"""`list_topk` in PyTorch. On CPU its selection among groups, then inside the best of them; by distinct keys where scores are equal.
 
 Legend: L lists, N entries of a list, K kept, S entries of a group.
 """
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.list_topk import naive
+from kernels.common.checks import check_top_k
 
 _LARGEST = 2**31 - 1
 
@@ -20,10 +20,12 @@ def list_topk(scores: Tensor, top_k: int) -> Tensor:
 
     `topk` leaves the order of equal scores undefined. So one entry more than asked for is selected: if all K + 1 scores differ, the
     selection is unique. Lists with equal ones, which products in bf16 nearly always make, are selected again by keys that all differ.
-    Whether there are such lists decides what runs, so this is not for devices.
+    Whether there are such lists decides what runs, so devices, which would have to be waited for, sort.
     """
     num_entries = scores.shape[-1]
-    naive.check_top_k(top_k, num_entries)
+    check_top_k(top_k, num_entries)
+    if scores.device.type != "cpu":
+        return _first_of_sorted(scores, top_k)
     values, ids = _unordered_best(scores, min(top_k + 1, num_entries))
     # NaN, the first if it is there, is equal to NaN in our order, but not here.
     tied = (values[..., 1:] == values[..., :-1]).any(-1) | values[..., 0].isnan()
@@ -39,8 +41,12 @@ def _best_of_tied(scores: Tensor, top_k: int) -> Tensor:
     """The function of `list_topk`, whatever the scores [L, N]."""
     if scores.dtype == torch.float64:
         # No room for the position beside the score.
-        return naive.list_topk(scores, top_k)
+        return _first_of_sorted(scores, top_k)
     return _unordered_best(_distinct_keys(scores), top_k)[1]
+
+
+def _first_of_sorted(scores: Tensor, top_k: int) -> Tensor:
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
 
 
 def _distinct_keys(scores: Tensor) -> Tensor:

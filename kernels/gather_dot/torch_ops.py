@@ -1,6 +1,6 @@
-"""The forward pass of `gather_dot` in PyTorch, not differentiable: also the coefficient gradient of `gather_sum`.
+"""`gather_dot` in PyTorch: batched products, in chunks of tokens whose rows stay in cache.
 
-Legend: R table rows, T tokens, J rows read per token, C column groups, W columns (C divides W), B blocks of entries.
+Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns (C divides W), B blocks of entries.
 """
 
 from __future__ import annotations
@@ -8,23 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.blocks import vectors_of_entries
-from kernels.chunks import token_chunks
+from kernels.common.blocks import vectors_of_entries
+from kernels.common.chunks import token_chunks
 
 
-def grouped_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None = None) -> Tensor:
-    """out[t, j, c] = <table[ids[t, j], group c], x[t, block[t, j], group c]>, without a [T, J, W] temporary.
-
-    Args:
-        table: [R, W].
-        ids: [T, J], int64.
-        x: [T, B W].
-        num_groups: C, which divides W.
-        block: [T, J], int64 in [0, B), or None if B is 1.
-
-    Returns:
-        [T, J, C].
-    """
+def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, block: Tensor | None = None) -> Tensor:
+    """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
     num_tokens, num_rows_read = ids.shape
     per_group = (num_groups, table.shape[1] // num_groups)
     out = x.new_empty(num_tokens, num_rows_read, num_groups)

@@ -1,0 +1,177 @@
+"""The ops' kernels in C++: compiles an op's `cpu.cpp` once per machine, loads it, and calls its functions with tensors.
+
+A library lies in a cache folder under a name that is a hash of the source, the flags, the compiler and the machine's instruction set, so
+that machines which share a home do not load each other's. Nothing of PyTorch is compiled in, so its version does not enter. Processes
+that start together take turns: the first compiles, the others find the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.common.checks import check_contiguous
+from kernels.implementations import KernelUnavailableError, compiler
+
+_OPS = Path(__file__).parents[1]
+_HEADER = Path(__file__).with_name("rows.h")
+# Row and operand types that are compiled; the numbers are those of `dispatch` in rows.h.
+_TYPES = {
+    (torch.float32, torch.float32): 0,
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.float32, torch.bfloat16): 2,
+    (torch.bfloat16, torch.float32): 3,
+    (torch.float64, torch.float64): 4,
+}
+_MAX_ENTRIES = 2**31
+# Without fused multiply-adds the bits are the same on every machine; the loops wait for memory anyway.
+_COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
+# Linked without -fopenmp: the OpenMP calls find the library that torch has loaded, and share its threads instead of starting a second pool.
+_LINK = ("-shared",)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels lie: `$MEGAMEM_CACHE_DIR`, or `megamem` in the user's cache folder."""
+    if configured := os.environ.get("MEGAMEM_CACHE_DIR"):
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megamem"
+
+
+def source(op: str) -> Path:
+    """The C++ of an op, which may not exist: a pair is made of the gathers, and selections are PyTorch's."""
+    return _OPS / op / "cpu.cpp"
+
+
+@functools.cache
+def library(op: str) -> ctypes.CDLL:
+    """The compiled kernels of an op.
+
+    Raises:
+        KernelUnavailableError: there is no compiler, it fails, or the result does not load.
+    """
+    path = compiler()
+    if path is None:
+        raise KernelUnavailableError(
+            "the memory kernels in C++ need a compiler, and there is none: install g++, set CXX, or use torch"
+        )
+    return _load(build(op, cache_folder(), path))
+
+
+def call(op: str, function: str, *arguments: Tensor | int | None) -> None:
+    """Runs `megamem_<function>` of an op's `cpu.cpp`: a tensor is passed as the address of its first element, None as a null pointer,
+    a number in 64 bits, and after all of them the number of threads."""
+    converted: list[ctypes.c_void_p | ctypes.c_int64] = [
+        ctypes.c_int64(argument)
+        if isinstance(argument, int)
+        else ctypes.c_void_p(None if argument is None else argument.data_ptr())
+        for argument in (*arguments, torch.get_num_threads())
+    ]
+    getattr(library(op), f"megamem_{function}")(*converted)
+
+
+def types_of(rows: Tensor, operand: Tensor) -> tuple[int, Tensor]:
+    """The number of the types, and the operand, contiguous, converted where its type has no number."""
+    if (rows.dtype, operand.dtype) not in _TYPES:
+        operand = operand.to(rows.dtype)
+    if (rows.dtype, operand.dtype) not in _TYPES:
+        raise ValueError(
+            f"the memory kernels in C++ know fp32, bf16 and fp64 tables, and this one is {rows.dtype}: use torch"
+        )
+    return _TYPES[rows.dtype, operand.dtype], operand.contiguous()
+
+
+def check_rows(rows: Tensor, ids: Tensor) -> None:
+    """Refuses tables and ids that the C++ cannot read.
+
+    Raises:
+        ValueError: they are on a device, strided or too many.
+    """
+    if rows.device.type != "cpu":
+        raise ValueError(
+            f"the memory kernels in C++ take tensors on the CPU, and the table is on {rows.device}: use triton or torch"
+        )
+    check_contiguous(rows)
+    if ids.numel() >= _MAX_ENTRIES:
+        raise ValueError(
+            f"{ids.numel()} rows are read at once, and the memory kernels in C++ count to 2^31: use smaller microbatches"
+        )
+
+
+def build(op: str, folder: Path, compiler_path: str) -> Path:
+    """An op's library in `folder`, compiled if it is not there yet; any number of processes may ask at once.
+
+    Raises:
+        KernelUnavailableError: the compiler fails, or the folder cannot be written.
+    """
+    target = folder / f"{op}-{_key(op, compiler_path)}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{op}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+            # Released when this process ends, however it ends.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                built = Path(scratch) / "library.so"
+                _compile(compiler_path, source(op), built)
+                os.replace(built, target)
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"cannot write the compiled memory kernels into {folder} ({error}): set MEGAMEM_CACHE_DIR to a folder of yours"
+        ) from error
+    return target
+
+
+def _key(op: str, compiler_path: str) -> str:
+    facts = (
+        *(path.read_text(encoding="utf-8") for path in (source(op), _HEADER)),
+        *_COMPILE,
+        *_LINK,
+        compiler_path,
+        platform.machine(),
+        _instruction_set(),
+    )
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+
+
+def _instruction_set() -> str:
+    """What `-march=native` looks at."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+
+
+def _compile(compiler_path: str, path: Path, target: Path) -> None:
+    unlinked = target.with_suffix(".o")
+    _run([compiler_path, *_COMPILE, str(path), "-o", str(unlinked)])
+    _run([compiler_path, *_LINK, str(unlinked), "-o", str(target)])
+
+
+def _run(command: Sequence[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise KernelUnavailableError(
+            f"the memory kernels in C++ do not compile here (set CXX to another compiler, or use the implementation torch): "
+            f"{' '.join(command)}\n{finished.stderr[-2000:]}"
+        )
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        # Now and not lazily: an OpenMP call that nothing provides would otherwise end the process at its first use.
+        return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"{path} does not load ({error}): use the implementation torch, or remove the file to compile it again"
+        ) from error

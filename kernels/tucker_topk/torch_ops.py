@@ -1,0 +1,64 @@
+"""`tucker_topk` in PyTorch, in chunks of tokens whose candidates stay in cache; as a custom op, which hides from tracing what depends on the data.
+
+Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kernels.common.chunks import token_chunks
+from kernels.list_topk.torch_ops import list_topk
+from kernels.tucker_topk.op import empty_result
+
+
+@torch.library.custom_op("megamem::torch_tucker_topk", mutates_args=())
+def tucker_topk(
+    row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The function of `kernels.tucker_topk.naive.tucker_topk`, without its [T, H, M, M] temporary."""
+    num_tokens, num_heads = row_scores.shape[:2]
+    row_ids = list_topk(key_ranks(row_scores, u), row_top_k)
+    column_ids = list_topk(key_ranks(column_scores, v), row_top_k)
+    rows, columns = gather_keys(row_scores, row_ids), gather_keys(column_scores, column_ids)
+    best = torch.empty(num_tokens, num_heads, top_k, dtype=torch.int64, device=rows.device)
+    for chunk in token_chunks(num_tokens, num_heads * row_top_k**2):
+        best[chunk] = list_topk(grid_scores(rows[chunk], core_sum, columns[chunk]).flatten(2), top_k)
+    slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
+    return torch.stack((row_ids, column_ids)), slots
+
+
+tucker_topk.register_fake(empty_result)
+
+
+def key_ranks(scores: Tensor, direction: Tensor) -> Tensor:
+    """What stage 1 ranks keys by: scores [T, H, N, R] times direction [H, R], [T, H, N].
+
+    Products and sums are rounded one by one, in the order of r, here as in every kernel: equal bits select equal keys.
+    """
+    return _sum_in_order(scores[..., r] * direction[:, r, None] for r in range(scores.shape[3]))
+
+
+def grid_scores(rows: Tensor, core_sum: Tensor, columns: Tensor) -> Tensor:
+    """Scores of all pairs of the candidates rows [T, H, M, R] and columns [T, H, M, R], [T, H, M, M]; rounded as `key_ranks`."""
+    rank = core_sum.shape[1]
+    # One contiguous tensor per r: with r innermost, no loop over candidates would be vectorised.
+    row, column = rows.movedim(3, 0).contiguous(), columns.movedim(3, 0).contiguous()
+    mixed = [_sum_in_order(row[r] * core_sum[:, r, s, None] for r in range(rank)) for s in range(rank)]
+    return _sum_in_order(mixed[s].unsqueeze(3) * column[s].unsqueeze(2) for s in range(rank))
+
+
+def gather_keys(scores: Tensor, ids: Tensor) -> Tensor:
+    """scores[t, h, ids[t, h, k], r]: [T, H, N, R] and [T, H, K] to [T, H, K, R]."""
+    return scores.gather(2, ids.unsqueeze(3).expand(-1, -1, -1, scores.shape[3]))
+
+
+def _sum_in_order(terms: Iterable[Tensor]) -> Tensor:
+    iterator = iter(terms)
+    total = next(iterator)
+    for term in iterator:
+        total += term
+    return total
