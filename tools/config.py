@@ -294,7 +294,7 @@ def _initialisation_section(
         if layer.calibration is not None:
             figures.insert(0, f"score gain {layer.calibration.gain:.4g}, sigma_s {layer.calibration.sigma_s:.3g}")
         if layer.predicted_std is not None:
-            figures.append(f"predicted by Eq. 22 {layer.predicted_std:.4g}")
+            figures.append(f"predicted {layer.predicted_std:.4g}")
         if layer.ffn_std is not None:
             figures.append(f"of its feed-forward measured {layer.ffn_std:.4g}")
         lines.append(f"memory of block {layer.block}: {', '.join(figures)}")

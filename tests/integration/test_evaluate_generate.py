@@ -112,9 +112,8 @@ def test_temperature_0_takes_the_likeliest(megamem: Megamem, trained: Path) -> N
         with session(config) as groups, torch.no_grad():
             (model,) = restore_model(config, saved.path, tokenizer, groups)
             for _ in range(30):
-                logits = model(torch.tensor([ids[max(0, len(ids) - length) :]]), None, None)[0, -1].tolist()[
-                    :vocab_size
-                ]
+                seen = torch.tensor([ids[max(0, len(ids) - length) :]])
+                logits = model(seen, torch.arange(seen.shape[1]).unsqueeze(0))[0, -1].tolist()[:vocab_size]
                 likeliest = logits.index(max(logits))
                 if likeliest == end:
                     break

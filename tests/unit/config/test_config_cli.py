@@ -52,7 +52,7 @@ def test_show_says_how_large_initial_outputs_are(config_file: Path, capsys: pyte
     assert "# initialisation (paper):" in shown
     assert "feed-forward: output std 0.1265 by the paper's Eq. 25, 0.07007 of the SwiGLU" in shown
     assert re.search(
-        r"block 3: score gain 0\.\d+, sigma_s 0\.\d+, sigma_V 0\.\d+, output std measured 0\.1\d+, predicted by Eq\. 22 0\.1\d+, "
+        r"block 3: score gain 0\.\d+, sigma_s 0\.\d+, sigma_V 0\.\d+, output std measured 0\.1\d+, predicted 0\.1\d+, "
         r"of its feed-forward measured 0\.07\d+",
         shown,
     )
