@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
     folders.complete(
         folder,
         state.step,
-        run=state.to_dict(),
+        run=asdict(state),
         # Random numbers of a step follow from these two; see `pretrain.loop.seed_step`.
         rng={"seed": config.seed, "step": state.step},
         config=to_dict(config),
@@ -69,7 +70,7 @@ def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
     folders.remove_superseded(folder, state.step, keep_last=rules.keep_last, keep_every_steps=rules.keep_every_steps)
 
 
-def _or_error(action: Any, path: Path) -> None:
+def _or_error(action: Callable[[], object], path: Path) -> None:
     try:
         action()
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ STATE = RunState(step=6, consumed_samples=100, consumed_tokens=3200, num_updates
 
 
 def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
-    return SavedState(Path("somewhere/step_00000006"), state.to_dict(), {}, to_dict(config), {}, {})
+    return SavedState(Path("somewhere/step_00000006"), asdict(state), {}, to_dict(config), {}, {})
 
 
 # What may change
@@ -291,7 +291,7 @@ def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
             "complete",
             (tmp_path, 6),
             {
-                "run": STATE.to_dict(),
+                "run": asdict(STATE),
                 "rng": {"seed": 3, "step": 6},
                 "config": to_dict(config),
                 "versions": {"torch": "2"},
