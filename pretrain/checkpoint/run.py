@@ -49,7 +49,7 @@ def save_run(
     if main:
         _or_error(lambda: folders.start_writing(folder, state.step), path)
     dist.barrier()
-    save_tensors(_entries(chunks, optimizer, is_loading=False), path)
+    save_tensors(_entries(chunks, optimizer), path)
     if main:
         _or_error(lambda: _finish(config, state, folder), path)
     dist.barrier()
@@ -88,7 +88,7 @@ def restore_run(
         CheckpointError: the checkpoint cannot be read, or is of another model.
     """
     state = RunState(**saved.run)
-    loaded = load_tensors(_entries(chunks, optimizer, is_loading=True), saved.path)
+    loaded = load_tensors(_entries(chunks, optimizer), saved.path)
     _load_chunks([unwrap(chunk) for chunk in chunks], loaded)
     optimizer.set_num_updates(state.num_updates)
     return state
@@ -115,8 +115,6 @@ def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:
     return {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
 
 
-def _entries(
-    chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, *, is_loading: bool
-) -> dict[str, Any]:
+def _entries(chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> dict[str, Any]:
     model = _model_entries([unwrap(chunk) for chunk in chunks])
-    return {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading)}
+    return {**model, "optimizer": optimizer.sharded_state_dict(model)}
