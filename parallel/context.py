@@ -1,15 +1,17 @@
 """Context parallelism: sequences cut over ranks, and attention across the cuts.
 
-A sequence is cut into 2 C chunks, of which rank r holds chunks r and 2 C - 1 - r, one after the other. That is Megatron's order: causal attention
-has little to look back at near the start and much near the end, and so every rank has the same work. Megatron cuts its rotary
-embedding alike, and sums gradients over data and context parallelism together.
+A sequence is cut into 2 C chunks, of which rank r holds chunks r and 2 C - 1 - r, one after the other. That is
+Megatron's order: causal attention has little to look back at near the start and much near the end, and so every rank
+has the same work. Megatron cuts its rotary embedding alike, and sums gradients over data and context parallelism
+together.
 
-For attention every rank gathers the keys and values of the whole sequence, and lets its two chunks of queries attend to what they may.
-Backward sends each gradient to the rank of its token, where the contributions are added in the order of the ranks, in at least fp32: the
-bytes of a reduce-scatter, with rounding that depends on no algorithm of the communication library.
+For attention every rank gathers the keys and values of the whole sequence, and lets its two chunks of queries attend to
+what they may. Backward sends each gradient to the rank of its token, where the contributions are added in the order of
+the ranks, in at least fp32: the bytes of a reduce-scatter, with rounding that depends on no algorithm of the
+communication library.
 
-Legend: C ranks of the group, s tokens of a sequence, c = s / 2C tokens of a chunk, t = 2 c tokens of a rank, b sequences, n query heads and
-g key/value heads of this tensor-parallel rank, d head dimension.
+Legend: C ranks of the group, s tokens of a sequence, c = s / 2C tokens of a chunk, t = 2 c tokens of a rank, b
+sequences, n query heads and g key/value heads of this tensor-parallel rank, d head dimension.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ContextParallelAttention(SdpaCoreAttention):
     """Causal attention over sequences that are cut over the ranks of a context-parallel group.
 
-    Per chunk of queries this is one call of PyTorch's attention, with the keys up to the end of the chunk and a causal mask that is aligned to
-    their last. The alternative, full attention to what comes before and causal attention within the chunk, has to merge two softmaxes by their
-    normalisers, which PyTorch's public function does not return.
+    Per chunk of queries this is one call of PyTorch's attention, with the keys up to the end of the chunk and a causal
+    mask that is aligned to their last. The alternative, full attention to what comes before and causal attention within
+    the chunk, has to merge two softmaxes by their normalisers, which PyTorch's public function does not return.
     """
 
     def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection, **megatron: Any) -> None:

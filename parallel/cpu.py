@@ -1,8 +1,9 @@
 """A stand-in for CUDA, so that Megatron-core runs on machines without a GPU.
 
-Megatron-core 0.16.1 asks for CUDA devices, streams and random states by name. `cuda_on_cpu()` answers those calls with the CPU, through
-the list of redirections below and one `TorchFunctionMode`; the parallel state, schedules, DDP, optimizer and checkpoints that then run
-are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is undone on exit. Nothing else in the project patches anything.
+Megatron-core 0.16.1 asks for CUDA devices, streams and random states by name. `cuda_on_cpu()` answers those calls with
+the CPU, through the list of redirections below and one `TorchFunctionMode`; the parallel state, schedules, DDP,
+optimizer and checkpoints that then run are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is
+undone on exit. Nothing else in the project patches anything.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ class _CudaNamesToCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.tensor and kwargs.get("pin_memory"):
-            # Pinned for a copy to the device that rotary embeddings make under context parallelism: there is none to copy to.
+            # Pinned for a copy to the device that rotary embeddings make under context parallelism: there is none to
+            # copy to.
             kwargs = {**kwargs, "pin_memory": False}
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -1,12 +1,12 @@
 """What the ranks of a memory group send each other in one lookup: five collectives forward, four backward.
 
-Every rank owns T tokens and W / G columns of a table. A lookup brings what belongs to the tokens to the ranks that own the columns, and back.
-No shape depends on data, and nothing waits for a device. Wherever contributions of several ranks meet, they are sent as they are and summed at
-their receiver in the order of the ranks, in at least fp32: the bytes of a reduce-scatter, with rounding that depends on no algorithm of the
-communication library.
+Every rank owns T tokens and W / G columns of a table. A lookup brings what belongs to the tokens to the ranks that own
+the columns, and back. No shape depends on data, and nothing waits for a device. Wherever contributions of several ranks
+meet, they are sent as they are and summed at their receiver in the order of the ranks, in at least fp32: the bytes of a
+reduce-scatter, with rounding that depends on no algorithm of the communication library.
 
-Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C coefficient groups, n pieces of columns
-on a rank, B blocks of columns, W columns on all ranks, w = W / G on one.
+Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C coefficient
+groups, n pieces of columns on a rank, B blocks of columns, W columns on all ranks, w = W / G on one.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ def sum_parts(x: Tensor, exchange: Exchange) -> Tensor:
 def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
     """Hand each rank the coefficients of its own columns, and no others: from [T, J, C] to [S, J, n].
 
-    Coefficient group c weights the c-th of C equal parts of the columns, and rank r owns the r-th of G. Cut into lcm(C, G) equal pieces, every
-    piece belongs to one group and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G) coefficients per row, those of pieces r n to
-    r n + n - 1. So a rank inside of one group gets one, and a rank whose columns straddle groups gets one for each piece.
+    Coefficient group c weights the c-th of C equal parts of the columns, and rank r owns the r-th of G. Cut into lcm(C,
+    G) equal pieces, every piece belongs to one group and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G)
+    coefficients per row, those of pieces r n to r n + n - 1. So a rank inside of one group gets one, and a rank whose
+    columns straddle groups gets one for each piece.
     """
     out: Tensor = _SpreadCoefficients.apply(coef, exchange)
     return out

@@ -1,8 +1,8 @@
 """Starting torch.distributed and Megatron's parallel state: the one place that reads `parallel_state`.
 
-Ranks are laid out as Megatron does by default, tensor fastest, then context, data and pipeline. The memory group of G ranks is
-Megatron's expert-parallel group: G consecutive ranks of one pipeline stage, whatever mix of tensor, context and data parallelism they
-are; parameters with `allreduce = False` are reduced over its replicas.
+Ranks are laid out as Megatron does by default, tensor fastest, then context, data and pipeline. The memory group of G
+ranks is Megatron's expert-parallel group: G consecutive ranks of one pipeline stage, whatever mix of tensor, context
+and data parallelism they are; parameters with `allreduce = False` are reduced over its replicas.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def parallel_context(
             device_id=device if on_gpu else None,
         )
         yield initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
-        # Not after an error: the other ranks may be anywhere, and leaving would wait for them. A rank that left early would cut off
-        # those that are still in their last collective.
+        # Not after an error: the other ranks may be anywhere, and leaving would wait for them. A rank that left early
+        # would cut off those that are still in their last collective.
         dist.barrier()
         dist.destroy_process_group()
 

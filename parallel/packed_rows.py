@@ -1,8 +1,9 @@
 """Row ids as the memory group exchanges them: as many half bytes per id as the bank's size needs.
 
-An id of a bank of R rows, with the virtual block of its entry (B of them), is a number below R B. The papers' banks need 2.5 to 3.5 bytes. (The
-positions of a product grid, two bytes per value and the lists of the M best rows and columns, would take 2 + 4 M / K: more wherever K does not
-exceed the 128 rows that the first selection stage keeps, and as the ids' owner alone knows the layer's shuffle, every rank would redo it.)
+An id of a bank of R rows, with the virtual block of its entry (B of them), is a number below R B. The papers' banks
+need 2.5 to 3.5 bytes. (The positions of a product grid, two bytes per value and the lists of the M best rows and
+columns, would take 2 + 4 M / K: more wherever K does not exceed the 128 rows that the first selection stage keeps, and
+as the ids' owner alone knows the layer's shuffle, every rank would redo it.)
 
 Legend: N ids of one rank, b whole bytes per id, g ranks.
 """

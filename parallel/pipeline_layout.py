@@ -1,8 +1,9 @@
 """Which blocks, and which of embedding and loss, every model chunk holds: equal parts of the depth, or as a text says.
 
-A layout is written as Megatron writes it, one part per chunk in the order of the depth, divided by `|`: `E` is the embedding, `t` a block, `L` the
-final norm, output projection and loss; `x*3` repeats a character and `(..)*3` a group. So `Et|(t*3|)*2tL` gives 1, 3, 3 and 1 blocks to four
-chunks. On P stages, stage p holds the chunks p, P + p, 2P + p, ... Blocks count from 0.
+A layout is written as Megatron writes it, one part per chunk in the order of the depth, divided by `|`: `E` is the
+embedding, `t` a block, `L` the final norm, output projection and loss; `x*3` repeats a character and `(..)*3` a group.
+So `Et|(t*3|)*2tL` gives 1, 3, 3 and 1 blocks to four chunks. On P stages, stage p holds the chunks p, P + p, 2P + p,
+... Blocks count from 0.
 """
 
 from __future__ import annotations
@@ -122,14 +123,16 @@ def nearest_layouts(
 ) -> tuple[tuple[ModelChunk, ...], ...]:
     """As many chunks that split no unit, with their edges moved as little as can be: at most `limit` ways, the nearest first.
 
-    The edges are chosen one after the other: the best ways to place the first i of them, by where the i-th is, lead to those for the next.
+    The edges are chosen one after the other: the best ways to place the first i of them, by where the i-th is, lead to
+    those for the next.
     """
     allowed = [edge for edge in range(num_layers + 1) if not crossed_units(units, [edge])]
     ways: dict[int, list[tuple[int, tuple[int, ...]]]] = {0: [(0, ())]}
     for index, wanted in enumerate(_edges(chunks)):
         following = {}
         for edge in allowed:
-            # Only the first chunk may be without a block here, as it has the embedding; the last one may, as it has the loss.
+            # Only the first chunk may be without a block here, as it has the embedding; the last one may, as it has the
+            # loss.
             before = [
                 way for last, found in ways.items() if last < edge or (index == 0 and last == edge) for way in found
             ]

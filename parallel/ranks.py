@@ -1,7 +1,7 @@
 """Which rank is this process? Read from the environment that torchrun, Slurm's srun or our own launcher left behind.
 
-A command that may be started by any of the three asks `current_ranks()` once, before it touches a process group: None means that nobody
-started ranks yet and the command starts its own (`parallel.launch`).
+A command that may be started by any of the three asks `current_ranks()` once, before it touches a process group: None
+means that nobody started ranks yet and the command starts its own (`parallel.launch`).
 """
 
 from __future__ import annotations
@@ -66,15 +66,16 @@ class RankEnvironment:
 def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
     """Return this process's place among ranks that were already started, or None when nobody started any.
 
-    Our own launcher is looked for first, then torchrun (`RANK`), then a Slurm job step (`srun`): torchrun inside srun and our launcher
-    inside either inherit the outer variables, and the innermost one is meant. An allocation without `srun` (`salloc`, a batch script) and a
-    step of a single task (`srun --pty bash`) are not ranks.
+    Our own launcher is looked for first, then torchrun (`RANK`), then a Slurm job step (`srun`): torchrun inside srun
+    and our launcher inside either inherit the outer variables, and the innermost one is meant. An allocation without
+    `srun` (`salloc`, a batch script) and a step of a single task (`srun --pty bash`) are not ranks.
 
     Args:
         environ: the environment to read; the process's own by default.
 
     Raises:
-        ValueError: the variables contradict each other, or one is missing or not a number. The message names it and the fix.
+        ValueError: the variables contradict each other, or one is missing or not a number. The message names it and the
+            fix.
     """
     environ = os.environ if environ is None else environ
     if RENDEZVOUS_VARIABLE in environ:
@@ -109,8 +110,8 @@ def _from_variables(environ: Mapping[str, str], init_method: str, source: Source
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
-    # Where a job script chose no port, one that follows from job and step, which every rank computes alike. A step that follows another in
-    # the same job must not meet its closing sockets.
+    # Where a job script chose no port, one that follows from job and step, which every rank computes alike. A step that
+    # follows another in the same job must not meet its closing sockets.
     port = _FIRST_PORT + (_integer(environ, "SLURM_JOB_ID") * 7 + _integer(environ, "SLURM_STEP_ID")) % _NUM_PORTS
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")

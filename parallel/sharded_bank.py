@@ -1,7 +1,7 @@
 """Banks whose columns are split over the ranks of a memory group.
 
-Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row, n coefficients per row
-and rank, V value dim, P pre-value dim, B virtual blocks.
+Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row, n
+coefficients per row and rank, V value dim, P pre-value dim, B virtual blocks.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) 
 class ShardedBank(Bank):
     """Columns r V / G to (r + 1) V / G - 1 of the values, and the same share of every other table, on rank r of a memory group.
 
-    Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there is nothing to balance.
-    The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence parallelism all of them have other tokens.
+    Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there
+    is nothing to balance. The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence
+    parallelism all of them have other tokens.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class ShardedBank(Bank):
 class GatheredRows:
     """The rows that all ranks of the group read: gathered once, and kept for backward as they were sent.
 
-    Unpacked they take 8 bytes per id, and as many for the blocks: more than all else that backward needs. So between the passes the tensors
-    that the kernels keep stand without storage.
+    Unpacked they take 8 bytes per id, and as many for the blocks: more than all else that backward needs. So between
+    the passes the tensors that the kernels keep stand without storage.
 
     Attributes:
         rows: [S, J] int64.

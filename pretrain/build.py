@@ -132,7 +132,8 @@ def _declare_megatron(chunk: MemoryGPTModel) -> None:
 def _split_dim(module: nn.Module) -> int | None:
     """The dimension in which tensor-parallel ranks split the weight of one of Megatron's linears or embeddings.
 
-    Megatron says so inside its own weight initialisation, which we do not run; Transformer Engine's modules say it themselves.
+    Megatron says so inside its own weight initialisation, which we do not run; Transformer Engine's modules say it
+    themselves.
     """
     if isinstance(module, RowParallelLinear):
         return 1

@@ -26,7 +26,8 @@ class Evaluation:
 
     Attributes:
         loss: mean nats per target token.
-        bits_per_byte: all targets' bits over the documents' UTF-8 bytes; end-of-document tokens cost bits and have no byte.
+        bits_per_byte: all targets' bits over the documents' UTF-8 bytes; end-of-document tokens cost bits and have no
+            byte.
         num_tokens: targets.
         num_bytes: UTF-8 bytes of the documents.
     """

@@ -24,7 +24,8 @@ def train(run: Run, callbacks: Sequence[Callback]) -> None:
 
     Raises:
         StoppedEarly: a rank was told to stop (SIGTERM or SIGINT); a checkpoint was saved.
-        UserError: too many steps in a row had no finite gradient, the data is damaged, or a checkpoint cannot be written.
+        UserError: too many steps in a row had no finite gradient, the data is damaged, or a checkpoint cannot be
+            written.
     """
     config = run.config
     stop = StopRequest()

@@ -1,6 +1,7 @@
 """Parameter groups, and Megatron's distributed optimizer over them.
 
-Every trainable parameter is in exactly one group. Groups exist on every rank, in the same order, even where they are empty.
+Every trainable parameter is in exactly one group. Groups exist on every rank, in the same order, even where they are
+empty.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.megatron import optimizer_config
 from pretrain.value_offload import HostAdamW, HostShard, HostTables, host_adamw
 
-# Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are reduced
-# over different replicas, so Megatron needs an optimizer for each.
+# Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are
+# reduced over different replicas, so Megatron needs an optimizer for each.
 DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
 SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
 TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
@@ -52,9 +53,9 @@ def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parame
 class MemoryDistributedOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer over PyTorch's fused AdamW, with checkpoints of its own.
 
-    Megatron-core 0.16.1 cannot load what it saves without TE or Apex, and matches groups by keys that do not tell ours apart.
-    Here the run keeps the number of updates, the schedule sets hyper-parameters before every step, and a checkpoint holds tensors
-    only, which are loaded in place.
+    Megatron-core 0.16.1 cannot load what it saves without TE or Apex, and matches groups by keys that do not tell ours
+    apart. Here the run keeps the number of updates, the schedule sets hyper-parameters before every step, and a
+    checkpoint holds tensors only, which are loaded in place.
     """
 
     def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
@@ -224,8 +225,8 @@ class MemoryOptimizer(ChainedOptimizer):
 
         Args:
             parts: dense first.
-            value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm; None: one
-                norm for all.
+            value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
+                None: one norm for all.
         """
         super().__init__(parts)
         self._value_clip_grad = value_clip_grad
@@ -242,7 +243,8 @@ class MemoryOptimizer(ChainedOptimizer):
     def gradient_norms(self) -> GradientNorms:
         """Gradient norms over all ranks, each parameter counted once. Collective.
 
-        Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on every layout.
+        Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on
+        every layout.
         """
         squares = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for part in self.chained_optimizers:
@@ -356,7 +358,7 @@ def _build_part(
         distributed_optimizer_instance_id=0,
     )
     optimizer.grad_stats_parallel_group = megatron.intra_dist_opt
-    # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. Of a table or an expert there are
-    # none: each rank of a stage owns other gradients.
+    # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. Of a table or an expert there
+    # are none: each rank of a stage owns other gradients.
     optimizer.tp_group = megatron.expt_tp if split else megatron.tp
     return optimizer

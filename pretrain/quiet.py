@@ -11,5 +11,6 @@ def quiet_engine() -> None:
     for logger in ("megatron", "torch.distributed", "torch.distributed.checkpoint"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(megatron|megatron_fsdp|torch)(\..*)?")
-    # Megatron's schedules look at the gradient of activations that they are about to free; under the CPU stand-in PyTorch takes us for the caller.
+    # Megatron's schedules look at the gradient of activations that they are about to free; under the CPU stand-in
+    # PyTorch takes us for the caller.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")

@@ -44,7 +44,8 @@ class StepResult:
 
     Attributes:
         loss: the training loss, without auxiliary losses.
-        auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's tokens.
+        auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's
+            tokens.
         grad_norm: global norm before clipping, without the tables if these are clipped apart.
         value_grad_norm: the tables' norm before clipping if they are clipped apart, else None.
         updated: whether the norms were finite, and weights were updated.

@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: names, completeness, and which ones to keep.
 
-A checkpoint is written into `.writing_step_XXXXXXXX` and renamed to `step_XXXXXXXX` when every rank's files are on disk. It
-is complete if its `state.json`, which is written last, lists files that are all there at the size they had.
+A checkpoint is written into `.writing_step_XXXXXXXX` and renamed to `step_XXXXXXXX` when every rank's files are on
+disk. It is complete if its `state.json`, which is written last, lists files that are all there at the size they had.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def newest_complete(folder: Path) -> tuple[SavedState | None, list[str]]:
 def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_every_steps: int) -> list[Path]:
     """Delete checkpoints that the retention rules no longer keep; returns what was deleted.
 
-    Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot be
-    used, and they are replaced when it comes to their steps.
+    Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot
+    be used, and they are replaced when it comes to their steps.
 
     Args:
         folder: the run's checkpoints.

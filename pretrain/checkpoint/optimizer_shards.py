@@ -1,12 +1,13 @@
 """Optimizer state as checkpoint entries, without gathering it.
 
-Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters. Such a range, cut at the
-borders of its parameters, is a few rectangles of each parameter's own shape; each is saved, and loaded in place, as a shard of a
-tensor that has the parameter's global shape. So no rank holds more than its share, no rank talks to another, and any layout can
-read what another wrote.
+Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters. Such a range, cut at
+the borders of its parameters, is a few rectangles of each parameter's own shape; each is saved, and loaded in place, as
+a shard of a tensor that has the parameter's global shape. So no rank holds more than its share, no rank talks to
+another, and any layout can read what another wrote.
 
-(Megatron's own `fully_reshardable` format gathers the whole state of a stage on every rank, and in 0.16.1 it takes a wrong slice
-of every parameter behind a padded bucket: with tied embeddings and interleaved stages it saves garbage without a word.)
+(Megatron's own `fully_reshardable` format gathers the whole state of a stage on every rank, and in 0.16.1 it takes a
+wrong slice of every parameter behind a padded bucket: with tied embeddings and interleaved stages it saves garbage
+without a word.)
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ from pretrain.errors import CheckpointError
 class InProcessSaveStrategy(SaveShardedStrategy):
     """Megatron's `torch_dist` format, written by the ranks themselves through PyTorch's own writer.
 
-    Megatron forks writer processes and waits for each to report; one that is killed (out of memory, say) never does, and the
-    save hangs. A rank that writes its own file either finishes, or has all ranks raise, or is itself gone, which ends the run.
+    Megatron forks writer processes and waits for each to report; one that is killed (out of memory, say) never does,
+    and the save hangs. A rank that writes its own file either finishes, or has all ranks raise, or is itself gone,
+    which ends the run.
     """
 
     def __init__(self) -> None:

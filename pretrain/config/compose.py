@@ -1,7 +1,7 @@
 """Which values a configuration consists of: a file, the bases it names, and the overrides of the command line.
 
-`base: other.yaml` (or a list, later ones winning) is relative to the file that says it. Mappings merge key by key, lists are replaced,
-`null` removes a section, and a mapping over null starts from the defaults again.
+`base: other.yaml` (or a list, later ones winning) is relative to the file that says it. Mappings merge key by key,
+lists are replaced, `null` removes a section, and a mapping over null starts from the defaults again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Which parallel layouts a model can have.
 
-A layout is refused with what is wrong and the nearest ones that work; nothing is rounded or changed behind the user's back.
+A layout is refused with what is wrong and the nearest ones that work; nothing is rounded or changed behind the user's
+back.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _tensor(config: RunConfig) -> Iterator[str]:
 def _sequence(config: RunConfig) -> Iterator[str]:
     tensor, context = config.parallel.tensor, config.parallel.context
     length = config.train.sequence_length
-    # Context parallelism gives each rank two slices, one from either end, to balance causal attention; sequence parallelism
-    # splits what a context rank holds over the tensor-parallel ranks.
+    # Context parallelism gives each rank two slices, one from either end, to balance causal attention; sequence
+    # parallelism splits what a context rank holds over the tensor-parallel ranks.
     unit = math.lcm(2 * context if context > 1 else 1, tensor * context if tensor > 1 else 1)
     if length % unit:
         below, above = length // unit * unit, math.ceil(length / unit) * unit

@@ -1,13 +1,13 @@
 """YAML files, overrides and stored mappings to a `RunConfig`, and back.
 
-**Options without effect.** A value that nothing reads, given the others, is an error where somebody asked for it here and is dropped
-where it was only inherited:
+**Options without effect.** A value that nothing reads, given the others, is an error where somebody asked for it here
+and is dropped where it was only inherited:
 
 - set by an override: always an error;
-- set by the named file: an error if the file alone already leaves it without effect. If an override took the effect away
-  (`optimizer.schedule=constant` over a file that says `decay_steps`), the file counts as a base;
-- set by a base: dropped to its default, so that a child can switch `schedule: constant` on without undoing every key of its base. A base
-  may also prepare values for an option that its children switch on.
+- set by the named file: an error if the file alone already leaves it without effect. If an override took the effect
+  away (`optimizer.schedule=constant` over a file that says `decay_steps`), the file counts as a base;
+- set by a base: dropped to its default, so that a child can switch `schedule: constant` on without undoing every key of
+  its base. A base may also prepare values for an option that its children switch on.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def validate(config: RunConfig, world_size: int | None) -> None:
 
     Args:
         config: what was loaded.
-        world_size: ranks of the run; None leaves out the checks that need it (to look at a configuration for another machine).
+        world_size: ranks of the run; None leaves out the checks that need it (to look at a configuration for another
+            machine).
 
     Raises:
         ConfigError: naming every problem found, each with key, value and fix.

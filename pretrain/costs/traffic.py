@@ -104,8 +104,8 @@ def attention_traffic(
 ) -> int:
     """Bytes that one rank sends to the others of its context-parallel group for the attention of one layer.
 
-    (C - 1) T 2 g d / tensor_size x bytes per element, in every forward pass and in the backward pass: the keys and values of its tokens to all
-    others, and the gradients of theirs back. It receives as much.
+    (C - 1) T 2 g d / tensor_size x bytes per element, in every forward pass and in the backward pass: the keys and
+    values of its tokens to all others, and the gradients of theirs back. It receives as much.
 
     Args:
         model: whose key/value heads are split over tensor-parallel ranks.

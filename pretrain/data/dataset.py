@@ -1,12 +1,13 @@
 """Training samples: Megatron's `GPTDataset` and blends over prepared data sets.
 
-We keep Megatron's builder, storage, compiled index code and item format, and replace how a data set is ordered, for three reasons:
+We keep Megatron's builder, storage, compiled index code and item format, and replace how a data set is ordered, for
+three reasons:
 
-- Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a checkpoint. Here sample i
-  depends on the seed, the sequence length and i alone.
+- Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a
+  checkpoint. Here sample i depends on the seed, the sequence length and i alone.
 - Its index cache is keyed by the path, so it survives a data set that was prepared anew. Here the key is the content.
-- A cache file that a killed run left half-written counts as whole there. Here files appear complete, written by any rank that misses
-  them, so node-local and shared folders both work.
+- A cache file that a killed run left half-written counts as whole there. Here files appear complete, written by any
+  rank that misses them, so node-local and shared folders both work.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class StreamConfig(GPTDatasetConfig):
 class StreamDataset(GPTDataset):
     """Fixed-length samples from an endless, reshuffled stream of documents.
 
-    Every epoch holds each document once, in an order of its own; samples are cut from the concatenated epochs without a gap, and are served
-    in blocks of one epoch's worth, shuffled inside the block. All of it is a function of (seed, position), so a longer stream begins with
-    the shorter one.
+    Every epoch holds each document once, in an order of its own; samples are cut from the concatenated epochs without a
+    gap, and are served in blocks of one epoch's worth, shuffled inside the block. All of it is a function of (seed,
+    position), so a longer stream begins with the shorter one.
     """
 
     config: StreamConfig
@@ -155,7 +156,8 @@ class StreamDataset(GPTDataset):
         """A sample's ids [sequence_length + 1] int64 and its documents.
 
         Raises:
-            DataError: the data holds an id outside the vocabulary; it must not reach the model, where it would index other memory.
+            DataError: the data holds an id outside the vocabulary; it must not reach the model, where it would index
+                other memory.
         """
         ids, documents = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
@@ -204,8 +206,8 @@ def build_train_dataset(
 ) -> TrainDataset:
     """The training samples of a blend. Called on every rank when torch.distributed is initialised.
 
-    Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of ranks. Tokens that
-    end a document count in the loss; attention and positions run across documents.
+    Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of
+    ranks. Tokens that end a document count in the loss; attention and positions run across documents.
 
     Args:
         entries: data sets and their weights.

@@ -26,12 +26,12 @@ _READ_TOKENS = 1 << 22
 class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Consecutive windows over the held-out documents of all entries, one after the other.
 
-    Every held-out token is the target of exactly one position, the very first one included: an end-of-document token stands before it, as it
-    does before every other document. So the summed loss codes the whole text, and can be set against its bytes. The last window is
-    padded with positions whose `loss_mask` is 0.
+    Every held-out token is the target of exactly one position, the very first one included: an end-of-document token
+    stands before it, as it does before every other document. So the summed loss codes the whole text, and can be set
+    against its bytes. The last window is padded with positions whose `loss_mask` is 0.
 
-    `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a document ends, the text has
-    no byte for it. Bits per byte so defined are never flattered.
+    `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a
+    document ends, the text has no byte for it. Bits per byte so defined are never flattered.
     """
 
     def __init__(self, entries: Sequence[DatasetEntry], sequence_length: int, max_sequences: int | None = None) -> None:

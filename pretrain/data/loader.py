@@ -34,9 +34,9 @@ def microbatches(
 ) -> Iterator[Sample]:
     """The microbatches of one data-parallel rank, tensors [micro_batch_size, sequence_length], from a sample number on.
 
-    Microbatch m of rank d holds samples `start + (m * data_size + d) * micro_batch_size` and following. A global batch is a run of
-    consecutive samples, so which samples it holds depends neither on the number of ranks nor on the size of a microbatch; resuming is
-    starting at the number of samples consumed.
+    Microbatch m of rank d holds samples `start + (m * data_size + d) * micro_batch_size` and following. A global batch
+    is a run of consecutive samples, so which samples it holds depends neither on the number of ranks nor on the size of
+    a microbatch; resuming is starting at the number of samples consumed.
 
     Args:
         dataset: samples in the order of the run.
@@ -69,8 +69,8 @@ def held_out_microbatches(
 ) -> Iterator[Sample]:
     """Every sample once over all ranks, tensors [micro_batch_size, sequence_length]; the same number of microbatches on each rank.
 
-    Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel ranks must agree on the
-    number of microbatches, and no sample may count twice.
+    Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel
+    ranks must agree on the number of microbatches, and no sample may count twice.
     """
     samples_per_round = micro_batch_size * data_size
     for start in range(0, len(dataset), samples_per_round):

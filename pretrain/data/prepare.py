@@ -105,7 +105,8 @@ def prepare(
         output: folder to make; it appears when it is complete.
         tokenizer: makes the ids.
         field_name: JSON field or parquet column that holds the text.
-        validation_fraction: expected share of the documents held out; at least one document is, and at least one is not.
+        validation_fraction: expected share of the documents held out; at least one document is, and at least one is
+            not.
         seed: decides which documents are held out.
         max_bad: bad documents to skip and count before giving up.
         num_workers: processes that tokenise; None: one per available core. The result does not depend on it.

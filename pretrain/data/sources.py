@@ -2,7 +2,8 @@
 
 Reading is split in two, so that the costly half can run in other processes:
 
-1. `list_files` and `read_records` walk the inputs in a fixed order and cut them into undecoded records (a path, a line, a string);
+1. `list_files` and `read_records` walk the inputs in a fixed order and cut them into undecoded records (a path, a line,
+   a string);
 2. `decode` turns a record into text, or says what is wrong with it.
 
 `read_documents` is both in one process.
@@ -54,8 +55,9 @@ class SourceFile:
 class Record:
     """An undecoded document.
 
-    `payload` is a line (bytes), a parquet value (str, or None for null) or None for a text file, which `decode` reads itself. `failure`
-    is set instead when the file itself broke at this place. `file_bytes` is the progress through the file that this record stands for.
+    `payload` is a line (bytes), a parquet value (str, or None for null) or None for a text file, which `decode` reads
+    itself. `failure` is set instead when the file itself broke at this place. `file_bytes` is the progress through the
+    file that this record stands for.
     """
 
     file: SourceFile

@@ -1,7 +1,7 @@
 """Building a folder under a temporary name, so that nobody ever sees half of it.
 
-While it is being built the folder is `.NAME.preparing` beside its final place, with a lock inside it. A killed build leaves only that
-folder, which the next one empties.
+While it is being built the folder is `.NAME.preparing` beside its final place, with a lock inside it. A killed build
+leaves only that folder, which the next one empties.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokenizers: raw bytes, and any Hugging Face `tokenizer.json`.
 
-One object serves preparation, Megatron's data sets (`eod`, `pad`, `vocab_size`, `unique_identifiers`), evaluation and generation. It is
-text in and ids out: beginning-of-text tokens, truncation and padding that a `tokenizer.json` may ask for are not applied, and text that
-looks like a special token is encoded as the text it is.
+One object serves preparation, Megatron's data sets (`eod`, `pad`, `vocab_size`, `unique_identifiers`), evaluation and
+generation. It is text in and ids out: beginning-of-text tokens, truncation and padding that a `tokenizer.json` may ask
+for are not applied, and text that looks like a special token is encoded as the text it is.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def tokenize_records(
         for batch in batches:
             yield from _tokenize_batch(batch, tokenizer, field_name)
         return
-    # Spawned, not forked: the parent may have threads by now (torch, pyarrow, the tokenizers package), and a forked lock never opens.
+    # Spawned, not forked: the parent may have threads by now (torch, pyarrow, the tokenizers package), and a forked
+    # lock never opens.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (tokenizer, field_name, os.getpid()))
     # A batch in work and one in waiting for each worker, so that memory is bounded and none waits.
