@@ -176,7 +176,8 @@ def cuda_on_cpu() -> Iterator[None]:
         raise RuntimeError("this machine has a GPU: the CPU stand-in would hide it")
     if version("megatron-core") != _MEGATRON_VERSION:
         raise RuntimeError(
-            f"the CPU stand-in is for megatron-core {_MEGATRON_VERSION}, found {version('megatron-core')}: install the pinned version"
+            f"the CPU stand-in is for megatron-core {_MEGATRON_VERSION}, found {version('megatron-core')}: "
+            "install the pinned version"
         )
     saved = []
     try:

@@ -55,8 +55,8 @@ def model_chunks(
         whole = len(chunks) % pipeline == 0
         fix = f"set parallel.virtual_pipeline: {len(chunks) // pipeline}, or " if whole else ""
         raise ValueError(
-            f"{_KEY} is {layout!r}, which has {len(chunks)} parts, but parallel.pipeline {pipeline} x virtual_pipeline {virtual_pipeline} makes "
-            f"{count} chunks: {fix}write {count} parts divided by |"
+            f"{_KEY} is {layout!r}, which has {len(chunks)} parts, but parallel.pipeline {pipeline} x virtual_pipeline "
+            f"{virtual_pipeline} makes {count} chunks: {fix}write {count} parts divided by |"
         )
     return chunks
 
@@ -77,7 +77,8 @@ def parse_layout(text: str, num_layers: int) -> tuple[ModelChunk, ...]:
     whole = plain.replace("|", "")
     if not re.fullmatch(r"Et*L", whole):
         raise ValueError(
-            f"{said}: it must begin with E (the embedding), hold t for every block, and end with L (the loss), in parts divided by |, as in Et|tt|tL"
+            f"{said}: it must begin with E (the embedding), hold t for every block, and end with L (the loss), "
+            "in parts divided by |, as in Et|tt|tL"
         )
     if len(whole) - 2 != num_layers:
         raise ValueError(f"{said}, which holds {len(whole) - 2} blocks, but model.num_layers is {num_layers}")
@@ -99,7 +100,8 @@ def _unrolled(text: str, said: str) -> str:
     plain = _CHARACTER.sub(repeat, _GROUP.sub(repeat, text))
     if wrong := re.search(r"[^EtL|]", plain):
         raise ValueError(
-            f"{said}, where {wrong[0]!r} means nothing: use E, t, L and |, with x*3 to repeat one of them and (..)*3 to repeat several"
+            f"{said}, where {wrong[0]!r} means nothing: use E, t, L and |, "
+            "with x*3 to repeat one of them and (..)*3 to repeat several"
         )
     return plain
 

@@ -167,7 +167,10 @@ class RankTimeout(LaunchError):
 
     def __str__(self) -> str:
         which = ", ".join(map(str, self.stacks))
-        text = f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: {which}"
+        text = (
+            f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: "
+            f"{which}"
+        )
         for rank, stack in self.stacks.items():
             text += f"\n\nrank {rank} stood at:\n{stack or '(no stack: it did not answer)'}"
         return text

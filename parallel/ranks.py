@@ -53,13 +53,13 @@ class RankEnvironment:
         rank, world_size, local_rank, local_world_size = _NAMES[self.source]
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"{rank}={self.rank} is not a rank of {world_size}={self.world_size}: ranks run from 0 to {world_size} - 1; "
-                "start every process with torchrun or srun, which set both"
+                f"{rank}={self.rank} is not a rank of {world_size}={self.world_size}: "
+                f"ranks run from 0 to {world_size} - 1; start every process with torchrun or srun, which set both"
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ValueError(
-                f"{local_rank}={self.local_rank} does not fit {self.local_world_size} local of {self.world_size} ranks: it "
-                f"counts the processes of this machine from 0; correct {local_rank} or {local_world_size}"
+                f"{local_rank}={self.local_rank} does not fit {self.local_world_size} local of {self.world_size} "
+                f"ranks: it counts the processes of this machine from 0; correct {local_rank} or {local_world_size}"
             )
 
 
@@ -84,8 +84,8 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):
                 raise ValueError(
-                    f"RANK={environ['RANK']!r} is set but {name} is not: set {name} to the host and port of rank 0, start with torchrun, "
-                    "which sets them, or unset RANK to start local ranks"
+                    f"RANK={environ['RANK']!r} is set but {name} is not: set {name} to the host and port of rank 0, "
+                    "start with torchrun, which sets them, or unset RANK to start local ranks"
                 )
         _integer(environ, "MASTER_PORT")
         # Not tcp://: torchrun's agent already serves this port, and env:// knows it.
@@ -96,8 +96,8 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
         return _from_slurm(environ)
     if environ.get("WORLD_SIZE", "1") != "1" and "SLURM_JOB_ID" not in environ:
         raise ValueError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not: unset WORLD_SIZE to start local ranks, or start with torchrun, "
-            "which sets both"
+            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not: unset WORLD_SIZE to start local ranks, "
+            "or start with torchrun, which sets both"
         )
     return None
 
@@ -136,7 +136,8 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
         if environ.get(name):
             return first_host(environ[name])
     raise ValueError(
-        "SLURM_STEP_NODELIST is not set, so the ranks cannot find rank 0: start them with srun, or set MASTER_ADDR to its host"
+        "SLURM_STEP_NODELIST is not set, so the ranks cannot find rank 0: start them with srun, "
+        "or set MASTER_ADDR to its host"
     )
 
 
@@ -150,7 +151,8 @@ def first_host(nodelist: str) -> str:
     host = rf"(?:{ranges}|[^,\[\]])+"
     if re.fullmatch(rf"{host}(?:,{host})*", nodelist) is None:
         raise ValueError(
-            f"node list {nodelist!r} is not of the form host,name[1-3,5]: correct SLURM_STEP_NODELIST or set MASTER_ADDR"
+            f"node list {nodelist!r} is not of the form host,name[1-3,5]: "
+            "correct SLURM_STEP_NODELIST or set MASTER_ADDR"
         )
     # A comma separates hosts only outside brackets. A bracket's first number is where it starts.
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.findall(host, nodelist)[0])

@@ -142,7 +142,8 @@ def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     if model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size is {model.vocab_size}, but the data sets' tokenizer has {tokenizer.vocab_size} ids: raise it, or leave it out"
+            f"model.vocab_size is {model.vocab_size}, but the data sets' tokenizer has {tokenizer.vocab_size} ids: "
+            "raise it, or leave it out"
         )
     return model.vocab_size
 

@@ -102,8 +102,9 @@ def host_adamw(settings: OptimizerConfig) -> HostAdamW:
         optimizer = DeepSpeedCPUAdam(nothing, adamw_mode=True, **arguments)
     except RuntimeError as error:
         raise ConfigError(
-            f"optimizer.value_offload is cpu and deepspeed is installed, but its CPU Adam cannot be compiled ({error.__cause__ or error}): "
-            "install ninja and a C++ compiler, or uninstall deepspeed to use PyTorch's AdamW, or set optimizer.value_offload: none"
+            "optimizer.value_offload is cpu and deepspeed is installed, but its CPU Adam cannot be compiled "
+            f"({error.__cause__ or error}): install ninja and a C++ compiler, "
+            "or uninstall deepspeed to use PyTorch's AdamW, or set optimizer.value_offload: none"
         ) from error
     return HostAdamW(optimizer, "DeepSpeed's CPU AdamW", step_is_tensor=False)
 

@@ -70,8 +70,8 @@ def save_tensors(entries: ShardedStateDict, folder: Path) -> None:
         if isinstance(error, RuntimeError) and not _is_stream_failure(error):
             raise
         raise CheckpointError(
-            f"the checkpoint cannot be written to {folder}: {_reason(error)}. Free some space or choose another --run-dir; "
-            "earlier checkpoints are intact"
+            f"the checkpoint cannot be written to {folder}: {_reason(error)}. "
+            "Free some space or choose another --run-dir; earlier checkpoints are intact"
         ) from error
 
 

@@ -112,7 +112,8 @@ def _set_element(node: Node, segments: list[str], depth: int, value: Node) -> No
     index = int(segment)
     if index > len(items):
         raise ConfigError(
-            f"{value.origin}: {name} has {len(items)} elements: use {name}.{len(items)} to append one, or a number below it"
+            f"{value.origin}: {name} has {len(items)} elements: use {name}.{len(items)} to append one, "
+            "or a number below it"
         )
     if index == len(items):
         items.append(Node(None, value.origin, value.layer))

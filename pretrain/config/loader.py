@@ -110,7 +110,8 @@ def _settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) ->
         if refused:
             raise _OptionWithoutEffectError(
                 [
-                    f"{_own_origin(at)}: {key} has no effect unless {item.reason}: remove it, or make that condition true"
+                    f"{_own_origin(at)}: {key} has no effect unless {item.reason}: remove it, "
+                    "or make that condition true"
                     for key, (item, at) in refused.items()
                 ],
                 set(refused),

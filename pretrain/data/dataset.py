@@ -48,7 +48,8 @@ def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
     for entry in entries:
         if not (math.isfinite(entry.weight) and entry.weight > 0):
             raise DataError(
-                f"{entry.path}: a weight of {entry.weight} is impossible. Give a positive number, or leave the data set out."
+                f"{entry.path}: a weight of {entry.weight} is impossible. Give a positive number, "
+                "or leave the data set out."
             )
     for other in others:
         if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
@@ -129,8 +130,8 @@ class StreamDataset(GPTDataset):
         num_epochs = -(-(num_samples * self.config.sequence_length + 1) // tokens_per_epoch)
         if num_epochs * len(self.indices) > _LARGEST_DOCUMENT_INDEX:
             raise DataError(
-                f"{self.dataset_path}: {num_epochs} epochs of {len(self.indices)} documents are more than Megatron's index holds (2^31). "
-                f"Train fewer steps, or split the data set into several entries of the blend."
+                f"{self.dataset_path}: {num_epochs} epochs of {len(self.indices)} documents are more than Megatron's "
+                "index holds (2^31). Train fewer steps, or split the data set into several entries of the blend."
             )
         documents = np.concatenate(
             [self._random(_DOCUMENT_STREAM, epoch).permutation(self.indices) for epoch in range(num_epochs)]
@@ -171,8 +172,8 @@ class StreamDataset(GPTDataset):
             bad = ids[(ids < 0) | (ids >= vocab_size)]
             if bad.size:
                 return DataError(
-                    f"{self.dataset_path}: document {int(document)} holds token id {int(bad[0])}, outside the vocabulary of {vocab_size}. "
-                    f"The data set is damaged or from another tokenizer: prepare it again."
+                    f"{self.dataset_path}: document {int(document)} holds token id {int(bad[0])}, outside the "
+                    f"vocabulary of {vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
                 )
         raise AssertionError("the sample held an id that none of its documents holds")
 
@@ -256,13 +257,15 @@ def build_train_dataset(
 def _check_fits(dataset: PreparedDataset, sequence_length: int, tokenizer: Tokenizer) -> None:
     if dataset.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. Prepare it again."
+            f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. "
+            "Prepare it again."
         )
     # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
     dataset.open_split(TRAIN)
     num_tokens = dataset.manifest.splits[TRAIN].num_tokens
     if num_tokens < sequence_length + 1:
         raise DataError(
-            f"{dataset.path} has {num_tokens} training tokens, and a sequence of {sequence_length} needs {sequence_length + 1}. "
-            f"Lower train.sequence_length to {max(1, num_tokens - 1)} or less, or prepare more data."
+            f"{dataset.path} has {num_tokens} training tokens, and a sequence of {sequence_length} needs "
+            f"{sequence_length + 1}. Lower train.sequence_length to {max(1, num_tokens - 1)} or less, "
+            "or prepare more data."
         )

@@ -111,8 +111,9 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if bad.size:
             document = self._streams[number].document_with(int(bad[0]))
             raise DataError(
-                f"{self._paths[number]}: held-out document {document} holds token id {int(bad[0])}, outside the vocabulary of "
-                f"{self.tokenizer.vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
+                f"{self._paths[number]}: held-out document {document} holds token id {int(bad[0])}, "
+                f"outside the vocabulary of {self.tokenizer.vocab_size}. The data set is damaged or from another "
+                "tokenizer: prepare it again."
             )
 
     def _count_bytes(self, num_tokens: int) -> int:

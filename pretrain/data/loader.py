@@ -59,8 +59,8 @@ def microbatches(
     else:
         yield from _read_ahead(dataset, batches, num_workers)
     raise DataError(
-        f"The training samples are used up: there are {len(dataset)}, and the run went on from number {start_sample} past the last one. "
-        f"Build the data set for as many samples as train.num_steps x train.global_batch_size."
+        f"The training samples are used up: there are {len(dataset)}, and the run went on from number {start_sample} "
+        "past the last one. Build the data set for as many samples as train.num_steps x train.global_batch_size."
     )
 
 

@@ -59,7 +59,8 @@ class PreparationRequest:
         """Raises DataError for arguments that cannot work."""
         if not 0.0 < self.validation_fraction < 1.0:
             raise DataError(
-                f"A validation fraction of {self.validation_fraction} is impossible: give one between 0 and 1, such as 0.01."
+                f"A validation fraction of {self.validation_fraction} is impossible: give one between 0 and 1, "
+                "such as 0.01."
             )
         if self.max_bad < 0:
             raise DataError(f"--max-bad {self.max_bad} is impossible: give 0 or more.")
@@ -270,7 +271,8 @@ def _check_vocabulary(result: TokenizedRecord, tokenizer: Tokenizer) -> None:
     largest = int(result.ids.max())
     if largest >= tokenizer.vocab_size:
         raise DataError(
-            f"{result.origin}: the tokenizer gave id {largest}, past its own vocabulary of {tokenizer.vocab_size}. Mend its tokenizer.json."
+            f"{result.origin}: the tokenizer gave id {largest}, past its own vocabulary of {tokenizer.vocab_size}. "
+            "Mend its tokenizer.json."
         )
 
 

@@ -102,7 +102,10 @@ class BadDocumentLog:
             if self.limit == 0:
                 remedy = "Mend or remove it, or pass --max-bad N to skip and count up to N bad documents"
             else:
-                remedy = f"This is bad document number {self.num_bad} and --max-bad is {self.limit}: mend the input or raise it"
+                remedy = (
+                    f"This is bad document number {self.num_bad} and --max-bad is {self.limit}: "
+                    "mend the input or raise it"
+                )
             raise DataError(f"{description}. {remedy}.")
         if len(self.examples) < 20:
             self.examples.append(description)

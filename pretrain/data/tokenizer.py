@@ -237,7 +237,8 @@ def train_bpe(
     smallest = _NUM_BYTE_VALUES + 1
     if vocab_size < smallest:
         raise DataError(
-            f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {_BPE_END_OF_DOCUMENT}. Ask for {smallest} or more."
+            f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {_BPE_END_OF_DOCUMENT}. "
+            f"Ask for {smallest} or more."
         )
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
