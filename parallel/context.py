@@ -30,7 +30,7 @@ from parallel.exchange import sum_in_order
 
 
 def attention_core(groups: ProcessGroupCollection) -> type[SdpaCoreAttention]:
-    """What attends without Transformer Engine: over whole sequences in a context-parallel group of one rank, else across the cuts."""
+    """The attention core without Transformer Engine: PyTorch's, or across ranks where sequences are cut."""
     return ContextParallelAttention if groups.cp.size() > 1 else SdpaCoreAttention
 
 
@@ -41,7 +41,7 @@ def own_tokens(batch: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tokens of all ranks in the order of the sequence: from [t, ...] to [s, ...]. Collective, and so is its backward pass."""
+    """The tokens of all ranks in the order of the sequence: from [t, ...] to [s, ...]. Collective, backward too."""
     whole: Tensor = _GatherSequence.apply(x, group)
     return whole
 

@@ -138,7 +138,7 @@ REDIRECTIONS = (
 
 
 class _CudaNamesToCpu(TorchFunctionMode):
-    """Maps `device="cuda"` to the CPU in any torch call, and names CPU tensors as Megatron's optimizers compare them."""
+    """Maps `device="cuda"` to the CPU in any torch call, and gives CPU tensors the type names that optimizers expect."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

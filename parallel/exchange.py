@@ -92,7 +92,7 @@ def split_columns(x: Tensor, exchange: Exchange, num_blocks: int = 1) -> Tensor:
 
 
 def join_columns(x: Tensor, exchange: Exchange, num_blocks: int = 1) -> Tensor:
-    """Hand the columns of vectors back to the ranks of the tokens, the inverse of `split_columns`: from [S, B w] to [T, B W]."""
+    """The inverse of `split_columns`, columns back to the ranks of the tokens: from [S, B w] to [T, B W]."""
     out: Tensor = _JoinColumns.apply(x, exchange, num_blocks)
     return out
 

@@ -123,7 +123,7 @@ def split_units_of(units: Sequence[Unit], chunks: Sequence[ModelChunk]) -> tuple
 def nearest_layouts(
     units: Sequence[Unit], chunks: Sequence[ModelChunk], *, num_layers: int, limit: int
 ) -> tuple[tuple[ModelChunk, ...], ...]:
-    """As many chunks that split no unit, with their edges moved as little as can be: at most `limit` ways, the nearest first.
+    """As many chunks that split no unit, with their edges moved least: at most `limit` ways, the nearest first.
 
     The edges are chosen one after the other: the best ways to place the first i of them, by where the i-th is, lead to
     those for the next.

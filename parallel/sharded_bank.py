@@ -60,7 +60,7 @@ def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) 
 
 
 class ShardedBank(Bank):
-    """Columns r V / G to (r + 1) V / G - 1 of the values, and the same share of every other table, on rank r of a memory group.
+    """Columns r V / G to (r + 1) V / G - 1 of the values, and as many of every other table, on rank r of G.
 
     Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there
     is nothing to balance. The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence

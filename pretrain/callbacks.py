@@ -1,4 +1,4 @@
-"""What a run does besides training: logging, evaluation, checkpoints. Each is a callback that the loop knows nothing of."""
+"""What a run does besides training: logging, evaluation, checkpoints. The loop knows their base class alone."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Row: TypeAlias = dict[str, Any]
 
 
 class Callback:
-    """Hooks of the training loop, called on every rank in the order of the callbacks. Each does nothing until it is overridden."""
+    """Hooks of the training loop, called on every rank in the order of the callbacks. By default they do nothing."""
 
     def on_start(self, run: Run) -> None:
         """Before the first step, and after a checkpoint was restored."""
 
     def on_step(self, run: Run, row: Row) -> None:
-        """After a step, which `run.state` already counts. A callback that measures may add to `row`, the step's metrics."""
+        """After a step, which `run.state` already counts. A callback may add to `row`, the step's metrics."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After an evaluation."""
@@ -76,12 +76,12 @@ def observes_usage(run: Run, step: int) -> bool:
 
 
 def is_logged(run: Run) -> bool:
-    """Whether files and trackers get the row of the step just done: one of every so many, and those that observe the memory."""
+    """Whether the step just done is logged: one of every so many, and those that observe the memory."""
     return run.state.step % run.config.logging.every_steps == 0 or observes_usage(run, run.state.step)
 
 
 def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float | int]]:
-    """A row's numbers by path, for trackers that know no nesting: `memory/3/coverage`, `memory/3/singular_values/0/1`."""
+    """A row's numbers by path, as in `memory/3/singular_values/0/1`, for trackers that know no nesting."""
     for name, value in row.items():
         if isinstance(value, list):
             value = {str(index): part for index, part in enumerate(value)}
@@ -124,7 +124,7 @@ def _finite(value: Any) -> Any:
 
 
 class MemoryUsage(Callback):
-    """Adds to the row how the memory was used, on one step of every so many. All ranks; before the callbacks that write the row.
+    """Adds to the row how the memory was used, on one step of every so many. All ranks; before the row is written.
 
     What is observed is the whole step: all its microbatches on all ranks, in training only.
     """
@@ -154,7 +154,7 @@ class MemoryUsage(Callback):
 
 
 class ProgressLine(Callback):
-    """One live line: step, loss, tokens per second, time left. Rank 0 only; every ten seconds where there is no terminal."""
+    """A progress bar with loss and tokens per second. Rank 0 only; every ten seconds where there is no terminal."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None

@@ -89,7 +89,7 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update main weights and this rank's shares of the model's; `MemoryOptimizer` gathers the shares of all parts at once."""
+        """Update main weights and this rank's shares of the model's, which `MemoryOptimizer` gathers."""
         return bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
 
     def set_num_updates(self, num_updates: int) -> None:

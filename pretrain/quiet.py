@@ -7,7 +7,7 @@ import warnings
 
 
 def quiet_engine() -> None:
-    """Hide Megatron's and PyTorch's notes on optional packages and internals; their errors stay, and so do our own warnings."""
+    """Hide Megatron's and PyTorch's notes on optional packages and internals, but no errors and no warnings of ours."""
     for logger in ("megatron", "torch.distributed", "torch.distributed.checkpoint"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(megatron|megatron_fsdp|torch)(\..*)?")

@@ -74,7 +74,7 @@ class Run:
     Attributes:
         config: what was asked for.
         folder: where it is kept.
-        groups: this rank's place.
+        groups: this rank's positions and process groups.
         tokenizer: of the data sets.
         train_data: samples in the order of the run.
         held_out: the validation documents.

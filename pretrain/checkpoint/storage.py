@@ -1,4 +1,4 @@
-"""Writing and reading sharded tensors through Megatron's `dist_checkpointing`, with failures as errors on every rank."""
+"""Sharded tensors through Megatron's `dist_checkpointing`, with failures as errors on every rank."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def save_tensors(entries: ShardedStateDict, folder: Path) -> None:
 
 
 def _is_stream_failure(error: RuntimeError) -> bool:
-    """Whether PyTorch's file writer failed, which raises no OSError. Other RuntimeErrors are lost connections or defects."""
+    """Whether PyTorch's file writer failed, which raises no OSError; others are lost connections or defects."""
     return any(phrase in str(error) for phrase in ("iostream error", "PytorchStreamWriter"))
 
 
@@ -107,7 +107,7 @@ def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
 
 
 def _check_coverage(tensors: ShardedStateDict, folder: Path) -> None:
-    """Refuse, on every rank, a checkpoint that lacks an element of any rank's shards: PyTorch would leave it as it is in silence."""
+    """Refuse, on every rank, a checkpoint that lacks an element of any rank's shards: PyTorch would skip it."""
     stored = torch_checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
     problem = next(
         (text for _, shard in walk_shards(tensors) if (text := _shortfall(shard, stored.get(shard.key)))), None

@@ -67,7 +67,7 @@ def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the co
 
 
 def from_dict(mapping: Mapping[str, Any], source: str = "the stored configuration") -> RunConfig:
-    """The configuration that `to_dict` stored. Options without effect are taken as they are: nobody is here to mend them."""
+    """The configuration that `to_dict` stored. Options without effect stay: nobody is here to mend them."""
     node = without_former(from_plain(mapping, source, Layer.BASE), of_value=True)
     return build(RunConfig, _without(node, foreign_keys(RunConfig, node)))
 
@@ -83,7 +83,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """`to_dict` as YAML; `load_config` gives an equal configuration back, for every configuration that it has loaded."""
+    """`to_dict` as YAML; `load_config` reads an equal configuration from it, if it has loaded this one."""
     return dump_yaml(to_dict(config))
 
 

@@ -1,4 +1,4 @@
-"""Checks that need more than one section, or more than a type and its limits. All of them run before any process group or GPU is touched."""
+"""Checks that need more than a field's type and limits. They run before any process group or GPU is touched."""
 
 from __future__ import annotations
 

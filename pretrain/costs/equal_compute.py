@@ -112,7 +112,7 @@ def solve_experts(
     width_multiple: int = 8,
     count_multiple: int = 1,
 ) -> EqualExperts:
-    """Experts of which `top_k` are used by a token, with the width that meets the active parameters and the number that meets all.
+    """Experts whose width meets the active parameters and whose number meets all, with `top_k` used by a token.
 
     The defaults of `MoEConfig` are OLMoE's, as the papers compare with; so is the number of experts per token.
 

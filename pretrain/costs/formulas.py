@@ -59,7 +59,7 @@ class ParameterCounts:
 
     @property
     def core(self) -> int:
-        """Active parameters without embeddings and without the values that are read: the matrices that every token passes."""
+        """Active parameters without embeddings and the values that are read: the matrices that every token passes."""
         return self.active - self.embedding - self.read_values
 
 

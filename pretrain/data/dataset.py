@@ -85,7 +85,7 @@ class StreamDataset(GPTDataset):
     config: StreamConfig
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """The arrays that map a sample to its place: documents [epochs x documents], samples [n + 1, 2], served order [n]."""
+        """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
         folder = self.config.index_folder
         assert folder is not None
         paths = [folder / f"{self._index_key()}-{name}.npy" for name in ("documents", "samples", "order")]
@@ -179,7 +179,7 @@ class StreamDataset(GPTDataset):
 
 
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The samples of a run: `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [sequence_length]."""
+    """A run's samples: `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each [sequence_length]."""
 
     def __init__(self, samples: Sequence[dict[str, Any]], num_samples: int) -> None:
         self._samples = samples

@@ -177,7 +177,7 @@ class _Compressor(Protocol):
 
 
 def compression_baselines(entries: Sequence[DatasetEntry]) -> dict[str, float]:
-    """Bits per byte of general compressors on the concatenated held-out documents, under the names of the command lines they equal."""
+    """Bits per byte of general compressors on the concatenated held-out documents, by command line."""
     compressors: dict[str, _Compressor] = {
         # 16 + 15 asks zlib for a gzip header around its largest window.
         "gzip -9": zlib.compressobj(level=9, wbits=31),

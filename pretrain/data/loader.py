@@ -42,7 +42,7 @@ def microbatches(
         dataset: samples in the order of the run.
         start_sample: samples that all ranks together have consumed before.
         micro_batch_size: samples per microbatch.
-        data_rank: this rank's place among the data-parallel ranks.
+        data_rank: this rank among the data-parallel ranks.
         data_size: number of data-parallel ranks.
         num_workers: processes that read ahead; 0 reads in this one.
 
@@ -67,7 +67,7 @@ def microbatches(
 def held_out_microbatches(
     dataset: SampleSource, *, micro_batch_size: int, data_rank: int, data_size: int
 ) -> Iterator[Sample]:
-    """Every sample once over all ranks, tensors [micro_batch_size, sequence_length]; the same number of microbatches on each rank.
+    """Every sample once over all ranks, in equally many microbatches, tensors [micro_batch_size, sequence_length].
 
     Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel
     ranks must agree on the number of microbatches, and no sample may count twice.
@@ -104,7 +104,7 @@ def _stack(samples: Sequence[Sample]) -> Sample:
 
 
 class _Guarded(torch.utils.data.Dataset[Sample | DataError]):
-    """Hands a bad sample's error over as a value: raised in a worker, it would reach the user wrapped in a traceback."""
+    """Hands over a bad sample's error as a value: raised in a worker, it would come wrapped in a traceback."""
 
     def __init__(self, samples: SampleSource) -> None:
         self._samples = samples

@@ -1,4 +1,4 @@
-"""From documents to a prepared data set: tokenise in parallel, split by document, write Megatron's indexed data sets."""
+"""From documents to a prepared data set: tokenise, split by document, write Megatron's indexed data sets."""
 
 from __future__ import annotations
 

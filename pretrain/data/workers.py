@@ -26,7 +26,7 @@ _MAX_BATCH_RECORDS = 256
 
 @dataclass(frozen=True)
 class TokenizedRecord:
-    """What became of a record: ids ended by the end-of-document id, nothing (an empty document), or a reason why it is bad."""
+    """What became of a record: ids with the end-of-document id, nothing (an empty document), or why it is bad."""
 
     origin: str
     input_index: int
@@ -121,7 +121,7 @@ def _tokenize_batch(batch: list[Record], tokenizer: Tokenizer, field_name: str) 
 
 
 _job: tuple[Tokenizer, str]
-"""Of a worker: what `_start_worker` was given. It is sent once per worker, for a tokenizer is larger than many a batch."""
+"""What `_start_worker` was given: sent once per worker, for a tokenizer is larger than many a batch."""
 
 
 def _start_worker(tokenizer: Tokenizer, field_name: str, parent_pid: int) -> None:
