@@ -223,8 +223,8 @@ class _DrawnTables:
         rows: Tensor,
         scores: Tensor,
         pre_input: Tensor | None,
-        block: Tensor | None = None,
-        num_blocks: int = 1,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)
@@ -238,7 +238,7 @@ class _DrawnTables:
         )
         for name, table in part.named_parameters():
             table.copy_(self._standard_normal(name, wanted, table.shape[1])).mul_(self.std)
-        return part.read(places, scores, pre_input, block, num_blocks)
+        return part.read(places, scores, pre_input, bins, num_bins)
 
     def _standard_normal(self, table: str, rows: Tensor, width: int) -> Tensor:
         """[n, width]: rows of a table for a standard deviation of 1; those of the last call are not drawn again."""

@@ -73,13 +73,13 @@ class Lookup:
     Attributes:
         rows: J, rows read.
         scores: C, scores per row.
-        blocks: B, sums per token.
+        bins: B, sums per token.
         activation: of the products of the pre-values.
     """
 
     rows: int
     scores: int = 1
-    blocks: int = 1
+    bins: int = 1
     activation: Literal["none", "gelu"] = "none"
 
 

@@ -1,6 +1,6 @@
 """What the autograd ops of the gathers share: how they are called under `torch.compile`, and the gradient that a table hands to autograd.
 
-Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns (C divides W), B blocks of entries.
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def table_gradient(
     ids: Tensor,
     coef: Tensor,
     vec: Tensor,
-    block: Tensor | None = None,
+    bins: Tensor | None = None,
     *,
     accumulate: SegmentAccumulate,
 ) -> Tensor:
@@ -49,17 +49,17 @@ def table_gradient(
     still lets the DDP hook fire; otherwise it is the dense gradient.
 
     Args:
-        table: [R, W], the parameter.
-        ids, coef, vec, block: see `kernels.segment_accumulate.naive.segment_accumulate`.
+        table: [rows, W], the parameter.
+        ids, coef, vec, bins: see `kernels.segment_accumulate.naive.segment_accumulate`.
         accumulate: the implementation.
     """
     main_grad = getattr(table, "main_grad", None)
     if main_grad is None:
         # Added up in fp32 at least, and rounded once.
         gradient = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
-        accumulate(gradient, ids, coef, vec, block)
+        accumulate(gradient, ids, coef, vec, bins)
         return gradient.to(table.dtype)
-    accumulate(main_grad, ids, coef, vec, block)
+    accumulate(main_grad, ids, coef, vec, bins)
     table.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64, device=table.device),

@@ -1,7 +1,7 @@
 // What the memory kernels in C++ have in common: the types of rows and operands, vectors of sums, and asking for rows ahead of time.
 //
-// Legend: R table rows, T tokens, J rows read per token, M = T J entries, C column groups, W columns (C divides W), B blocks of entries.
-// Entry e is row ids[e] for token e / J, coefficients coef[e C .. e C + C), block block[e] (0 where block is null).
+// Legend: T tokens, J rows read per token, M = T J entries, C column groups, W columns (C divides W), B bins.
+// Entry e is row ids[e] for token e / J, coefficients coef[e C .. e C + C), bins bins[e] (0 where bins is null).
 //
 // A plain C interface: no header of PyTorch, so it compiles in seconds and serves every version of it. Every element is summed by one
 // thread in the order of the entries, and no multiply-add is fused that would round otherwise (-ffp-contract=off): the bits depend neither on

@@ -15,7 +15,7 @@ _MAX_COLUMNS = 1024
 # Fewer programs than a GPU can keep in flight: then each takes more entries at once.
 _FEW_PROGRAMS = 256
 # Entries for which a program of its own, and a row of scratch, still pay.
-_MIN_PART = 16
+_MIN_SPLIT = 16
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Tile:
     """Columns of each, a power of two; what is past the row's end is masked."""
     num_warps: int
 
-    def column_blocks(self, width: int) -> int:
+    def column_tiles(self, width: int) -> int:
         """Tiles beside each other in a row."""
         return -(-width // self.columns)
 
@@ -59,20 +59,20 @@ def gather_tile(width: int, num_reads: int, num_programs: int, per_thread: int =
 def pair_tile(width: int, num_reads: int, num_programs: int) -> Tile:
     """Of both halves of `gather_pair`, forward and backward; arguments as of `gather_tile`.
 
-    Half a tile, because a program may have the rows of two coefficient groups, or the blocks of its entries, in registers as well.
+    Half a tile, because a program may have the rows of two coefficient groups, or the bins of its entries, in registers as well.
     """
     return gather_tile(width, num_reads, num_programs, _PER_THREAD // 2)
 
 
-def part_length(num_tokens: int, num_reads: int) -> int:
+def split_length(num_tokens: int, num_reads: int) -> int:
     """Entries of a token that one program of `gather_pair` takes: all of them, unless there are too few tokens to keep a GPU busy."""
     if num_tokens >= _FEW_PROGRAMS:
         return num_reads
-    num_parts = -(-_FEW_PROGRAMS // max(1, num_tokens))
-    return max(_MIN_PART, _power_of_two(-(-num_reads // num_parts)))
+    num_splits = -(-_FEW_PROGRAMS // max(1, num_tokens))
+    return max(_MIN_SPLIT, _power_of_two(-(-num_reads // num_splits)))
 
 
-def parts_tile(width: int) -> tuple[int, int]:
+def split_sum_tile(width: int) -> tuple[int, int]:
     """Columns and warps of a program that adds up what the parts of a token have in scratch: 16 bytes of fp32 per thread."""
     columns = min(256, columns_of(width))
     return columns, max(1, columns // (4 * _WARP))

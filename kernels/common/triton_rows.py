@@ -1,6 +1,6 @@
 """What the Triton kernels of the gathers are made of: products and weighted sums of some table rows of one token, by one program.
 
-Legend: T tokens, J rows read per token, C column groups, W columns, B blocks of entries. A tile holds ENTRIES rows and COLUMNS columns of each.
+Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A tile holds ENTRIES rows and COLUMNS columns of each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sum_of_rows(
     ids,
     coef,
     products,
-    block,
+    bins,
     t,
     b,
     group,
@@ -66,7 +66,7 @@ def sum_of_rows(
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """sum_{first <= j < last, block[t, j] = b} coef[t, j, group] act(products[t, j]) table[ids[t, j]] in `columns` of `group`: [COLUMNS].
+    """sum_{first <= j < last, bins[t, j] = b} coef[t, j, group] act(products[t, j]) table[ids[t, j]] in `columns` of `group`: [COLUMNS].
 
     Without an ACTIVATION there are no products. Rows are read once, and all elements of a tile are added up in registers before they are
     added together.
@@ -78,7 +78,7 @@ def sum_of_rows(
         present = j < last
         entry = t * J + j
         if B > 1:
-            present = present & (tl.load(block + entry, mask=present, other=-1) == b)
+            present = present & (tl.load(bins + entry, mask=present, other=-1) == b)
         row = tl.load(ids + entry, mask=present, other=0)
         scale = tl.load(coef + entry * C + group, mask=present, other=0).to(SUM)
         if ACTIVATION is not None:

@@ -11,5 +11,5 @@ class SegmentAccumulate(Protocol):
     """See `kernels.segment_accumulate.naive.segment_accumulate`; of contiguous accumulators, the same bits in every run."""
 
     def __call__(
-        self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, block: Tensor | None = None
+        self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, bins: Tensor | None = None
     ) -> None: ...

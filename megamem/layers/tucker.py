@@ -46,7 +46,7 @@ class TuckerLayer(RetrievalLayer):
         self.query_norm = self._weight(memory.key_dim)
         self.keys_norm = self._weight(memory.key_dim)
         self.cores = self._weight(memory.num_cores, heads, rank, rank)
-        self.value_proj = self._weight(hidden_size, memory.num_value_blocks * memory.value_dim)
+        self.value_proj = self._weight(hidden_size, memory.num_value_projections * memory.value_dim)
         wide = torch.float64 if self.config.params_dtype == torch.float64 else torch.float32
         vectors = torch.zeros(heads, rank, dtype=wide, device=self.cores.device)
         self._initial_scores: tuple[int, ScoreCalibration] | None = None
@@ -106,7 +106,7 @@ class TuckerLayer(RetrievalLayer):
         elif self.memory.shuffle == "table":
             slots = self.permutation[slots]
         rows = (slots % self.view.num_rows + self.view.first_row) % self.num_bank_rows
-        return rows, slots // self.view.num_rows if self.memory.num_value_blocks > 1 else None
+        return rows, slots // self.view.num_rows if self.memory.num_value_projections > 1 else None
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """Eq. 12, or Eq. 9 with the projections of all blocks side by side."""

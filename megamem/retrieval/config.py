@@ -155,7 +155,7 @@ class TuckerConfig(RetrievalConfig):
 
     @property
     @abstractmethod
-    def num_value_blocks(self) -> int:
+    def num_value_projections(self) -> int:
         """B: virtual blocks with a value projection each."""
 
     def num_key_vectors(self, view: LayerView) -> int:
@@ -163,7 +163,7 @@ class TuckerConfig(RetrievalConfig):
 
     @property
     def lookup(self) -> Lookup:
-        return Lookup(self.num_heads * self.top_k, scores=self.num_cores, blocks=self.num_value_blocks)
+        return Lookup(self.num_heads * self.top_k, scores=self.num_cores, bins=self.num_value_projections)
 
     @property
     def initialised_by(self) -> str:

@@ -17,7 +17,7 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
     The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores.
     """
     keys = memory.num_key_vectors(view)
-    projections = width * (memory.num_value_blocks * memory.value_dim + memory.width("pre_values"))
+    projections = width * (memory.num_value_projections * memory.value_dim + memory.width("pre_values"))
     weights = memory.num_queries * memory.key_dim * width + keys * memory.key_dim
     return LayerCosts(
         retrieval=weights + 2 * memory.key_dim + memory.num_cores * memory.num_heads * memory.tucker_rank**2,

@@ -33,7 +33,9 @@ def tucker_distributions(
             case "cores":
                 return Uniform(1.0)
             case "value_proj":
-                return Normal((memory.num_value_blocks * memory.value_dim) ** -0.5 if released else model.linear_std)
+                return Normal(
+                    (memory.num_value_projections * memory.value_dim) ** -0.5 if released else model.linear_std
+                )
             case "pre_value_proj":
                 return Normal(model.hidden_size**-0.5 if released else model.linear_std)
             case "query_norm" | "keys_norm":

@@ -89,7 +89,7 @@ def weighted_values(layer: MemoryLayer, bank: Bank, x: Tensor) -> Tensor:
     """The sums [T, B, V] of the retrieved entries, one by one."""
     memory = layer.memory
     found, pre_input = layer.retrieve(x), layer.pre_input(x)
-    sums = torch.zeros(x.shape[0], memory.lookup.blocks, memory.value_dim, dtype=x.dtype)
+    sums = torch.zeros(x.shape[0], memory.lookup.bins, memory.value_dim, dtype=x.dtype)
     for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.slots.shape)).tolist():
         row, block = layer.locate(found.slots[t, h, k])
         product = torch.ones((), dtype=x.dtype)
@@ -266,7 +266,7 @@ def test_keys_are_counted_with_their_expansion() -> None:
 def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     memory = KINDS["ultramem"]
     assert isinstance(memory, UltraMemConfig)
-    assert (memory.expansion, memory.lookup.blocks, memory.width("pre_values"), memory.query_mode) == (
+    assert (memory.expansion, memory.lookup.bins, memory.width("pre_values"), memory.query_mode) == (
         2,
         4,
         0,

@@ -22,5 +22,5 @@ class UltraMemConfig(TuckerConfig):
     """ultramem: Tucker cores, a projection per virtual block."""
 
     @property
-    def num_value_blocks(self) -> int:
+    def num_value_projections(self) -> int:
         return self.expansion**2

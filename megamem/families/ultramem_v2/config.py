@@ -36,7 +36,7 @@ class UltraMemV2Config(TuckerConfig):
         return self.query
 
     @property
-    def num_value_blocks(self) -> int:
+    def num_value_projections(self) -> int:
         return self.expansion**2 if self.value_blocks == "projected" else 1
 
     @property
