@@ -13,7 +13,6 @@ three reasons:
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,17 +39,11 @@ def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
     """Open every data set of a blend and return the tokenizer that they share.
 
     Raises:
-        DataError: no data sets, one that does not open, a weight that is not positive, or different tokenizers.
+        DataError: no data sets, one that does not open, or different tokenizers.
     """
     if not entries:
         raise DataError("The configuration names no data. List prepared data sets under data.datasets.")
     first, *others = [open_dataset(entry.path) for entry in entries]
-    for entry in entries:
-        if not (math.isfinite(entry.weight) and entry.weight > 0):
-            raise DataError(
-                f"{entry.path}: a weight of {entry.weight} is impossible. Give a positive number, "
-                "or leave the data set out."
-            )
     for other in others:
         if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
             raise DataError(
