@@ -66,7 +66,8 @@ def parameter_tables(configs: Sequence[RunConfig]) -> str:
     for config in configs:
         if config.model.vocab_size is None:
             raise ConfigError(
-                f"model.vocab_size of {config.name} is left to the tokenizer, so that its parameters are not known: give model.vocab_size"
+                f"model.vocab_size of {config.name} is left to the tokenizer, so that its parameters are not known: "
+                "give model.vocab_size"
             )
     costs = [
         "model",

@@ -21,11 +21,12 @@ examples:
   megamem bench step configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 1 --pair
   megamem bench kernels --tokens 2048 --dtypes bf16
 
-Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides apply to each.
-Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and for attention across cut sequences (parallel.context, but for
-Transformer Engine's), per optimizer step.
+Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
+apply to each. Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and
+for attention across cut sequences (parallel.context, but for Transformer Engine's), per optimizer step.
 `step` before the configurations says where the time of a step goes: its phases, and each part of the memory.
-`kernels` in place of the configurations times the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.
+`kernels` in place of the configurations times the memory kernels beside PyTorch's own operations and a copy, after
+checking them against their twins.
 """
 
 _READ_BY = {

@@ -1,4 +1,4 @@
-"""`megamem bench kernels`: the memory kernels beside PyTorch's own operations and a copy, and the products of retrieval.
+"""`megamem bench kernels`: the memory kernels beside PyTorch's own operations and a copy, and retrieval.
 
 Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns.
 """
@@ -41,7 +41,7 @@ class KernelShape:
         width: W.
         reads: J.
         groups: C.
-        pre_width: columns of the pre-values that are read by the same rows; 0 where ranks share them, which read no pairs.
+        pre_width: columns of the pre-values that are read by the same rows; 0 for split tables, which read no pairs.
     """
 
     rows: int
@@ -82,8 +82,8 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
     chosen = describe(kernels.implementations)
     print(f"memory kernels {chosen}, torch {torch.__version__}, {where}; equal to their naive twins")
     print(
-        f"least time of {args.rounds} rounds, in turns; GB/s of the bytes that must move, and their share of the copy's; "
-        f"of retrieval, the ratio to the time of the products of queries and keys"
+        f"least time of {args.rounds} rounds, in turns; GB/s of the bytes that must move, and their share of the "
+        "copy's; of retrieval, the ratio to the time of the products of queries and keys"
     )
     default_tokens = [1, 2048] if device.type == "cpu" else [1, 64, 2048, 32768]
     for name in (name for name in SHAPES if name in (args.shapes or ["227m"])):
@@ -108,8 +108,7 @@ def run_kernel_bench(args: argparse.Namespace) -> int:
 
 
 def draw_ids(rows: int, tokens: int, reads: int, spread: str, device: torch.device) -> Tensor:
-    """Row ids [T, J]: uniform, or with the n-th most frequent row read 1/n as often as the first; frequent rows lie all over
-    the table."""
+    """Row ids [T, J]: uniform, or Zipf's (the n-th most frequent row is read 1/n as often as the first)."""
     generator = torch.Generator(device).manual_seed(0)
     if spread == "uniform":
         return torch.randint(0, rows, (tokens, reads), generator=generator, device=device)
@@ -206,7 +205,7 @@ def _contenders(
 
 
 def _least_bytes(entries: int, tokens: int, element: int, groups: int, width: int) -> tuple[int, int]:
-    """Bytes that a gather must move in forward and in backward, with `width` columns in all tables read by the same ids."""
+    """Bytes that a gather must move in forward and in backward; `width` counts all tables read by the same ids."""
     forward = entries * (width * element + 8 + element * groups) + tokens * width * element
     # Backward: the other gather, and reading and writing fp32 rows of the accumulator.
     return forward, forward + entries * (8 * width + 8) + tokens * width * element

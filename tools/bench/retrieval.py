@@ -1,6 +1,7 @@
 """The retrieval cases of `megamem bench kernels`: the selections beside the products that make their scores.
 
-Legend: T tokens, H heads, N keys per side, d key dim, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved.
+Legend: T tokens, H heads, N keys per side, d key dim, R Tucker rank, M rows (and columns) kept by the first stage,
+K retrieved.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SCORES = "key scores"
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How one model retrieves: by product keys with a query per head (rank 0), or by Tucker cores with a query per rank."""
+    """How one model retrieves: by product keys, a query per head (rank 0), or by Tucker cores, a query per rank."""
 
     model: str
     keys: int

@@ -1,4 +1,4 @@
-"""`megamem bench step`: where the time of a training step goes, beside a dense model and a mixture of experts of equal cost."""
+"""`megamem bench step`: where the time of a step goes, beside a dense model and a mixture of experts of equal cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PEAKS = (
     ("A100", 312.0),
     ("B200", 2250.0),
 )
-"""bf16 TFLOP/s without sparsity by a part of the device's name, from NVIDIA's data sheets; the first that fits counts."""
+"""bf16 TFLOP/s without sparsity, from NVIDIA's data sheets; the first whose name is part of the device's counts."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def with_pairs(configs: Mapping[str, RunConfig], vocab_size: int) -> dict[str, C
     for name, config in configs.items():
         if config.model.memory is None or config.model.moe is not None:
             raise ConfigError(
-                f"--pair compares models of a memory and a dense feed-forward with others, and {name} is none: leave out --pair, or the file"
+                f"--pair compares models of a memory and a dense feed-forward with others, and {name} is none: leave "
+                "out --pair, or the file"
             )
         contenders[name] = Contender(config)
         try:
@@ -91,12 +92,13 @@ def dense_pair(config: RunConfig, vocab_size: int) -> Contender:
             # Nothing is left to split.
             parallel=replace(config.parallel, memory=1),
         ),
-        f"model.ffn_hidden_size {solved.width} ({solved.exact:.1f} would be equal), forward FLOPs per token {solved.residual:+.2%}",
+        f"model.ffn_hidden_size {solved.width} ({solved.exact:.1f} would be equal), forward FLOPs per token "
+        f"{solved.residual:+.2%}",
     )
 
 
 def experts_pair(config: RunConfig, vocab_size: int) -> Contender:
-    """The same with Megatron's mixture of experts in place of memory and feed-forward: as many active parameters, and about as many in all.
+    """The same with experts in place of memory and feed-forward: as many active parameters, and about as many in all.
 
     Raises:
         ValueError: no mixture can do it.
@@ -108,8 +110,8 @@ def experts_pair(config: RunConfig, vocab_size: int) -> Contender:
     moe = solved.moe
     return Contender(
         replace(config, model=replace(bare, moe=moe)),
-        f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters {solved.active_residual:+.2%}, "
-        f"all parameters {solved.total_residual:+.2%}",
+        f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters "
+        f"{solved.active_residual:+.2%}, all parameters {solved.total_residual:+.2%}",
     )
 
 
@@ -142,7 +144,7 @@ def bench_steps_rank(
 
 
 def turns(contenders: Mapping[str, Contender], *, on_gpu: bool) -> list[list[str]]:
-    """Names that take turns: on a CPU, whose load changes, those of one layout; on GPUs, which have little memory and one user, none."""
+    """Names that take turns: on a CPU, whose load changes, those of one layout; on GPUs, with less memory, none."""
     if on_gpu:
         return [[name] for name in contenders]
     by_layout: dict[ParallelConfig, list[str]] = {}
@@ -165,10 +167,13 @@ def _header(contenders: Mapping[str, Contender], groups: ParallelGroups, amount:
     pipelined = any(layout.pipeline > 1 for layout in layouts)
     turn = "one after the other" if on_gpu else "in turns"
     yield (
-        f"{groups.world_size} rank{'s' * (groups.world_size > 1)}, {where}, torch {torch.__version__}; "
-        f"{amount} without marks and as many with them, {turn}"
+        f"{groups.world_size} rank{'s' * (groups.world_size > 1)}, {where}, torch {torch.__version__}; {amount} "
+        f"without marks and as many with them, {turn}"
     )
-    yield f"step: median (lowest .. highest) of the rounds without marks; parts: mean of the marked steps on rank 0{', of its pipeline stage' * pipelined}"
+    yield (
+        "step: median (lowest .. highest) of the rounds without marks; parts: mean of the marked steps on rank "
+        f"0{', of its pipeline stage' * pipelined}"
+    )
     if on_gpu and any(layout.memory > 1 and layout.overlap_memory for layout in layouts):
         yield "memories that run beside the feed-forward (parallel.overlap_memory) run after it in marked steps"
 
@@ -201,10 +206,13 @@ def config_lines(
     yield name
     if contender.derived:
         yield f"  derived: {contender.derived}"
-    yield f"  {counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active, {forward / 1e6:.2f} forward MFLOPs per token"
     yield (
-        f"  step {step_s * 1e3:.2f} ms ({min(result.step_s) * 1e3:.2f} .. {max(result.step_s) * 1e3:.2f}), {tokens / step_s:,.0f} tokens/s, "
-        f"{tflops:.3g} TFLOP/s per rank, {mfu}"
+        f"  {counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active, {forward / 1e6:.2f} forward "
+        "MFLOPs per token"
+    )
+    yield (
+        f"  step {step_s * 1e3:.2f} ms ({min(result.step_s) * 1e3:.2f} .. {max(result.step_s) * 1e3:.2f}), "
+        f"{tokens / step_s:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank, {mfu}"
     )
     yield from _phase_lines(result.marked, step_s)
     if config.model.memory is not None:
@@ -233,7 +241,8 @@ def _memory_lines(marked: RangeTimes, costs: Mapping[str, Cost]) -> Iterator[str
         phases = [sum(s for where, s in of_part.items() if where.phase == phase) * 1e3 for phase in (FORWARD, BACKWARD)]
         rate = _rate(costs[part], seconds) if part in costs else ""
         yield (
-            f"    {part:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%} {phases[0]:9.2f}  {phases[1]:9.2f}  {entries / marked.num_steps:7g}  {rate}"
+            f"    {part:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%} {phases[0]:9.2f}  {phases[1]:9.2f}  "
+            f"{entries / marked.num_steps:7g}  {rate}"
         ).rstrip()
 
 

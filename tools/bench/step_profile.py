@@ -1,8 +1,8 @@
 """Where the time of a training step goes: puts the marks of `tools.bench.timeline` around the parts of a built run.
 
-Nothing in the run knows of them, and they are taken away again. Phases come from Megatron's own timers (`config.timers`),
-from the gradient reduction and from the optimizer's methods; parts of the memory from the layers' methods, their kernels,
-the exchange and the tables' optimizer and gradient buffers.
+Nothing in the run knows of them, and they are taken away again. Phases come from Megatron's timers (`config.timers`),
+from the gradient reduction and from the optimizer's methods; parts of the memory from the layers' methods, their
+kernels, the exchange and the tables' optimizer and gradient buffers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tools.bench.timeline import RangeTimes, Timeline
 FORWARD, BACKWARD, MESSAGES, REDUCTION = "forward", "backward", "pipeline messages", "gradient reduction"
 CLIPPING, OPTIMIZER, REST = "norm and clipping", "optimizer", "rest"
 PHASES = (FORWARD, BACKWARD, MESSAGES, REDUCTION, CLIPPING, OPTIMIZER, REST)
-"""The phases of a step, in the order of a report. Recomputing activations belongs to backward, zeroing gradients to the rest."""
+"""The phases of a step, in the order of a report. Recomputation belongs to backward, zeroing gradients to the rest."""
 
 
 @contextmanager
@@ -62,8 +62,8 @@ def marked_run(
 ) -> Iterator[None]:
     """Put marks around the parts of a run for as long as the context lasts.
 
-    Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile, because times of
-    two streams would overlap.
+    Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile: times of two
+    streams would overlap.
 
     Args:
         chunks: this rank's model chunks.

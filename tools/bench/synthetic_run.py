@@ -61,7 +61,8 @@ class SyntheticRun:
     def cut_graphs(self) -> None:
         """Let go of the last microbatch's graph, so that the garbage collector can free the model.
 
-        Megatron's token dispatchers keep tensors of it, and the graph refers to the model through gradient hooks, which the collector cannot see.
+        Megatron's token dispatchers keep tensors of it, and the graph refers to the model through gradient hooks, which
+        the collector cannot see.
         """
         for chunk in self.chunks:
             for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):

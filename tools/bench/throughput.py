@@ -35,7 +35,8 @@ def bench_rank(configs: Mapping[str, RunConfig], vocab_size: int, rounds: int, s
             step_s |= {name: times.step_s for name, times in zip(of_layout, measured, strict=True)}
         if groups.is_main:
             print(
-                f"{groups.world_size} ranks, {rounds} rounds of {steps} steps each; tokens/s as median (lowest .. highest)"
+                f"{groups.world_size} ranks, {rounds} rounds of {steps} steps each; tokens/s as median (lowest .. "
+                "highest)"
             )
             _print(configs, step_s, groups.world_size, vocab_size)
 
@@ -51,8 +52,7 @@ def _print(
         counts = count_parameters(config.model, padded_vocab_size(config.model, vocab_size))
         sent = exchanged_bytes(config, num_ranks) + attention_bytes(config, num_ranks)
         print(
-            f"  {name:36} {median(speeds):12,.0f} ({min(speeds):,.0f} .. {max(speeds):,.0f})"
-            f"  {median(speeds) / reference:5.2f}x  {tokens / median(speeds):.3f} s/step  "
-            f"{sent / 1e6:.2f} MB sent  "
+            f"  {name:36} {median(speeds):12,.0f} ({min(speeds):,.0f} .. {max(speeds):,.0f})  "
+            f"{median(speeds) / reference:5.2f}x  {tokens / median(speeds):.3f} s/step  {sent / 1e6:.2f} MB sent  "
             f"{counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active"
         )

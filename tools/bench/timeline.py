@@ -206,7 +206,7 @@ def _wants_gradient(arg: Any) -> bool:
 class _MarkInBackward(torch.autograd.Function):
     """The identity on tensors at the edge of a part; its backward pass marks the edge, and computes nothing.
 
-    Around the arguments of a part it leaves it: that is the last thing of the part's backward pass. Around the results it enters it.
+    Around a part's results it enters the part; around its arguments, whose gradients come last, it leaves it.
     """
 
     @staticmethod
