@@ -143,8 +143,5 @@ def draw_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int, drawn: dict
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
     """Standard deviation of the tables of a bank, given sigma_s of the layers that read it (empty where nothing is calibrated)."""
-    return family_of(memory).table_std(memory, model, _root_mean_square(sigma_s) if sigma_s else None)
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return float(Tensor.sqrt(torch.tensor(values, dtype=torch.float64).square().mean()))
+    root_mean_square = float(torch.tensor(sigma_s, dtype=torch.float64).square().mean().sqrt()) if sigma_s else None
+    return family_of(memory).table_std(memory, model, root_mean_square)

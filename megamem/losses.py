@@ -138,16 +138,13 @@ def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> Non
     penalised = [(losses, cores) for losses, cores in layers if losses.penalty_weight and cores is not None]
     if not penalised:
         return
-    sums = torch.stack([cores.detach().to(_wide(cores)).sum(0) for _, cores in penalised]).requires_grad_()
+    wide = torch.promote_types(penalised[0][1].dtype, torch.float32)
+    sums = torch.stack([cores.detach().to(wide).sum(0) for _, cores in penalised]).requires_grad_()
     with torch.enable_grad():
         penalties = tucker_penalty(sums, penalised[0][0].margin)
     (gradients,) = torch.autograd.grad(penalties.sum(), sums)
     for (losses, _), penalty, gradient in zip(penalised, penalties.detach(), gradients, strict=True):
         losses.set_penalty(penalty, gradient)
-
-
-def _wide(cores: Tensor) -> torch.dtype:
-    return torch.float64 if cores.dtype == torch.float64 else torch.float32
 
 
 class _GradientInjection(torch.autograd.Function):

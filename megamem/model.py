@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ from megamem.block import MemorySite
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
-from megamem.layers.layer import MemoryLayer
-from megamem.layers.step import begin_step
+from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
-from megamem.placement import parameter_device
+from megamem.parameters import parameter_device
 from megamem.sharing import SharingPlan
 from megamem.side_stream import SideStream
 from megamem.slots import Site, slot_of
@@ -146,7 +146,7 @@ class MemoryGPTModel(GPTModel):
             site.memory_enabled = enabled
 
     def serve_memory(self) -> None:
-        """Take part in the exchanges of a forward pass that other ranks of the memory group make, without a token of one's own."""
+        """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
         inputs = Inputs.of_no_token(weight.device)
@@ -155,7 +155,7 @@ class MemoryGPTModel(GPTModel):
                 site.serve(no_token, inputs)
 
     def begin_step(self) -> None:
-        """To be called once per optimizer step, before its first microbatch: refreshes what the memory layers keep between steps, restarts the losses' sums."""
+        """To be called once per optimizer step, before its first microbatch; see `megamem.layers.layer.begin_step`."""
         assert self.weights_are_set, "neither initial weights nor a checkpoint's are in this chunk"
         begin_step(self.memory_layers)
         for router in self.routers:
@@ -203,9 +203,8 @@ def _build_banks(
         return {}
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
-    return {
-        spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in plan.banks_of(indices)
-    }
+    specs = plan.banks_of(indices)
+    return {spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in specs}
 
 
 def _sites(
@@ -231,7 +230,8 @@ def _sites(
             config,
             memory,
             view,
-            _Unregistered(banks[view.bank]),
+            # Not the module itself: the bank belongs to the model, not to the layer.
+            SimpleNamespace(read=banks[view.bank].read),
             kernels=kernels,
             num_bank_rows=plan.banks[view.bank].num_rows,
             name=f"decoder.layers.{layer}.mlp.memory",
@@ -240,10 +240,3 @@ def _sites(
         )
         sites[layer] = Site(family.slot or slot_of(memory.placement, span), span, make_memory)
     return sites
-
-
-class _Unregistered:
-    """A bank as a layer sees it: not a module, so that the bank stays in the model's tree alone."""
-
-    def __init__(self, bank: Bank) -> None:
-        self.read = bank.read

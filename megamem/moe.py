@@ -22,8 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
-from megamem.parameters import ReducedOver, declare
-from megamem.placement import parameter_device
+from megamem.parameters import ReducedOver, declare, parameter_device
 
 ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
 """The router's losses by their names in metrics."""
@@ -60,11 +59,6 @@ class Experts(SequentialMLP):
         for parameter in self.parameters():
             declare(parameter, "experts", reduced_over=ReducedOver.STAGE)
 
-    @property
-    def first_expert(self) -> int:
-        """Global number of this rank's first expert."""
-        return int(self.ep_group.rank()) * self.num_local_experts
-
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
@@ -75,8 +69,9 @@ class Experts(SequentialMLP):
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         entries: ShardedStateDict = {}
+        first = self.ep_group.rank() * self.num_local_experts
         for index, expert in enumerate(self.local_experts):
-            local, everywhere = f"{prefix}local_experts.{index}.", f"{prefix}{self.first_expert + index}."
+            local, everywhere = f"{prefix}local_experts.{index}.", f"{prefix}{first + index}."
             of_expert = expert.sharded_state_dict(local, sharded_offsets, metadata)
             replace_prefix_for_sharding(of_expert, local, everywhere)
             for entry in of_expert.values():

@@ -10,20 +10,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megamem.memory_config import PlacementConfig
 
 _KEY = "model.memory.placement.spans"
-
-
-class Placement(Protocol):
-    """Which blocks have a memory, as `model.memory.placement` says it."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def blocks(self) -> tuple[int, ...] | None: ...
-    @property
-    def spans(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def count_memory_layers(placement: Placement, num_layers: int) -> int:
+def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
     """How many memory layers a model of `num_layers` blocks has.
 
     Raises:
@@ -89,7 +81,7 @@ def count_memory_layers(placement: Placement, num_layers: int) -> int:
     return len(listed)
 
 
-def resolve_placement(placement: Placement, num_layers: int) -> tuple[Span, ...]:
+def resolve_placement(placement: PlacementConfig, num_layers: int) -> tuple[Span, ...]:
     """The memory layers of a model of `num_layers` blocks, in the order of the blocks that they read at.
 
     Raises:
@@ -100,7 +92,7 @@ def resolve_placement(placement: Placement, num_layers: int) -> tuple[Span, ...]
     return _listed(placement) or tuple(Span(block, block) for block in every)
 
 
-def _listed(placement: Placement) -> tuple[Span, ...] | None:
+def _listed(placement: PlacementConfig) -> tuple[Span, ...] | None:
     """The memory layers that the placement lists one by one; None for every n-th block."""
     if placement.spans is not None:
         return parse_spans(placement.spans)

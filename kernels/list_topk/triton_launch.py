@@ -33,7 +33,7 @@ def lists_per_program(row_capacity: int) -> int:
 
 
 def check_supported(scores: Tensor, num_entries: int, top_k: int) -> None:
-    """Refuses what the kernels cannot do.
+    """Raises for what the kernels cannot do.
 
     Args:
         scores: of the keys.

@@ -19,10 +19,9 @@ from megamem.bank import TableLookup
 from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
 from megamem.inputs import Inputs
-from megamem.losses import AuxiliaryLosses
+from megamem.losses import AuxiliaryLosses, begin_losses
 from megamem.memory_config import MemoryConfig
-from megamem.parameters import ReducedOver, declare
-from megamem.placement import parameter_device
+from megamem.parameters import ReducedOver, declare, parameter_device
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage
 
@@ -119,3 +118,14 @@ class MemoryLayer(MegatronModule):
         # Gains and biases are not decayed.
         declare(weight, "retrieval" if len(shape) > 1 else "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
         return weight
+
+
+def begin_step(layers: Sequence[MemoryLayer]) -> None:
+    """To be called once per optimizer step for the layers of a chunk, before its first microbatch; never at evaluation.
+
+    Refreshes what the family keeps between steps, and restarts the auxiliary losses. Each takes one decomposition for all
+    layers: on a GPU every call waits for the device.
+    """
+    if layers:
+        type(layers[0]).refresh(layers)
+    begin_losses([(layer.losses, layer.cores) for layer in layers if layer.losses is not None])

@@ -59,8 +59,7 @@ class ProductKeyLayer(RetrievalLayer):
             queries = rms_normalise(queries, self.query_norm, self.epsilon)
         # One product per (head, side): [2H, T, d] x [2H, d, N].
         products = torch.bmm(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2))
-        if products.dtype != torch.float64:
-            products = products.float()
+        products = products.to(torch.promote_types(products.dtype, torch.float32))
         rows, columns = products.view(heads, 2, x.shape[0], self.num_keys).permute(1, 2, 0, 3).unbind(0)
         return rows, columns
 

@@ -47,7 +47,7 @@ class TuckerLayer(RetrievalLayer):
         self.keys_norm = self._weight(memory.key_dim)
         self.cores = self._weight(memory.num_cores, heads, rank, rank)
         self.value_proj = self._weight(hidden_size, memory.num_value_projections * memory.value_dim)
-        wide = torch.float64 if self.config.params_dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(self.config.params_dtype, torch.float32)
         vectors = torch.zeros(heads, rank, dtype=wide, device=self.cores.device)
         self._initial_scores: tuple[int, ScoreCalibration] | None = None
         self.register_buffer("u", vectors)
@@ -94,8 +94,7 @@ class TuckerLayer(RetrievalLayer):
         # One product per (side, rank): [2R, T, d] x [2R, d, H N].
         by_side_and_rank = normal_keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, memory.key_dim, heads * keys)
         products = torch.bmm(queries.transpose(0, 1), by_side_and_rank)
-        if products.dtype != torch.float64:
-            products = products.float()
+        products = products.to(torch.promote_types(products.dtype, torch.float32))
         rows, columns = products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1).unbind(0)
         return rows, columns
 

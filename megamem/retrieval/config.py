@@ -101,7 +101,7 @@ class RetrievalConfig(MemoryConfig):
 class TuckerConfig(RetrievalConfig):
     """Retrieval by Tucker-decomposed scores (TDQKR; UltraMem and UltraMemV2), always with a value projection."""
 
-    own_expansion: ClassVar[int] = 1
+    default_expansion: ClassVar[int] = 1
     """e of the family where key_expansion is null."""
 
     tucker_rank: PositiveInt = 2
@@ -148,7 +148,7 @@ class TuckerConfig(RetrievalConfig):
 
     @property
     def expansion(self) -> int:
-        return self.key_expansion if self.key_expansion is not None else self.own_expansion
+        return self.key_expansion if self.key_expansion is not None else self.default_expansion
 
     @property
     @abstractmethod
@@ -179,7 +179,7 @@ class TuckerConfig(RetrievalConfig):
 class ProductKeyConfig(RetrievalConfig):
     """Retrieval by product keys (PKM, Memory+, PEER)."""
 
-    instead_of_that_width: ClassVar[str] = ""
+    width_advice: ClassVar[str] = ""
     """What else a family can do about a value_dim that is not hidden_size, for the message."""
 
     query_norm: bool = True
@@ -192,7 +192,7 @@ class ProductKeyConfig(RetrievalConfig):
         if not self.has_value_projection and self.value_dim != hidden_size:
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, but kind {self.kind} has no value projection: set it to hidden_size = {hidden_size}"
-                + self.instead_of_that_width
+                + self.width_advice
             )
 
     @property

@@ -71,7 +71,7 @@ def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tenso
     Returns:
         u and v, each [..., R], in the dtype of the vectors before.
     """
-    wide = core_sum if core_sum.dtype == torch.float64 else core_sum.float()
+    wide = core_sum.to(torch.promote_types(core_sum.dtype, torch.float32))
     # Host sync on GPUs: the SVD looks at its convergence.
     left, _, right = torch.linalg.svd(wide)
     u, v = left[..., :, 0], right[..., 0, :]

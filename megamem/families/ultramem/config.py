@@ -15,7 +15,7 @@ class UltraMemConfig(TuckerConfig):
     Skip insertion is a matter of the placement, and sharing is open to it although the paper's tables are private.
     """
 
-    own_expansion: ClassVar[int] = 2
+    default_expansion: ClassVar[int] = 2
     """As in the paper: four virtual blocks."""
 
     kind: Literal["ultramem"] = "ultramem"
