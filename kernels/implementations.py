@@ -1,8 +1,8 @@
 """The names that `train.kernels` takes, what `auto` means, and what a machine can run.
 
-`auto` is Triton for tables on a GPU with Triton installed, C++ for tables on the CPU where there is a compiler, and PyTorch's
-own operations otherwise. With cpu, whether chosen or by auto, an op without C++ (the selections) is PyTorch's. Nothing else
-is ever chosen in place of what was asked for: what cannot run is an error.
+`auto` is Triton for tables on a GPU with Triton installed, C++ for tables on the CPU where there is a compiler, and
+PyTorch's own operations otherwise. With cpu, whether chosen or by auto, an op without C++ (the selections) is
+PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
 
 Imports no torch: configurations are checked without it.
 """
@@ -17,7 +17,8 @@ from importlib.metadata import version
 from typing import Literal
 
 Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
-"""triton, cpu (C++), torch (its operations, without large temporaries), naive (the oracles, by autograd); auto: see above."""
+"""triton, cpu (C++), torch (its operations, without large temporaries), naive (the oracles, by autograd); auto: see
+above."""
 
 
 class KernelUnavailableError(ValueError):

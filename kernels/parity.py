@@ -170,7 +170,8 @@ def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator
 
 
 def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor]:
-    """Output, gradients of the operands, and what was added to each table's `main_grad`; without a device the twin's."""
+    """Output, gradients of the operands, and what was added to each table's `main_grad`; without a device the
+    twin's."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.double() if device is None else tensor.to(device)

@@ -1,6 +1,7 @@
 """The memory kernels of a model, in the implementation that `train.kernels` names.
 
-An op is a folder and a field of `Kernels`. The files of its folder are found by their names (`_FILES`): see "Adding an op" in README.md.
+An op is a folder and a field of `Kernels`. The files of its folder are found by their names (`_FILES`): see "Adding an
+op" in README.md.
 """
 
 from __future__ import annotations

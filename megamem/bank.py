@@ -67,9 +67,9 @@ class Columns:
 class Bank(nn.Module):
     """The tables of one bank, with all their columns on every rank of its pipeline stage.
 
-    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them over all
-    ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has seen other tokens. The same
-    buffers split their optimizer state over all those ranks.
+    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them
+    over all ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has
+    seen other tokens. The same buffers split their optimizer state over all those ranks.
     """
 
     values: nn.Parameter
@@ -130,7 +130,8 @@ class Bank(nn.Module):
         )
 
     def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
-        """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values [T, J]."""
+        """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values
+        [T, J]."""
         return weighted(scores, products, self.activation)
 
     def sharded_state_dict(

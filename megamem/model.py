@@ -33,7 +33,8 @@ from megamem.spans import Span
 
 
 class MemoryGPTModel(GPTModel):
-    """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the banks that its blocks read.
+    """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the banks that its blocks
+    read.
 
     Attributes:
         model_config: our config of the whole model.
@@ -122,7 +123,8 @@ class MemoryGPTModel(GPTModel):
             labels: [b, s] int64; None where logits are wanted.
 
         Returns:
-            [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits [b, s, vocabulary] without labels.
+            [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
+            [b, s, vocabulary] without labels.
         """
         carried = {"context_mask": pack(input_ids, position_ids)}
         out: Tensor = super().forward(
@@ -186,8 +188,10 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
     for span in spans:
         if (span.read in layers) != (span.add in layers):
             raise ValueError(
-                f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline chunks (one holds blocks "
-                f"{layers.start}..{layers.stop - 1}): change model.memory.placement.spans, parallel.pipeline or parallel.virtual_pipeline"
+                f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline "
+                "chunks (one holds blocks "
+                f"{layers.start}..{layers.stop - 1}): change model.memory.placement.spans, parallel.pipeline or "
+                "parallel.virtual_pipeline"
             )
     return inside
 

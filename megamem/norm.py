@@ -19,8 +19,9 @@ def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a gain, for any norm slot of Megatron's specs.
 
-    Under sequence parallelism every tensor-parallel rank normalises other tokens (or other heads) with the same gain, so
-    Megatron has to all-reduce the gain's gradient. PyTorch's own RMSNorm does not ask for it, so Megatron refuses it there.
+    Under sequence parallelism every tensor-parallel rank normalises other tokens (or other heads) with the same gain,
+    so Megatron has to all-reduce the gain's gradient. PyTorch's own RMSNorm does not ask for it, so Megatron refuses it
+    there.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:

@@ -27,7 +27,8 @@ class ReducedOver(Enum):
     TOKENS = "tokens"
     """Those and the tensor-parallel ranks, each of which has seen its own share of the sequence."""
     STAGE = "stage"
-    """All ranks of the stage that hold the same shard, in buffers and an optimizer of their own (Megatron's expert domain)."""
+    """All ranks of the stage that hold the same shard, in buffers and an optimizer of their own (Megatron's expert
+    domain)."""
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:
@@ -67,7 +68,8 @@ def group_of(name: str, parameter: nn.Parameter) -> GroupName:
     """The declared group of the parameter of this name."""
     if not is_declared(parameter):
         raise AssertionError(
-            f"no optimizer group is declared for the parameter {name}: whoever creates it calls megamem.parameters.declare"
+            f"no optimizer group is declared for the parameter {name}: whoever creates it calls "
+            "megamem.parameters.declare"
         )
     group: GroupName = parameter.optimizer_group  # type: ignore[attr-defined]
     return group

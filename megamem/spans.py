@@ -1,7 +1,8 @@
 """Which block a memory reads at, and after which one its output joins the residual stream.
 
-Blocks count from 0. In UltraMemV2 and Memory+ a memory reads and adds in the same block; UltraMem reads the normalised input of block
-a's feed-forward and adds after block b >= a, so that the blocks between do not wait for it (skip insertion).
+Blocks count from 0. In UltraMemV2 and Memory+ a memory reads and adds in the same block; UltraMem reads the normalised
+input of block a's feed-forward and adds after block b >= a, so that the blocks between do not wait for it (skip
+insertion).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     """The spans written `a:b/c:d/...`, in the release's notation.
 
     Raises:
-        ValueError: if the text is not of that form, a span ends before it begins, or two of them read at the same block or out of order.
+        ValueError: if the text is not of that form, a span ends before it begins, or two of them read at the same block
+            or out of order.
     """
     spans = []
     for part in text.split("/"):
@@ -46,7 +48,8 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     for span in spans:
         if span.add < span.read:
             raise ValueError(
-                f"{_KEY} is {text!r}, where {span.read}:{span.add} adds before it reads: the second block of a pair is the same or a later one"
+                f"{_KEY} is {text!r}, where {span.read}:{span.add} adds before it reads: the second block of a pair is "
+                "the same or a later one"
             )
     for before, after in itertools.pairwise(spans):
         if after.read <= before.read:
@@ -67,7 +70,8 @@ def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
     if listed is None:
         if placement.every > num_layers:
             raise ValueError(
-                f"model.memory.placement.every is {placement.every}, more than num_layers = {num_layers}: no block would have a memory"
+                f"model.memory.placement.every is {placement.every}, more than num_layers = {num_layers}: no block "
+                "would have a memory"
             )
         return num_layers // placement.every
     last = max(span.add for span in listed)
@@ -76,7 +80,8 @@ def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
             f"blocks is {list(placement.blocks or ())}" if placement.spans is None else f"spans is {placement.spans}"
         )
         raise ValueError(
-            f"model.memory.placement.{setting}, but block {last} is not one of num_layers = {num_layers}: they count from 0 to {num_layers - 1}"
+            f"model.memory.placement.{setting}, but block {last} is not one of num_layers = {num_layers}: they count "
+            f"from 0 to {num_layers - 1}"
         )
     return len(listed)
 
@@ -102,5 +107,6 @@ def _listed(placement: PlacementConfig) -> tuple[Span, ...] | None:
 
 
 def pending_before(spans: Sequence[Span], block: int) -> tuple[Span, ...]:
-    """The spans whose output was computed in an earlier block than `block` and has not joined yet, in the order of their reads."""
+    """The spans whose output was computed in an earlier block than `block` and has not joined yet, in the order of
+    their reads."""
     return tuple(span for span in spans if span.read < block <= span.add)

@@ -1,10 +1,10 @@
 """How the memory of a run is used: rows read and how evenly, scores, size of the output, spectrum of the cores.
 
-Layers add to buffers on their device while they are observed. Then row counts are reduced once over the ranks of a pipeline
-stage and all other figures once over all ranks, and one copy to the host serves every layer.
+Layers add to buffers on their device while they are observed. Then row counts are reduced once over the ranks of a
+pipeline stage and all other figures once over all ranks, and one copy to the host serves every layer.
 
-Legend: T tokens of this rank, J rows read per token, H heads, K retrieved, C cores, R Tucker rank, D hidden size, M rows of the
-window of a bank that a layer sees.
+Legend: T tokens of this rank, J rows read per token, H heads, K retrieved, C cores, R Tucker rank, D hidden size, M
+rows of the window of a bank that a layer sees.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class LayerUsage:
 
 
 class UsageCollector:
-    """Observes all memory layers of a model; every rank has one for its own layers, and all of them use it at the same time."""
+    """Observes all memory layers of a model; every rank has one for its own layers, and all of them use it at the same
+    time."""
 
     def __init__(
         self,
@@ -112,8 +113,10 @@ class UsageCollector:
 
         Returns:
             coverage: share of the rows of the layer's window that were read at least once.
-            kl_to_uniform: sum_i p_i log(p_i M) in nats, p_i the share of row i in all reads: 0 if even, log(M) if all reads hit one row.
-            top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores; only where rows have scores.
+            kl_to_uniform: sum_i p_i log(p_i M) in nats, p_i the share of row i in all reads: 0 if even, log(M) if all
+                reads hit one row.
+            top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores; only
+                where rows have scores.
             output_std: standard deviation of the layer's output over tokens and dimensions.
             singular_values: of each head's summed core, descending; only with Tucker cores.
         """
@@ -175,7 +178,8 @@ def _core_sum(layer: MemoryLayer) -> Tensor:
 
 
 def _kl_to_uniform(counts: Tensor) -> Tensor:
-    """KL divergence of the shares counts / sum(counts) from uniform: (sum c log c) / S - log S + log M; an fp64 scalar."""
+    """KL divergence of the shares counts / sum(counts) from uniform: (sum c log c) / S - log S + log M; an fp64
+    scalar."""
     total = counts.sum().double()
     plogp = counts.new_zeros((), dtype=torch.float64)
     for part in counts.split(_CHUNK_ELEMENTS):

@@ -1,8 +1,8 @@
 """The ops' kernels in C++: compiles an op's `cpu.cpp` once per machine, loads it, and calls its functions with tensors.
 
-A library's name in the cache folder is a hash of the source, the flags, the compiler and the machine's instruction set, so
-machines that share a home do not load each other's. Nothing of PyTorch is compiled in, so its version does not enter.
-Processes that start together take turns: the first compiles, the others find the library.
+A library's name in the cache folder is a hash of the source, the flags, the compiler and the machine's instruction set,
+so machines that share a home do not load each other's. Nothing of PyTorch is compiled in, so its version does not
+enter. Processes that start together take turns: the first compiles, the others find the library.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def library(op: str) -> ctypes.CDLL:
 def call(op: str, function: str, *arguments: Tensor | int | None) -> None:
     """Runs `megamem_<function>` of an op's `cpu.cpp`.
 
-    A tensor is passed as the address of its first element, None as a null pointer, a number in 64 bits; after all of them
-    comes the number of threads.
+    A tensor is passed as the address of its first element, None as a null pointer, a number in 64 bits; after all of
+    them comes the number of threads.
     """
     converted = (
         ctypes.c_int64(argument)
@@ -91,7 +91,8 @@ def call(op: str, function: str, *arguments: Tensor | int | None) -> None:
 
 
 def types_of(rows: Tensor, operand: Tensor) -> tuple[int, Tensor]:
-    """The number in `_TYPES`, and the operand, contiguous; an operand whose type has no number gets that of the rows."""
+    """The number in `_TYPES`, and the operand, contiguous; an operand whose type has no number gets that of the
+    rows."""
     if (rows.dtype, operand.dtype) not in _TYPES:
         operand = operand.to(rows.dtype)
     if (rows.dtype, operand.dtype) not in _TYPES:
@@ -110,7 +111,8 @@ def check_rows(rows: Tensor, ids: Tensor) -> None:
     check_contiguous(rows)
     if ids.numel() >= _MAX_ENTRIES:
         raise ValueError(
-            f"{ids.numel()} rows are read at once, and the memory kernels in C++ count to 2^31: use smaller microbatches"
+            f"{ids.numel()} rows are read at once, and the memory kernels in C++ count to 2^31: use smaller "
+            "microbatches"
         )
 
 
@@ -134,7 +136,8 @@ def build(op: str, folder: Path, compiler_path: str) -> Path:
                 os.replace(built, target)
     except OSError as error:
         raise KernelUnavailableError(
-            f"cannot write the compiled memory kernels into {folder} ({error}): set MEGAMEM_CACHE_DIR to a folder of yours"
+            f"cannot write the compiled memory kernels into {folder} ({error}): set MEGAMEM_CACHE_DIR to a folder of "
+            "yours"
         ) from error
     return target
 
@@ -162,6 +165,7 @@ def _run(command: Sequence[str]) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise KernelUnavailableError(
-            f"the memory kernels in C++ do not compile here (set CXX to another compiler, or use the implementation torch): "
+            "the memory kernels in C++ do not compile here (set CXX to another compiler, or use the implementation "
+            "torch): "
             f"{' '.join(command)}\n{finished.stderr[-2000:]}"
         )

@@ -1,7 +1,7 @@
 """How the Triton kernels cut their work: a closed form of widths and counts, so that all ranks launch the same kernels.
 
-Nothing is timed at run time. Autotuning would have to be bounded, cached and agreed on between ranks, and the kernels wait for
-memory: what matters is how wide the loads are, and how many are under way at once.
+Nothing is timed at run time. Autotuning would have to be bounded, cached and agreed on between ranks, and the kernels
+wait for memory: what matters is how wide the loads are, and how many are under way at once.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def sum_of_rows(
 ):
     """sum_{first <= j < last, bins[t, j] = b} coef[t, j, group] act(products[t, j]) table[ids[t, j]]: [COLUMNS].
 
-    In `columns` of `group`. Without an ACTIVATION there are no products. Every element of a tile has a sum of its own in
-    registers; these are added up at the end.
+    In `columns` of `group`. Without an ACTIVATION there are no products. Every element of a tile has a sum of its own
+    in registers; these are added up at the end.
     """
     PER_GROUP: tl.constexpr = W // C
     sums = tl.zeros([ENTRIES, COLUMNS], SUM)

@@ -4,7 +4,8 @@
 
 namespace {
 
-// Partial sums that a product is added up in, twice over, whatever the machine's vectors are: so its bits are the same on all.
+// Partial sums that a product is added up in, twice over, whatever the machine's vectors are: so its bits are the same
+// on all.
 constexpr int64_t kPartials = 16, kVectors = kPartials / kLanes;
 
 template <class Row, class Sum>

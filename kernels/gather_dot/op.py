@@ -1,4 +1,5 @@
-"""`gather_dot`: its signature, and the autograd op. The table's gradient goes straight into Megatron's fp32 `main_grad`."""
+"""`gather_dot`: its signature, and the autograd op. The table's gradient goes straight into Megatron's fp32
+`main_grad`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`gather_pair`: its signature, and the autograd op. The tables' gradients go straight into Megatron's fp32 `main_grad`."""
+"""`gather_pair`: its signature, and the autograd op. The tables' gradients go straight into Megatron's fp32
+`main_grad`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ GatherPair: TypeAlias = Callable[..., Tensor]
 
 
 def differentiable(gather_pair: Pair, segment_accumulate: SegmentAccumulate) -> GatherPair:
-    """The function of `kernels.gather_pair.naive.gather_pair` with gradients. Between the passes it keeps the products."""
+    """The function of `kernels.gather_pair.naive.gather_pair` with gradients. Between the passes it keeps the
+    products."""
 
     def with_gradients(*operands: Any) -> Tensor:
         return apply_gather(_GatherPair, *PairOperands(*operands), *gather_pair, segment_accumulate)

@@ -2,9 +2,9 @@
 
 Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns, B bins, S splits.
 
-As in split-K, the entries of a token are cut into splits of SPLIT entries, one per program. A program writes the products of
-all its entries, and then sums the rows of the other table with them. What several splits add to one sum goes to scratch, and
-`sum_of_splits_kernel` adds it up.
+As in split-K, the entries of a token are cut into splits of SPLIT entries, one per program. A program writes the
+products of all its entries, and then sums the rows of the other table with them. What several splits add to one sum
+goes to scratch, and `sum_of_splits_kernel` adds it up.
 """
 
 from __future__ import annotations

@@ -68,15 +68,16 @@ struct Sums<bf16, kLanes> {
   }
 };
 
-// Vectors of sums that stay in registers: half of AVX-512's 32, or all that fit into others' 16 beside what is added to them.
+// Vectors of sums that stay in registers: half of AVX-512's 32, or all that fit into others' 16 beside what is added to
+// them.
 #ifdef __AVX512F__
 constexpr int64_t kMostVectors = 16;
 #else
 constexpr int64_t kMostVectors = 12;
 #endif
 
-// The weighted sum of kCount x Unit::kColumns columns from `first` on. The last of them end with column n at the latest: they may be some of
-// the columns before, whose sums are then made twice.
+// The weighted sum of kCount x Unit::kColumns columns from `first` on. The last of them end with column n at the
+// latest: they may be some of the columns before, whose sums are then made twice.
 template <class Unit, int64_t kCount, class Row, class Operand, class Sum>
 inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t first, int64_t n) {
   constexpr int64_t kColumns = Unit::kColumns, kBytes = kCount * kColumns * sizeof(Row);
@@ -101,7 +102,8 @@ inline void sum_some(int64_t count, Sum* out, const Reads<Row, Operand>& reads, 
   sum_in_registers<Unit, kMost>(out, reads, first, n);
 }
 
-// Columns [0, n) of a token's weighted sum in `kMost` x Unit::kColumns columns per pass over its rows; n is at least Unit::kColumns.
+// Columns [0, n) of a token's weighted sum in `kMost` x Unit::kColumns columns per pass over its rows; n is at least
+// Unit::kColumns.
 template <class Unit, int64_t kMost, class Row, class Operand, class Sum>
 inline void sum_in_passes(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
   for (int64_t first = 0; first < n; first += kMost * Unit::kColumns) {

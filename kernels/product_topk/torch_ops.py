@@ -2,7 +2,8 @@
 
 A custom op, which hides from tracing what depends on the data.
 
-Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, Q candidates, about K ln K.
+Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, Q candidates,
+about K ln K.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ product_topk.register_fake(empty_result)
 def candidate_places(row_top_k: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Places a and b in the sorted lists, [Q] each, of the pairs with (a + 1)(b + 1) <= K, in the order of a M + b.
 
-    Every other pair has K pairs before it: see README.md. On devices all pairs: counting these would wait for the device.
+    Every other pair has K pairs before it: see README.md. On devices all pairs: counting these would wait for the
+    device.
     """
     pair = torch.arange(row_top_k**2, device=device)
     row_places, column_places = pair // row_top_k, pair % row_top_k

@@ -1,4 +1,5 @@
-// segment_accumulate in C++: entries are put into buckets of neighbouring rows, and every bucket is added up in the order of its entries.
+// segment_accumulate in C++: entries are put into buckets of neighbouring rows, and every bucket is added up in the
+// order of its entries.
 
 #include "../common/rows.h"
 
@@ -16,7 +17,8 @@ inline void add_product(Sum* row, const Operand* vector, Sum scale, int64_t n) {
   add_scaled(row, vector, scale, n);
 }
 
-// Some columns of the entries of one bucket: accumulator[ids[e], first .. last) += coef[e, c] vec[e / J, bins[e], first .. last)
+// Some columns of the entries of one bucket: accumulator[ids[e], first .. last) += coef[e, c] vec[e / J, bins[e], first
+// .. last)
 template <class Row, class Operand>
 void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef, const Operand* vec, const int64_t* bins,
                        const int32_t* order, int64_t count, int64_t first, int64_t last, int64_t J, int64_t C, int64_t W, int64_t B) {
@@ -73,8 +75,8 @@ extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, con
   });
 }
 
-// Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries within each:
-// order [M], and starts [num_buckets + 1], where each bucket's entries begin.
+// Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries
+// within each: order [M], and starts [num_buckets + 1], where each bucket's entries begin.
 extern "C" void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M, int64_t num_buckets, int64_t shift,
                                      int64_t threads) {
   // Each thread counts, and later places, a contiguous part of the entries: one after the other within every bucket.

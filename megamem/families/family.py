@@ -57,7 +57,8 @@ class ReleasedNames:
     Attributes:
         parameters: our names by the released ones.
         tables: the same of the tables.
-        stacked: our names of parameters that the release numbers, `<released>.<number>`; stacked along a new first axis.
+        stacked: our names of parameters that the release numbers, `<released>.<number>`; stacked along a new first
+            axis.
         unused: parameters that the release has and does not use.
         convert: a released tensor in our layout, given our name for it and the layer's config.
     """

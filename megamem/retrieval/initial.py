@@ -19,7 +19,8 @@ def tucker_distributions(
     """The distributions of a layer with Tucker cores.
 
     Args:
-        released_gain_exponent: with `initialisation: released` the gains of queries and keys are key_dim to this power; else they are calibrated.
+        released_gain_exponent: with `initialisation: released` the gains of queries and keys are key_dim to this power;
+            else they are calibrated.
     """
 
     def distribution(part: str, memory: TuckerConfig, model: ModelConfig) -> Distribution | None:
@@ -56,7 +57,8 @@ def tucker_table_std(memory: TuckerConfig, model: ModelConfig, sigma_s: float | 
 
 
 def product_key_distribution(part: str, memory: ProductKeyConfig, model: ModelConfig) -> Distribution:
-    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case that it has)."""
+    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case
+    that it has)."""
     width = model.hidden_size
     match part:
         case "query_proj":
