@@ -1,8 +1,8 @@
 """The names that `train.kernels` takes, what `auto` means, and what a machine can run.
 
-The rule of `auto`: Triton's kernels for tables on a GPU with Triton installed, C++ ones for tables on the CPU where there is a compiler,
-PyTorch's own operations otherwise. Where `train.kernels` is cpu, or auto means it, an op without C++ kernels (the selections) is PyTorch's. Nothing
-else is ever chosen in place of what was asked for: what cannot run is an error.
+`auto` is Triton for tables on a GPU with Triton installed, C++ for tables on the CPU where there is a compiler, and
+PyTorch's own operations otherwise. With cpu, whether chosen or by auto, an op without C++ (the selections) is
+PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
 
 Imports no torch: configurations are checked without it.
 """
@@ -17,7 +17,8 @@ from importlib.metadata import version
 from typing import Literal
 
 Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
-"""auto: see above; triton; cpu (C++); torch (its operations, without large temporaries); naive: the oracles, by PyTorch's autograd."""
+"""triton, cpu (C++), torch (its operations, without large temporaries), naive (the oracles, by autograd); auto: see
+above."""
 
 
 class KernelUnavailableError(ValueError):

@@ -1,9 +1,6 @@
-"""Whether an implementation of the memory kernels computes what its twins do: outputs, every gradient, accumulation into `main_grad`, and selections.
+"""Whether an implementation of the memory kernels computes what its twins do: outputs, every gradient, and selections.
 
 Run by the tests on every implementation and device, and by the benchmark before it reports a figure.
-
-Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns, B blocks of entries. Of selections: H heads, N keys per
-side, M rows (and columns) kept by the first stage, K retrieved.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class ParityShape:
     reads: int
     width: int
     groups: int = 1
-    blocks: int = 1
+    bins: int = 1
 
 
 PARITY_SHAPES = (
@@ -45,9 +42,9 @@ PARITY_SHAPES = (
     ParityShape(rows=7, tokens=9, reads=5, width=24),
     # Two cores; a width that is no power of two.
     ParityShape(rows=50, tokens=4, reads=33, width=96, groups=2),
-    # Virtual blocks.
-    ParityShape(rows=50, tokens=3, reads=18, width=40, groups=2, blocks=3),
-    # One row for all: the longest run that there can be, in more than one piece.
+    # Several sums per token.
+    ParityShape(rows=50, tokens=3, reads=18, width=40, groups=2, bins=3),
+    # One row for all: the longest run that there can be, with partial sums.
     ParityShape(rows=1, tokens=11, reads=13, width=8),
     # One token; wider than a tile.
     ParityShape(rows=300, tokens=1, reads=40, width=1288),
@@ -124,14 +121,14 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
 
 @dataclass(frozen=True)
 class _Case:
-    """One op at one shape: function and twin take tables, ids, operands and block, in their own order."""
+    """One op at one shape: function and twin take tables, ids, operands and bins, in their own order."""
 
     name: str
     run: Callable[..., Tensor]
     twin: Callable[..., Tensor]
     tables: tuple[Tensor, ...]
     ids: Tensor
-    block: Tensor | None
+    bins: Tensor | None
     operands: tuple[Tensor, ...]
     gradient: Tensor
     tolerance: tuple[float, float]
@@ -140,67 +137,41 @@ class _Case:
 
 def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator[_Case]:
     g = torch.Generator().manual_seed(0)
-    tokens, reads, wide, num_blocks = shape.tokens, shape.reads, shape.blocks * shape.width, shape.blocks
+    tokens, reads, wide, num_bins = shape.tokens, shape.reads, shape.bins * shape.width, shape.bins
     pre_width, activation = shape.width // 2, "gelu" if shape.groups == 1 else "none"
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g).to(dtype)
 
     def gather(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda tables, ids, operands, block: function(*tables, ids, *operands, block, num_blocks)
+        return lambda tables, ids, operands, bins: function(*tables, ids, *operands, bins, num_bins)
 
     def dot(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda tables, ids, operands, block: function(*tables, ids, *operands, shape.groups, block)
+        return lambda tables, ids, operands, bins: function(*tables, ids, *operands, shape.groups, bins)
 
     def pair(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda tables, ids, operands, block: function(*tables, ids, *operands, activation, block, num_blocks)
+        return lambda tables, ids, operands, bins: function(*tables, ids, *operands, activation, bins, num_bins)
 
     ids = torch.randint(0, shape.rows, (tokens, reads), generator=g)
-    block = torch.randint(0, num_blocks, (tokens, reads), generator=g) if num_blocks > 1 else None
+    bins = torch.randint(0, num_bins, (tokens, reads), generator=g) if num_bins > 1 else None
     values, pre_values = normal(shape.rows, shape.width), normal(shape.rows, pre_width)
     scores, x, grad_sum = normal(tokens, reads, shape.groups), normal(tokens, pre_width), normal(tokens, wide)
+    vectors, grad_dot = normal(tokens, wide), normal(tokens, reads, shape.groups)
     # The gradient of one table is a sum of products of inputs, made in fp32 whatever the table is.
     exact = (TOLERANCE[dtype], TOLERANCE[torch.float32])
-    yield _Case(
-        "gather_sum",
-        gather(kernels.gather_sum),
-        gather(naive_sum.gather_sum),
-        (values,),
-        ids,
-        block,
-        (scores,),
-        grad_sum,
-        exact,
-    )
-    yield _Case(
-        "gather_dot",
-        dot(kernels.gather_dot),
-        dot(naive_dot.gather_dot),
-        (values,),
-        ids,
-        block,
-        (normal(tokens, wide),),
-        normal(tokens, reads, shape.groups),
-        exact,
-    )
     # Between the gathers of a pair there may be two more roundings.
     rounded = (2 * TOLERANCE[dtype], 2 * TOLERANCE[dtype])
-    yield _Case(
-        "gather_pair",
-        pair(kernels.gather_pair),
-        pair(naive_pair.gather_pair),
-        (pre_values, values),
-        ids,
-        block,
-        (x, scores),
-        grad_sum,
-        rounded,
-    )
+    for ordered, op, twin, tables, operands, gradient, tolerance in (
+        (gather, kernels.gather_sum, naive_sum.gather_sum, (values,), (scores,), grad_sum, exact),
+        (dot, kernels.gather_dot, naive_dot.gather_dot, (values,), (vectors,), grad_dot, exact),
+        (pair, kernels.gather_pair, naive_pair.gather_pair, (pre_values, values), (x, scores), grad_sum, rounded),
+    ):
+        yield _Case(twin.__name__, ordered(op), ordered(twin), tables, ids, bins, operands, gradient, tolerance)
 
 
 def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor]:
-    """Output, gradients of the operands, and what has been added to each table's `main_grad`; of the twin, in float64 on the CPU, if there
-    is no device."""
+    """Output, gradients of the operands, and what was added to each table's `main_grad`; without a device the
+    twin's."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.double() if device is None else tensor.to(device)
@@ -210,18 +181,16 @@ def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor
         for table in tables:
             table.main_grad = torch.zeros_like(table, dtype=torch.float32)  # type: ignore[attr-defined]
     operands = tuple(moved(operand).detach().clone().requires_grad_() for operand in case.operands)
-    ids, block = (None if tensor is None else tensor.to(device or "cpu") for tensor in (case.ids, case.block))
-    out = (case.twin if device is None else case.run)(tables, ids, operands, block)
+    ids, bins = (None if tensor is None else tensor.to(device or "cpu") for tensor in (case.ids, case.bins))
+    out = (case.twin if device is None else case.run)(tables, ids, operands, bins)
     out.backward(moved(case.gradient))
     found = {"out": out.detach()}
-    found |= {
-        f"gradient of operand {i}": operand.grad for i, operand in enumerate(operands) if operand.grad is not None
-    }
+    found |= {f"gradient of operand {i}": each.grad for i, each in enumerate(operands) if each.grad is not None}
     for i, table in enumerate(tables):
-        added = table.grad if device is None else getattr(table, "main_grad", None)
+        added = table.grad if device is None else table.main_grad  # type: ignore[attr-defined]
         assert isinstance(added, Tensor)
         found[f"main_grad of table {i}"] = added
-    return {part: tensor.cpu() for part, tensor in found.items()}
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -2,7 +2,8 @@
 
 Megatron's local core materialises the s x s scores; this one does not, and needs no Transformer Engine.
 
-Legend: s sequence length, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head dimension.
+Legend: s sequence length, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head
+dimension.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 
 def _mask(q: int, k: int, device: torch.device) -> Tensor | None:
-    """What the last q of k tokens may look at; None where `is_causal` says it, which aligns the first query to the first key."""
+    """What the last q of k tokens may look at; None where `is_causal` says it, which aligns the first query to the
+    first key."""
     if q == k:
         return None
     if device.type == "cuda":

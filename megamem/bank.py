@@ -1,7 +1,7 @@
 """The tables that memory layers read, and the lookup that they call.
 
 Legend: T tokens of this rank, J rows read per token, C scores per row (Tucker cores), V value dim, P pre-value dim,
-B virtual blocks.
+B bins (sums per token).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch import Tensor, nn
 
-from kernels.gather_pair.weighting import Activation, weighted
+from kernels.gather_pair.operands import Activation
+from kernels.gather_pair.weighting import weighted
 from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
 from megamem.parameters import ReducedOver, declare
@@ -34,20 +35,20 @@ class TableLookup(Protocol):
         rows: Tensor,
         scores: Tensor,
         pre_input: Tensor | None,
-        block: Tensor | None = None,
-        num_blocks: int = 1,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
     ) -> Tensor:
-        """The weighted values, Eq. 15 before the value projection, summed per virtual block (Eq. 9).
+        """The weighted values, Eq. 15 before the value projection, summed per bin (Eq. 9: per virtual block).
 
-        out[t, b V + c V/C + d] = sum_{j: block[t, j] = b} scores[t, j, c] p[t, j] values[rows[t, j], c V/C + d]
+        out[t, b V + c V/C + d] = sum_{j: bins[t, j] = b} scores[t, j, c] p[t, j] values[rows[t, j], c V/C + d]
         with p[t, j] = act(<pre_values[rows[t, j]], pre_input[t]>)
 
         Args:
             rows: [T, J], int64 rows of the bank.
             scores: [T, J, C].
             pre_input: [T, P], or None if there are no pre-values (then p = 1).
-            block: [T, J], int64 in [0, B), the sum that each entry belongs to; None: all belong to one.
-            num_blocks: B; 1 without `block`.
+            bins: [T, J], int64 in [0, B), the sum that each entry belongs to; None: all belong to one.
+            num_bins: B; 1 without `bins`.
 
         Returns:
             [T, B V].
@@ -66,9 +67,9 @@ class Columns:
 class Bank(nn.Module):
     """The tables of one bank, with all their columns on every rank of its pipeline stage.
 
-    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them over all
-    ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has seen other tokens. The same
-    buffers split their optimizer state over all those ranks.
+    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them
+    over all ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has
+    seen other tokens. The same buffers split their optimizer state over all those ranks.
     """
 
     values: nn.Parameter
@@ -117,19 +118,20 @@ class Bank(nn.Module):
         rows: Tensor,
         scores: Tensor,
         pre_input: Tensor | None,
-        block: Tensor | None = None,
-        num_blocks: int = 1,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
     ) -> Tensor:
         """See `TableLookup.read`."""
         if self.pre_values is None:
-            return self.kernels.gather_sum(self.values, rows, scores, block, num_blocks)
+            return self.kernels.gather_sum(self.values, rows, scores, bins, num_bins)
         assert pre_input is not None
         return self.kernels.gather_pair(
-            self.pre_values, self.values, rows, pre_input, scores, self.activation, block, num_blocks
+            self.pre_values, self.values, rows, pre_input, scores, self.activation, bins, num_bins
         )
 
     def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
-        """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values [T, J]."""
+        """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values
+        [T, J]."""
         return weighted(scores, products, self.activation)
 
     def sharded_state_dict(

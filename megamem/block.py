@@ -1,7 +1,7 @@
 """A block with a memory: what fills the slots of Megatron's layer, and how an output that joins later gets there.
 
-Legend: s tokens of a sequence on this rank and t of them between tensor-parallel regions, b sequences, D hidden size, n query heads and g key/value
-heads of this tensor-parallel rank, d head dimension, m outputs on their way.
+Legend: s tokens of a sequence on this rank and t of them between tensor-parallel regions, b sequences, D hidden size, n
+query heads and g key/value heads of this tensor-parallel rank, d head dimension, m outputs on their way.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MemorySite(nn.Module):
 class FfnWithMemory(MegatronModule, MemorySite):
     """The `mlp` slot of a block that has a memory, h + FFN(n) + Mem(n) with n = Norm(h) in the usual case.
 
-    Without a feed-forward (`Slot.INSTEAD`) it is h + Mem(n). With `Slot.SKIP` the slot is the feed-forward alone, and `MemoryBlock` asks `read`
-    for the memory's output.
+    Without a feed-forward (`Slot.INSTEAD`) it is h + Mem(n). With `Slot.SKIP` the slot is the feed-forward alone, and
+    `MemoryBlock` asks `read` for the memory's output.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class AttentionWithMemory(SelfAttention, MemorySite):
 class CoreWithMemory(MegatronModule, MemorySite):
     """An attention core with a memory behind its heads (`Slot.HEADS`, `Slot.BLOCK`).
 
-    With `train.recompute: selective` it is recomputed with the core; the inputs are then in the closure that Megatron recomputes, one per call.
+    With `train.recompute: selective` it is recomputed with the core; the inputs are then in the closure that Megatron
+    recomputes, one per call.
     """
 
     def __init__(
@@ -159,7 +160,8 @@ class CoreWithMemory(MegatronModule, MemorySite):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, attention_bias: Inputs, **megatron: Any
     ) -> Tensor:
-        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; arguments as of the core, with the inputs in `attention_bias`."""
+        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; arguments as of the core, with the
+        inputs in `attention_bias`."""
         out: Tensor = self.core(query, key, value, *args, attention_bias=None, **megatron)
         if not self.memory_enabled:
             return torch.zeros_like(out) if self.slot is Slot.BLOCK else out
@@ -172,7 +174,8 @@ class CoreWithMemory(MegatronModule, MemorySite):
 
 
 class HeadsToTokens(MegatronModule):
-    """In place of an output projection: the heads of all tensor-parallel ranks, side by side, for the tokens of this rank."""
+    """In place of an output projection: the heads of all tensor-parallel ranks, side by side, for the tokens of this
+    rank."""
 
     def __init__(
         self,
@@ -206,8 +209,9 @@ class HeadsToTokens(MegatronModule):
 class MemoryBlock(TransformerLayer):
     """A block that has a memory, or after which the output of a skipping one joins (UltraMem, section 3.2).
 
-    Outputs that have not joined yet travel from block to block in Megatron's `context`, stacked to [m, t, b, D], so they are arguments and results of
-    whatever recomputes a block (see `megamem.inputs`). Blocks between pass them on untouched. All of them have joined at the end of a model chunk.
+    Outputs that have not joined yet travel from block to block in Megatron's `context`, stacked to [m, t, b, D], so
+    they are arguments and results of whatever recomputes a block (see `megamem.inputs`). Blocks between pass them on
+    untouched. All of them have joined at the end of a model chunk.
 
     The release keeps one pending output only, and loses the earlier of two overlapping spans; here both are added.
     """

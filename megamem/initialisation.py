@@ -1,7 +1,9 @@
-"""Initial weights: which distribution each parameter is drawn from, and the drawing (UltraMemV2, section 3.5 and appendix 6).
+"""Initial weights: which distribution each parameter is drawn from, and the drawing (UltraMemV2, section 3.5 and
+appendix 6).
 
-A parameter's distribution is a function of its global name, and its numbers are a function of (seed, global name, position) alone: the
-checkpoint's own sharded names and offsets say which part of which tensor a rank holds, so initialising is loading from a generator.
+A parameter's distribution is a function of its global name, and its numbers are a function of (seed, global name,
+position) alone: the checkpoint's own sharded names and offsets say which part of which tensor a rank holds, so
+initialising is loading from a generator.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
 
 
 def _distribution(name: str, model: ModelConfig) -> Distribution | None:
-    """The distribution of the parameter with this global name; None for what `_initialise_memory` fills, and for buffers."""
+    """The distribution of the parameter with this global name; None for what `_initialise_memory` fills, and for
+    buffers."""
     std = model.linear_std
     to_residual = std / math.sqrt(2 * model.num_layers)
     memory = model.memory
@@ -142,9 +145,7 @@ def draw_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int, drawn: dict
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
-    """Standard deviation of the tables of a bank, given sigma_s of the layers that read it (empty where nothing is calibrated)."""
-    return family_of(memory).table_std(memory, model, _root_mean_square(sigma_s) if sigma_s else None)
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return float(Tensor.sqrt(torch.tensor(values, dtype=torch.float64).square().mean()))
+    """Standard deviation of the tables of a bank, given sigma_s of the layers that read it (empty where nothing is
+    calibrated)."""
+    root_mean_square = float(torch.tensor(sigma_s, dtype=torch.float64).square().mean().sqrt()) if sigma_s else None
+    return family_of(memory).table_std(memory, model, root_mean_square)

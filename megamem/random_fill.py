@@ -1,7 +1,8 @@
-"""Counter-based random tensors: element (i, j, ...) of the tensor `name` is a function of (seed, name, i, j, ...) alone.
+"""Counter-based random tensors: element (i, j, ...) of the tensor `name` is a function of (seed, name, i, j, ...)
+alone.
 
-A rank fills just its shard, and gets the same numbers as any other layout does: no rank ever holds a full table, and initial weights do
-not depend on tensor, pipeline or memory parallelism.
+A rank fills just its shard, and gets the same numbers as any other layout does: no rank ever holds a full table, and
+initial weights do not depend on tensor, pipeline or memory parallelism.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from megamem.hashing import key_of, mix
 
-# Temporaries of the fill are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a CPU.
+# Temporaries of the fill are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a
+# CPU.
 _CHUNK_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}
 
 
@@ -102,9 +104,11 @@ def _rows_per_chunk(row_elements: int, device: torch.device) -> int:
 def _merge_whole_dims(
     out: Tensor, global_shape: Sequence[int], offset: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Shape, global shape and offset of the same numbers in the same order, with a dimension that is not split merged into the one before.
+    """Shape, global shape and offset of the same numbers in the same order, with a dimension that is not split merged
+    into the one before.
 
-    Keys [H, 2, N, d, R] of a single head would else be one row, and the temporaries as large as they are. Views that skip stay as they are.
+    Keys [H, 2, N, d, R] of a single head would else be one row, and the temporaries as large as they are. Views that
+    skip stay as they are.
     """
     merged = [(out.shape[0], global_shape[0], offset[0])]
     for dim in range(1, out.dim()):

@@ -1,6 +1,7 @@
 """The public codes' names and layouts, translated into ours: UltraMemV2's release (OLMo) and Meta's (lingua).
 
-Those of memory layers are their families'. The translation only renames, stacks, reorders, splits and reshapes, so it serves parameters, gradients and optimizer moments alike.
+Those of memory layers are their families'. The translation only renames, stacks, reorders, splits and reshapes, so it
+serves parameters, gradients and optimizer moments alike.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     """Memory layers of Meta's release (PKM, Memory+, PEER) under our global names and in our layouts.
 
     Args:
-        tensors: by released name, `layers.<block>.feed_forward.<parameter>`; the memory stands in place of a block's feed-forward. A table
-            that layers share may appear under any or all of them.
+        tensors: by released name, `layers.<block>.feed_forward.<parameter>`; the memory stands in place of a block's
+            feed-forward. A table that layers share may appear under any or all of them.
         model: the same model's config.
 
     Raises:
@@ -147,7 +148,8 @@ def _interleave_qkv(tensor: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _split_table(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The release has one table for all layers (UltraMem: one each), in the order of the layers; ours are split into banks."""
+    """The release has one table for all layers (UltraMem: one each), in the order of the layers; ours are split into
+    banks."""
     banks = model.memory_plan.banks
     for bank, rows in zip(banks, tensor.split([bank.num_rows for bank in banks]), strict=True):
         yield f"banks.{bank.index}.{name}", rows

@@ -1,7 +1,7 @@
 """Banks whose columns are split over the ranks of a memory group.
 
 Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row, n coefficients per row
-and rank, V value dim, P pre-value dim, B virtual blocks.
+and rank, V value dim, P pre-value dim, B bins.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class ShardedBank(Bank):
         rows: Tensor,
         scores: Tensor,
         pre_input: Tensor | None,
-        block: Tensor | None = None,
-        num_blocks: int = 1,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
     ) -> Tensor:
         """See `TableLookup.read`. Collective over the memory group."""
         counts = self.token_counts or (rows.shape[0],) * self.columns.num_parts
         assert counts[self.columns.part] == rows.shape[0], f"{rows.shape[0]} tokens, but announced were {counts}"
         exchange = Exchange(self.group, counts)
-        gathered = GatheredRows(exchange, RowFormat(self.spec.num_rows, num_blocks), rows, block)
+        gathered = GatheredRows(exchange, RowFormat(self.spec.num_rows, num_bins), rows, bins)
         coef = scores
         if self.pre_values is not None:
             assert pre_input is not None
@@ -108,8 +108,8 @@ class ShardedBank(Bank):
             # The activation needs the whole product: it is applied where the token is.
             coef = self.weighted(scores, sum_parts(products, exchange))
         coef = spread_coefficients(coef, exchange)
-        share = self.kernels.gather_sum(self.values, gathered.rows, coef, gathered.block, num_blocks)
-        out = join_columns(share, exchange, num_blocks)
+        share = self.kernels.gather_sum(self.values, gathered.rows, coef, gathered.block, num_bins)
+        out = join_columns(share, exchange, num_bins)
         if out.requires_grad:
             gathered.empty()
             # Runs before the backward pass of all of the above.

@@ -11,5 +11,4 @@ _CHUNK_ELEMENTS = 1 << 18
 def token_chunks(num_tokens: int, elements_per_token: int) -> Iterator[slice]:
     """Slices of [0, num_tokens) that hold about 2^18 elements each."""
     step = max(1, _CHUNK_ELEMENTS // max(1, elements_per_token))
-    for start in range(0, num_tokens, step):
-        yield slice(start, min(start + step, num_tokens))
+    return (slice(start, start + step) for start in range(0, num_tokens, step))

@@ -4,7 +4,8 @@
 
 namespace {
 
-// Partial sums that a product is added up in, twice over, whatever the machine's vectors are: so its bits are the same on all.
+// Partial sums that a product is added up in, twice over, whatever the machine's vectors are: so its bits are the same
+// on all.
 constexpr int64_t kPartials = 16, kVectors = kPartials / kLanes;
 
 template <class Row, class Sum>
@@ -35,9 +36,9 @@ inline Sum dot(const Row* row, const Sum* x, int64_t n) {
   return partial[0];
 }
 
-// out[t, j, c] = <table[ids[t, j], group c], x[t, block[t, j], group c]>
+// out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]>
 template <class Row, class Operand>
-void gather_dot(const void* table_at, const int64_t* ids, const void* x_at, const int64_t* block, void* out_at, int64_t T, int64_t J, int64_t C,
+void gather_dot(const void* table_at, const int64_t* ids, const void* x_at, const int64_t* bins, void* out_at, int64_t T, int64_t J, int64_t C,
               int64_t W, int64_t B, int64_t threads) {
   using Sum = typename sum_of<Row>::type;
   const Row* table = static_cast<const Row*>(table_at);
@@ -52,7 +53,7 @@ void gather_dot(const void* table_at, const int64_t* ids, const void* x_at, cons
       for (int64_t i = 0; i < B * W; ++i) vectors[i] = widen(x[t * B * W + i]);
       for (int64_t e = t * J; e < (t + 1) * J; ++e) {
         if (e + kAhead < M) prefetch_row(table + ids[e + kAhead] * W, W * sizeof(Row));
-        const Sum* vector = vectors.data() + (block == nullptr ? 0 : block[e] * W);
+        const Sum* vector = vectors.data() + (bins == nullptr ? 0 : bins[e] * W);
         for (int64_t c = 0; c < C; ++c)
           out[e * C + c] = narrow<Operand>(dot(table + ids[e] * W + c * per_group, vector + c * per_group, per_group));
       }
@@ -62,9 +63,9 @@ void gather_dot(const void* table_at, const int64_t* ids, const void* x_at, cons
 
 }  // namespace
 
-extern "C" void megamem_gather_dot(int64_t types, const void* table, const int64_t* ids, const void* x, const int64_t* block, void* out, int64_t T,
+extern "C" void megamem_gather_dot(int64_t types, const void* table, const int64_t* ids, const void* x, const int64_t* bins, void* out, int64_t T,
                                    int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
-    gather_dot<decltype(row), decltype(operand)>(table, ids, x, block, out, T, J, C, W, B, threads);
+    gather_dot<decltype(row), decltype(operand)>(table, ids, x, bins, out, T, J, C, W, B, threads);
   });
 }

@@ -9,26 +9,17 @@ from kernels.common import cpp
 from kernels.gather_dot.op import empty_result
 
 
-@torch.library.custom_op(
-    "megamem::cpu_gather_dot",
-    mutates_args=(),
-    schema="(Tensor table, Tensor ids, Tensor x, int num_groups, Tensor? block) -> Tensor",
-)
-def _gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
+@torch.library.custom_op("megamem::cpu_gather_dot", mutates_args=())
+def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
+    """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
     cpp.check_rows(table, ids)
     dtype, width = x.dtype, table.shape[1]
     types, x = cpp.types_of(table, x)
-    ids, block = ids.contiguous(), None if block is None else block.contiguous()
-    out = empty_result(table, ids, x, num_groups, block)
+    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
+    out = empty_result(table, ids, x, num_groups)
     sizes = (*ids.shape, num_groups, width, x.shape[1] // width)
-    cpp.call("gather_dot", "gather_dot", types, table, ids, x, block, out, *sizes)
+    cpp.call("gather_dot", "gather_dot", types, table, ids, x, bins, out, *sizes)
     return out.to(dtype)
 
 
-_gather_dot.register_fake(empty_result)
-
-
-def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, block: Tensor | None = None) -> Tensor:
-    """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
-    out: Tensor = _gather_dot(table, ids, x, num_groups, block)
-    return out
+gather_dot.register_fake(empty_result)

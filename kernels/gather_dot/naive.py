@@ -1,6 +1,6 @@
 """Reference of `gather_dot`: plain differentiable PyTorch, the oracle of every other implementation.
 
-Legend: R table rows, T tokens, J rows read per token, C column groups, W columns (C divides W), B blocks of entries.
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, block: Tensor | None = None) -> Tensor:
+def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
     """Products of gathered table rows with a vector of their token, one per column group.
 
-    out[t, j, c] = <table[ids[t, j], group c], x[t, block[t, j], group c]> with x seen as [T, B, W], and group c being columns
-    [c W/C, (c + 1) W/C)
+    out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]> with x seen as [T, B, W], and group c being
+    columns [c W/C, (c + 1) W/C)
 
     Args:
-        table: [R, W], floating point.
-        ids: [T, J], int64 in [0, R). Rows may repeat.
+        table: [rows, W], floating point.
+        ids: [T, J], int64 in [0, rows). Rows may repeat.
         x: [T, B W], the table's dtype.
         num_groups: C.
-        block: [T, J], int64 in [0, B): the vector that each entry meets. None: B is 1.
+        bins: [T, J], int64 in [0, B): the vector that each entry meets. None: B is 1.
 
     Returns:
         [T, J, C], the dtype of `x`.
     """
     num_tokens, num_rows_read = ids.shape
     width = table.shape[1]
-    num_blocks = 1 if block is None else x.shape[1] // width
+    num_bins = 1 if bins is None else x.shape[1] // width
     per_group = (num_groups, width // num_groups)
     rows = table[ids].view(num_tokens, num_rows_read, *per_group)
-    member = F.one_hot(torch.zeros_like(ids) if block is None else block, num_blocks).to(table.dtype)
-    return torch.einsum("tjcd,tjb,tbcd->tjc", rows, member, x.reshape(num_tokens, num_blocks, *per_group))
+    member = F.one_hot(torch.zeros_like(ids) if bins is None else bins, num_bins).to(table.dtype)
+    return torch.einsum("tjcd,tjb,tbcd->tjc", rows, member, x.reshape(num_tokens, num_bins, *per_group))

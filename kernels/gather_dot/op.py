@@ -1,4 +1,5 @@
-"""`gather_dot`: its signature, and the autograd op whose table gradient goes straight into Megatron's fp32 `main_grad`."""
+"""`gather_dot`: its signature, and the autograd op. The table's gradient goes straight into Megatron's fp32
+`main_grad`."""
 
 from __future__ import annotations
 
@@ -15,29 +16,26 @@ if TYPE_CHECKING:
 
 
 class GatherDot(Protocol):
-    """See `kernels.gather_dot.naive.gather_dot`; sums in fp32 (fp64 for fp64 tables), of contiguous tables, without a [T, J, W] temporary."""
+    """See `kernels.gather_dot.naive.gather_dot`. Tables are contiguous; sums are in fp32 (fp64 for fp64 tables)."""
 
     def __call__(
-        self, table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, block: Tensor | None = None
+        self, table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, bins: Tensor | None = None
     ) -> Tensor: ...
 
 
-def empty_result(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
-    """Room for the result, and all of it that `torch.compile` wants to know."""
+def empty_result(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
+    """The result, not filled yet; also the ops' fake for `torch.compile`."""
     return x.new_empty(*ids.shape, num_groups)
 
 
 def differentiable(gather_dot: GatherDot, gather_sum: GatherSum, segment_accumulate: SegmentAccumulate) -> GatherDot:
-    """The same function with gradients: that of the vectors is `gather_sum`, that of the table `segment_accumulate`.
-
-    The gradient of a table that carries a `main_grad` is added there, and autograd sees an empty sparse gradient in its place.
-    """
-    parts = (gather_dot, gather_sum, segment_accumulate)
+    """The same function with gradients: x's by `gather_sum`, the table's by `segment_accumulate`."""
 
     def with_gradients(
-        table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, block: Tensor | None = None
+        table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, bins: Tensor | None = None
     ) -> Tensor:
-        return apply_gather(_GatherDot, table, ids, x, num_groups, block, *parts)
+        ops = (gather_dot, gather_sum, segment_accumulate)
+        return apply_gather(_GatherDot, table, ids, x, num_groups, bins, *ops)
 
     return with_gradients
 
@@ -50,23 +48,23 @@ class _GatherDot(torch.autograd.Function):
         ids: Tensor,
         x: Tensor,
         num_groups: int,
-        block: Tensor | None,
+        bins: Tensor | None,
         gather_dot: GatherDot,
         gather_sum: GatherSum,
         segment_accumulate: SegmentAccumulate,
     ) -> Tensor:
-        ctx.save_for_backward(table, ids, x, block)
+        ctx.save_for_backward(table, ids, x, bins)
         ctx.gather_sum, ctx.accumulate = gather_sum, segment_accumulate
-        return gather_dot(table, ids, x, num_groups, block)
+        return gather_dot(table, ids, x, num_groups, bins)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        table, ids, x, block = ctx.saved_tensors
+        table, ids, x, bins = ctx.saved_tensors
         coef = grads[0].contiguous()
         grad_table = grad_x = None
         if ctx.needs_input_grad[2]:
-            num_blocks = 1 if block is None else x.shape[1] // table.shape[1]
-            grad_x = ctx.gather_sum(table, ids, coef, block, num_blocks)
+            num_bins = 1 if bins is None else x.shape[1] // table.shape[1]
+            grad_x = ctx.gather_sum(table, ids, coef, bins, num_bins)
         if ctx.needs_input_grad[0]:
-            grad_table = table_gradient(table, ids, coef, x, block, accumulate=ctx.accumulate)
-        return grad_table, None, grad_x, None, None, None, None, None
+            grad_table = table_gradient(table, ids, coef, x, bins, accumulate=ctx.accumulate)
+        return grad_table, None, grad_x, *(None,) * 5

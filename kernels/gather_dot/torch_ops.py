@@ -1,6 +1,6 @@
 """`gather_dot` in PyTorch: batched products, in chunks of tokens whose rows stay in cache.
 
-Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns (C divides W), B blocks of entries.
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common.blocks import vectors_of_entries
+from kernels.common.bins import vectors_of_entries
 from kernels.common.chunks import token_chunks
 
 
-def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, block: Tensor | None = None) -> Tensor:
+def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
     """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
     num_tokens, num_rows_read = ids.shape
     per_group = (num_groups, table.shape[1] // num_groups)
     out = x.new_empty(num_tokens, num_rows_read, num_groups)
     for chunk in token_chunks(num_tokens, num_rows_read * table.shape[1]):
         rows = table[ids[chunk]].view(-1, num_rows_read, *per_group)
-        if block is None:
+        if bins is None:
             vectors = x[chunk].reshape(rows.shape[0], 1, *per_group)
             out[chunk] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
         else:
-            vectors = vectors_of_entries(x[chunk], block[chunk], table.shape[1]).view(rows.shape)
+            vectors = vectors_of_entries(x[chunk], bins[chunk], table.shape[1]).view(rows.shape)
             # In bf16 every product would be rounded before it is added.
             out[chunk] = (rows * vectors.to(torch.promote_types(vectors.dtype, torch.float32))).sum(-1)
     return out

@@ -1,7 +1,6 @@
 """`gather_dot` in Triton.
 
-Legend: T tokens, J rows read per token, C column groups, W columns, B blocks of entries. A program makes the products of some entries of one
-token.
+Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A program makes some products of one token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ def gather_dot_kernel(
     table,
     ids,
     x,
-    block,
+    bins,
     out,
     J,
     C: tl.constexpr,
@@ -27,7 +26,10 @@ def gather_dot_kernel(
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """out[t, j, c] = <table[ids[t, j], group c], x[t, block[t, j], group c]>; the grid is (T, blocks of ENTRIES entries, C)."""
+    """out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]>.
+
+    The grid is (T, tiles of ENTRIES entries, C).
+    """
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     group = tl.program_id(2)
@@ -36,6 +38,6 @@ def gather_dot_kernel(
     row = tl.load(ids + entry, mask=present, other=0)
     b = row
     if B > 1:
-        b = tl.load(block + entry, mask=present, other=0)
+        b = tl.load(bins + entry, mask=present, other=0)
     products = products_of_rows(table, x, row, present, t, b, group, C, W, B, ENTRIES, COLUMNS, SUM)
     tl.store(out + entry * C + group, products.to(out.dtype.element_ty), mask=present)

@@ -1,4 +1,4 @@
-"""`gather_dot` in Triton, as a custom op of PyTorch: `torch.compile` takes it as it is, and nothing waits for the device."""
+"""`gather_dot` in Triton, as a custom op of PyTorch: nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from kernels.gather_dot.op import empty_result
 from kernels.gather_dot.triton_kernel import gather_dot_kernel
 
 
-@torch.library.custom_op(
-    "megamem::triton_gather_dot",
-    mutates_args=(),
-    schema="(Tensor table, Tensor ids, Tensor x, int num_groups, Tensor? block) -> Tensor",
-)
-def _gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: Tensor | None) -> Tensor:
+@torch.library.custom_op("megamem::triton_gather_dot", mutates_args=())
+def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
+    """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
     check_contiguous(table)
     tokens, reads = ids.shape
     width = table.shape[1]
-    out = empty_result(table, ids, x, num_groups, block)
+    out = empty_result(table, ids, x, num_groups)
     if out.numel() == 0:
         return out
     tile = gather_tile(width // num_groups, reads, tokens * num_groups)
@@ -31,12 +28,12 @@ def _gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: T
             table,
             ids,
             x,
-            ids if block is None else block.contiguous(),
+            ids if bins is None else bins.contiguous(),
             out,
             reads,
             C=num_groups,
             W=width,
-            B=1 if block is None else x.shape[1] // width,
+            B=1 if bins is None else x.shape[1] // width,
             ENTRIES=tile.entries,
             COLUMNS=tile.columns,
             SUM=sum_dtype(table),
@@ -45,10 +42,4 @@ def _gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int, block: T
     return out
 
 
-_gather_dot.register_fake(empty_result)
-
-
-def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, block: Tensor | None = None) -> Tensor:
-    """The function of `kernels.gather_dot.naive.gather_dot`, without gradients."""
-    out: Tensor = _gather_dot(table, ids, x, num_groups, block)
-    return out
+gather_dot.register_fake(empty_result)

@@ -1,4 +1,5 @@
-"""`gather_pair`: its signature, and the autograd op whose table gradients go straight into Megatron's fp32 `main_grad`."""
+"""`gather_pair`: its signature, and the autograd op. The tables' gradients go straight into Megatron's fp32
+`main_grad`."""
 
 from __future__ import annotations
 
@@ -17,11 +18,8 @@ GatherPair: TypeAlias = Callable[..., Tensor]
 
 
 def differentiable(gather_pair: Pair, segment_accumulate: SegmentAccumulate) -> GatherPair:
-    """The function of `kernels.gather_pair.naive.gather_pair`, made of one implementation, without temporaries of the size of the rows.
-
-    Of what lies between the gathers only the products are kept for backward. The gradient of a table that carries a `main_grad` is added
-    there, and autograd sees an empty sparse gradient in its place.
-    """
+    """The function of `kernels.gather_pair.naive.gather_pair` with gradients. Between the passes it keeps the
+    products."""
 
     def with_gradients(*operands: Any) -> Tensor:
         return apply_gather(_GatherPair, *PairOperands(*operands), *gather_pair, segment_accumulate)
@@ -32,22 +30,17 @@ def differentiable(gather_pair: Pair, segment_accumulate: SegmentAccumulate) -> 
 class _GatherPair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *fields, forward, ctx.gradients, ctx.accumulate = arguments
-        operands = PairOperands(*fields)
-        out, products = forward(operands)
-        ctx.save_for_backward(*(field for field in operands if isinstance(field, Tensor)), products)
-        ctx.activation, ctx.has_block, ctx.num_blocks = (
-            operands.activation,
-            operands.block is not None,
-            operands.num_blocks,
-        )
+        *operands, forward, ctx.gradients, ctx.accumulate = arguments
+        o = PairOperands(*operands)
+        out, products = forward(o)
+        ctx.save_for_backward(o.pre_values, o.values, o.ids, o.x, o.scores, o.bins, products)
+        ctx.activation, ctx.num_bins = o.activation, o.num_bins
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        *tensors, products = ctx.saved_tensors
-        block = tensors.pop() if ctx.has_block else None
-        o = PairOperands._make([*tensors, ctx.activation, block, ctx.num_blocks])
+        *tensors, bins, products = ctx.saved_tensors
+        o = PairOperands._make([*tensors, ctx.activation, bins, ctx.num_bins])
         grad_out = grads[0].contiguous()
         of = ctx.gradients(o, products, grad_out)
         wants_pre_values, wants_values, _, wants_x, wants_scores = ctx.needs_input_grad[:5]
@@ -57,6 +50,6 @@ class _GatherPair(torch.autograd.Function):
                 o.pre_values, o.ids, of.products.unsqueeze(2), o.x, accumulate=ctx.accumulate
             )
         if wants_values:
-            of_values = table_gradient(o.values, o.ids, of.coef, grad_out, o.block, accumulate=ctx.accumulate)
+            of_values = table_gradient(o.values, o.ids, of.coef, grad_out, o.bins, accumulate=ctx.accumulate)
         of_x, of_scores = of.x if wants_x else None, of.scores if wants_scores else None
-        return of_pre_values, of_values, None, of_x, of_scores, None, None, None, None, None, None
+        return of_pre_values, of_values, None, of_x, of_scores, *(None,) * 6

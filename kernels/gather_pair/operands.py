@@ -1,6 +1,6 @@
 """What a pair of gathers reads, and what an implementation of it consists of.
 
-Legend: R table rows, T tokens, J rows read per token, C scores per row, P pre-value columns, V value columns (C divides V), B blocks of entries.
+Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns (C divides V), B bins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Activation: TypeAlias = Literal["none", "gelu"]
 
 
 class PairOperands(NamedTuple):
-    """The operands of `gather_pair` in their order: the arguments of `kernels.gather_pair.naive.gather_pair`, whose docstring gives shapes."""
+    """The arguments of `kernels.gather_pair.naive.gather_pair`, which gives their shapes."""
 
     pre_values: Tensor
     values: Tensor
@@ -23,16 +23,22 @@ class PairOperands(NamedTuple):
     x: Tensor
     scores: Tensor
     activation: Activation = "none"
-    block: Tensor | None = None
-    num_blocks: int = 1
+    bins: Tensor | None = None
+    num_bins: int = 1
 
 
-SCHEMA = "Tensor pre_values, Tensor values, Tensor ids, Tensor x, Tensor scores, str activation, Tensor? block, int num_blocks"
+SCHEMA = (
+    "Tensor pre_values, Tensor values, Tensor ids, Tensor x, Tensor scores, str activation, Tensor? bins, int num_bins"
+)
 """The same for a custom op of PyTorch."""
 
 
 class PairGradients(NamedTuple):
-    """What backward of a pair gathers. The gradients of the tables are `segment_accumulate` of `products` with x, and of `coef` with that of the result."""
+    """What backward of a pair gathers.
+
+    The tables' gradients follow: `segment_accumulate` of `products` with x, and of `coef` with the gradient of the
+    result.
+    """
 
     scores: Tensor
     """[T, J, C]."""

@@ -1,8 +1,10 @@
 """`gather_pair` in Triton: products and sums of a token's entries by one program, forward and backward.
 
-Legend: T tokens, J rows read per token, C scores per row, P pre-value columns, V value columns, B blocks of entries, S parts into which the
-entries of a token are cut. Each part is a program's, PART entries long: it gathers the products of all its entries, writes them, and
-sums the rows of the other table with them. What several parts add to one sum goes to scratch, and `sum_of_parts_kernel` adds it up.
+Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns, B bins, S splits.
+
+As in split-K, the entries of a token are cut into splits of SPLIT entries, one per program. A program writes the
+products of all its entries, and then sums the rows of the other table with them. What several splits add to one sum
+goes to scratch, and `sum_of_splits_kernel` adds it up.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ def gather_pair_kernel(
     ids,
     x,
     scores,
-    block,
+    bins,
     products,
     out,
     J,
-    PART,
+    SPLIT,
     C: tl.constexpr,
     P: tl.constexpr,
     V: tl.constexpr,
@@ -36,13 +38,17 @@ def gather_pair_kernel(
     SUM_COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """products[t, j] = <pre_values[ids[t, j]], x[t]>; out[t, s, b, group c] = sum_{j of part s: block[t, j] = b} scores[t, j, c] act(products[t, j]) values[ids[t, j], group c].
+    """The products, and the sums of each split.
+
+        products[t, j] = <pre_values[ids[t, j]], x[t]>
+        out[t, s, b, group c] =
+            sum_{j of split s: bins[t, j] = b} scores[t, j, c] act(products[t, j]) values[ids[t, j], group c]
 
     The grid is (T, S).
     """
     t = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * PART
-    last = tl.minimum(first + PART, J)
+    first = tl.program_id(1) * SPLIT
+    last = tl.minimum(first + SPLIT, J)
     for start in range(first, last, DOT_ENTRIES):
         j = start + tl.arange(0, DOT_ENTRIES)
         present = j < last
@@ -52,15 +58,15 @@ def gather_pair_kernel(
     # What follows reads what other threads of this program have written.
     tl.debug_barrier()
     PER_GROUP: tl.constexpr = V // C
-    COLUMN_BLOCKS: tl.constexpr = (PER_GROUP + SUM_COLUMNS - 1) // SUM_COLUMNS
+    COLUMN_TILES: tl.constexpr = (PER_GROUP + SUM_COLUMNS - 1) // SUM_COLUMNS
     out += (t * tl.num_programs(1) + tl.program_id(1)) * B * V
-    for part in range(B * C * COLUMN_BLOCKS):
-        group = part // COLUMN_BLOCKS % C
-        b = part // (COLUMN_BLOCKS * C)
-        columns = part % COLUMN_BLOCKS * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
+    for tile in range(B * C * COLUMN_TILES):
+        group = tile // COLUMN_TILES % C
+        b = tile // (COLUMN_TILES * C)
+        columns = tile % COLUMN_TILES * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
         in_row = columns < PER_GROUP
         total = sum_of_rows(
-            values, ids, scores, products, block, t, b, group, columns, in_row, first, last, J, C, V, B, ACTIVATION, SUM_ENTRIES, SUM_COLUMNS, SUM
+            values, ids, scores, products, bins, t, b, group, columns, in_row, first, last, J, C, V, B, ACTIVATION, SUM_ENTRIES, SUM_COLUMNS, SUM
         )  # fmt: skip
         tl.store(out + b * V + group * PER_GROUP + columns, total.to(out.dtype.element_ty), mask=in_row)
 
@@ -73,13 +79,13 @@ def gather_pair_gradients_kernel(
     scores,
     products,
     grad_out,
-    block,
+    bins,
     grad_scores,
     grad_products,
     coef,
     grad_x,
     J,
-    PART,
+    SPLIT,
     C: tl.constexpr,
     P: tl.constexpr,
     V: tl.constexpr,
@@ -91,18 +97,18 @@ def gather_pair_gradients_kernel(
     SUM_COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """With d[t, j, c] = <values[ids[t, j], group c], grad_out[t, block[t, j], group c]>, the gradient of the coefficient
-    coef[t, j, c] = scores[t, j, c] act(products[t, j]):
+    """The coefficients coef[t, j, c] = scores[t, j, c] act(products[t, j]), and the gradients. With
+    d[t, j, c] = <values[ids[t, j], group c], grad_out[t, bins[t, j], group c]>, the gradient of coef:
 
         grad_scores[t, j, c] = d[t, j, c] act(products[t, j])
         grad_products[t, j] = act'(products[t, j]) sum_c d[t, j, c] scores[t, j, c]
-        grad_x[t, s] = sum_{j of part s} grad_products[t, j] pre_values[ids[t, j]]
+        grad_x[t, s] = sum_{j of split s} grad_products[t, j] pre_values[ids[t, j]]
 
     The grid is (T, S).
     """
     t = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * PART
-    last = tl.minimum(first + PART, J)
+    first = tl.program_id(1) * SPLIT
+    last = tl.minimum(first + SPLIT, J)
     for start in range(first, last, DOT_ENTRIES):
         j = start + tl.arange(0, DOT_ENTRIES)
         present = j < last
@@ -110,7 +116,7 @@ def gather_pair_gradients_kernel(
         row = tl.load(ids + entry, mask=present, other=0)
         b = row
         if B > 1:
-            b = tl.load(block + entry, mask=present, other=0)
+            b = tl.load(bins + entry, mask=present, other=0)
         product = tl.load(products + entry, mask=present, other=0)
         hidden = activated(product, ACTIVATION)
         grad_hidden = tl.zeros([DOT_ENTRIES], SUM)
@@ -131,18 +137,18 @@ def gather_pair_gradients_kernel(
         columns = start + tl.arange(0, SUM_COLUMNS)
         in_row = columns < P
         total = sum_of_rows(
-            pre_values, ids, grad_products, products, block, t, 0, 0, columns, in_row, first, last, J, 1, P, 1, None, SUM_ENTRIES, SUM_COLUMNS, SUM
+            pre_values, ids, grad_products, products, bins, t, 0, 0, columns, in_row, first, last, J, 1, P, 1, None, SUM_ENTRIES, SUM_COLUMNS, SUM
         )  # fmt: skip
         tl.store(grad_x + columns, total.to(grad_x.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
-def sum_of_parts_kernel(parts, out, S, W: tl.constexpr, COLUMNS: tl.constexpr):
-    """out[t, w] = sum_s parts[t, s, w], in the order of s; the grid is (T, column blocks)."""
+def sum_of_splits_kernel(splits, out, S, W: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[t, w] = sum_s splits[t, s, w], in the order of s; the grid is (T, column tiles)."""
     t = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < W
-    total = tl.zeros([COLUMNS], parts.dtype.element_ty)
+    total = tl.zeros([COLUMNS], splits.dtype.element_ty)
     for s in range(S):
-        total += tl.load(parts + (t * S + s) * W + columns, mask=in_row, other=0)
+        total += tl.load(splits + (t * S + s) * W + columns, mask=in_row, other=0)
     tl.store(out + t * W + columns, total.to(out.dtype.element_ty), mask=in_row)

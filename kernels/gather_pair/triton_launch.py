@@ -1,7 +1,7 @@
-"""`gather_pair` in Triton, as custom ops of PyTorch: `torch.compile` takes them as they are, and nothing waits for the device.
+"""`gather_pair` in Triton, as custom ops of PyTorch: nothing waits for the device.
 
-Legend: R table rows, T tokens, J rows read per token, C scores per row, P pre-value columns, V value columns, B blocks of entries, S parts of a
-token's entries.
+Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns, B bins, S splits of a
+token.
 """
 
 from __future__ import annotations
@@ -14,48 +14,42 @@ from torch import Tensor
 
 from kernels.common.checks import check_contiguous
 from kernels.common.launch import on_device_of, sum_dtype
-from kernels.common.tiles import pair_tile, part_length, parts_tile
+from kernels.common.tiles import pair_tile, split_length, split_sum_tile
 from kernels.gather_pair.operands import SCHEMA, Pair, PairGradients, PairOperands
-from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_parts_kernel
+from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_splits_kernel
 
 
 @dataclass(frozen=True)
 class Launch:
     """How the entries of T tokens are cut."""
 
-    part: int
+    split: int
     """Entries of a program."""
-    num_parts: int
+    num_splits: int
     """S."""
     constants: dict[str, Any]
     """Tiles and warps."""
 
 
 def launch_of(tokens: int, reads: int, dot_width: int, sum_width: int) -> Launch:
-    """Of either kernel.
-
-    Args:
-        tokens: T.
-        reads: J.
-        dot_width: columns of a group of the table whose products are made.
-        sum_width: columns of a group of the table whose rows are summed.
-    """
-    part = part_length(tokens, reads)
-    num_parts = max(1, -(-reads // part))
-    dot, sums = (pair_tile(width, part, tokens * num_parts) for width in (dot_width, sum_width))
+    """For T tokens with J reads; widths of a column group of the table whose products are made, and of the one
+    summed."""
+    split = split_length(tokens, reads)
+    num_splits = max(1, -(-reads // split))
+    dot, sums = (pair_tile(width, split, tokens * num_splits) for width in (dot_width, sum_width))
     tiles = {
         "DOT_ENTRIES": dot.entries,
         "DOT_COLUMNS": dot.columns,
         "SUM_ENTRIES": sums.entries,
         "SUM_COLUMNS": sums.columns,
     }
-    return Launch(part, num_parts, {**tiles, "num_warps": dot.num_warps})
+    return Launch(split, num_splits, {**tiles, "num_warps": dot.num_warps})
 
 
 def _empty_pair(*operands: Any) -> tuple[Tensor, Tensor]:
-    """Room for the result and the products, and all of it that `torch.compile` wants to know; products in what rows are added up in."""
+    """The result and the products, not filled yet; the products have the dtype of the kernel's sums."""
     o = PairOperands(*operands)
-    out = o.values.new_empty(o.ids.shape[0], o.num_blocks * o.values.shape[1])
+    out = o.values.new_empty(o.ids.shape[0], o.num_bins * o.values.shape[1])
     return out, o.values.new_empty(o.ids.shape, dtype=torch.promote_types(o.values.dtype, torch.float32))
 
 
@@ -70,29 +64,29 @@ def _forward(*operands: Any) -> tuple[Tensor, Tensor]:
     if out.numel() == 0:
         return out, products
     launch = launch_of(tokens, reads, pre_width, width // groups)
-    sums = _parts(out, launch, products.dtype)
+    sums = _room_for_splits(out, launch, products.dtype)
     ids = o.ids.contiguous()
     with on_device_of(o.values):
-        gather_pair_kernel[(tokens, launch.num_parts)](
+        gather_pair_kernel[(tokens, launch.num_splits)](
             o.pre_values,
             o.values,
             ids,
             o.x.contiguous(),
             o.scores.contiguous(),
-            ids if o.block is None else o.block.contiguous(),
+            ids if o.bins is None else o.bins.contiguous(),
             products,
             sums,
             reads,
-            launch.part,
+            launch.split,
             C=groups,
             P=pre_width,
             V=width,
-            B=o.num_blocks,
+            B=o.num_bins,
             ACTIVATION=o.activation,
             SUM=sum_dtype(o.values),
             **launch.constants,
         )
-    _add_parts(sums, out)
+    _add_splits(sums, out)
     return out, products
 
 
@@ -100,7 +94,7 @@ _forward.register_fake(_empty_pair)
 
 
 def _empty_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """The same of `PairGradients`; what only `segment_accumulate` reads is not rounded."""
+    """`PairGradients`, not filled yet; what only `segment_accumulate` reads is not rounded."""
     *operands, products, _ = arguments
     o = PairOperands(*operands)
     grad_x = o.pre_values.new_empty(o.ids.shape[0], o.pre_values.shape[1])
@@ -126,63 +120,56 @@ def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
     if made.x.numel() == 0:
         return tuple(made)
     launch = launch_of(tokens, reads, width // groups, pre_width)
-    sums = _parts(made.x, launch, products.dtype)
+    sums = _room_for_splits(made.x, launch, products.dtype)
     ids = o.ids.contiguous()
     with on_device_of(o.values):
-        gather_pair_gradients_kernel[(tokens, launch.num_parts)](
+        gather_pair_gradients_kernel[(tokens, launch.num_splits)](
             o.pre_values,
             o.values,
             ids,
             o.scores.contiguous(),
             products,
             grad_out.contiguous(),
-            ids if o.block is None else o.block.contiguous(),
+            ids if o.bins is None else o.bins.contiguous(),
             made.scores,
             made.products,
             made.coef,
             sums,
             reads,
-            launch.part,
+            launch.split,
             C=groups,
             P=pre_width,
             V=width,
-            B=o.num_blocks,
+            B=o.num_bins,
             ACTIVATION=o.activation,
             SUM=sum_dtype(o.values),
             **launch.constants,
         )
-    _add_parts(sums, made.x)
+    _add_splits(sums, made.x)
     return tuple(made)
 
 
 _gradients.register_fake(_empty_gradients)
 
 
-def _gather(o: PairOperands) -> tuple[Tensor, Tensor]:
-    out, products = _forward(*o)
-    return out, products
-
-
-def _gather_gradients(o: PairOperands, products: Tensor, grad_out: Tensor) -> PairGradients:
-    return PairGradients(*_gradients(*o, products, grad_out))
-
-
-gather_pair = Pair(_gather, _gather_gradients)
+gather_pair = Pair(
+    lambda o: _forward(*o), lambda o, products, grad_out: PairGradients(*_gradients(*o, products, grad_out))
+)
 """Products and coefficients are not rounded to the dtype of the tables."""
 
 
-def _parts(out: Tensor, launch: Launch, dtype: torch.dtype) -> Tensor:
-    """Where the kernel puts its sums: in `out` [T, W], or, where there are several to each, in scratch [T, S, W]."""
-    return out if launch.num_parts == 1 else out.new_empty(out.shape[0], launch.num_parts, out.shape[1], dtype=dtype)
+def _room_for_splits(out: Tensor, launch: Launch, dtype: torch.dtype) -> Tensor:
+    """Where the kernel writes its sums: to `out` [T, W], or with several splits to scratch [T, S, W]."""
+    return out if launch.num_splits == 1 else out.new_empty(out.shape[0], launch.num_splits, out.shape[1], dtype=dtype)
 
 
-def _add_parts(parts: Tensor, out: Tensor) -> None:
+def _add_splits(splits: Tensor, out: Tensor) -> None:
     """Adds up the sums in scratch, if they are there."""
-    if parts is out:
+    if splits is out:
         return
     width = out.shape[1]
-    columns, num_warps = parts_tile(width)
+    columns, num_warps = split_sum_tile(width)
     with on_device_of(out):
-        sum_of_parts_kernel[(out.shape[0], -(-width // columns))](
-            parts, out, parts.shape[1], W=width, COLUMNS=columns, num_warps=num_warps
+        sum_of_splits_kernel[(out.shape[0], -(-width // columns))](
+            splits, out, splits.shape[1], W=width, COLUMNS=columns, num_warps=num_warps
         )

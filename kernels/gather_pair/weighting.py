@@ -1,6 +1,6 @@
-"""What stands between the two gathers of a pair, the activation of the products and the scores; and a pair that is made of two gathers.
+"""What stands between the two gathers of a pair: activation and scores; and a pair that is made of two gathers.
 
-Legend: T tokens, J rows read per token, C scores per row.
+Legend: T tokens, J rows read per token, C column groups.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from kernels.gather_dot.op import GatherDot
 from kernels.gather_pair.operands import Activation, Pair, PairGradients, PairOperands
 from kernels.gather_sum.op import GatherSum
 
-__all__ = ["Activation", "pair_of_gathers", "weighted", "weighting_gradients"]
-
 
 def weighted(scores: Tensor, products: Tensor, activation: Activation) -> Tensor:
     """The coefficients of the values, scores [T, J, C] times act(products [T, J]): [T, J, C]."""
@@ -26,7 +24,7 @@ def weighted(scores: Tensor, products: Tensor, activation: Activation) -> Tensor
 def weighting_gradients(
     scores: Tensor, products: Tensor, grad_coef: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `weighted` in scores, [T, J, C], and products, [T, J], from that of the coefficients, [T, J, C]; each rounded once."""
+    """The gradients of `weighted` in its scores and products, each rounded once, from `grad_coef` [T, J, C]."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     hidden, grad_coef = products.to(wide), grad_coef.to(wide)
     grad_products = (grad_coef * scores.to(wide)).sum(2)
@@ -42,10 +40,10 @@ def pair_of_gathers(gather_dot: GatherDot, gather_sum: GatherSum) -> Pair:
     def forward(o: PairOperands) -> tuple[Tensor, Tensor]:
         products = gather_dot(o.pre_values, o.ids, o.x).squeeze(2)
         coef = weighted(o.scores, products, o.activation)
-        return gather_sum(o.values, o.ids, coef, o.block, o.num_blocks), products
+        return gather_sum(o.values, o.ids, coef, o.bins, o.num_bins), products
 
     def gradients(o: PairOperands, products: Tensor, grad_out: Tensor) -> PairGradients:
-        grad_coef = gather_dot(o.values, o.ids, grad_out, o.scores.shape[2], o.block)
+        grad_coef = gather_dot(o.values, o.ids, grad_out, o.scores.shape[2], o.bins)
         grad_scores, grad_products = weighting_gradients(o.scores, products, grad_coef, o.activation)
         grad_x = gather_sum(o.pre_values, o.ids, grad_products.unsqueeze(2))
         return PairGradients(grad_scores, grad_products, weighted(o.scores, products, o.activation), grad_x)

@@ -1,6 +1,6 @@
 """Reference of `gather_sum`: plain differentiable PyTorch, the oracle of every other implementation.
 
-Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns (C divides W), B blocks of entries.
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, block: Tensor | None = None, num_blocks: int = 1) -> Tensor:
-    """Weighted sums of table rows, with one coefficient per row and column group, and one sum per block of entries.
+def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
+    """Weighted sums of table rows, with one coefficient per row and column group, and one sum per bin.
 
-    out[t, b W + c W/C + d] = sum_{j: block[t, j] = b} coef[t, j, c] table[ids[t, j], c W/C + d]
+    out[t, b W + c W/C + d] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], c W/C + d]
 
     Args:
-        table: [R, W], floating point.
-        ids: [T, J], int64 in [0, R). Rows may repeat.
+        table: [rows, W], floating point.
+        ids: [T, J], int64 in [0, rows). Rows may repeat.
         coef: [T, J, C], the table's dtype.
-        block: [T, J], int64 in [0, B): the sum that each entry belongs to. None: all belong to one.
-        num_blocks: B; 1 without `block`.
+        bins: [T, J], int64 in [0, B): the sum that each entry belongs to. None: all belong to one.
+        num_bins: B; 1 without `bins`.
 
     Returns:
         [T, B W], the table's dtype.
     """
     num_tokens, num_rows_read, num_groups = coef.shape
-    if block is None:
-        block = torch.zeros_like(ids)
+    if bins is None:
+        bins = torch.zeros_like(ids)
     rows = table[ids].view(num_tokens, num_rows_read, num_groups, table.shape[1] // num_groups)
-    member = F.one_hot(block, num_blocks).to(table.dtype)
-    return torch.einsum("tjc,tjb,tjcd->tbcd", coef, member, rows).reshape(num_tokens, num_blocks * table.shape[1])
+    member = F.one_hot(bins, num_bins).to(table.dtype)
+    return torch.einsum("tjc,tjb,tjcd->tbcd", coef, member, rows).reshape(num_tokens, num_bins * table.shape[1])

@@ -1,6 +1,6 @@
 """`gather_sum` in Triton.
 
-Legend: T tokens, J rows read per token, C column groups, W columns, B blocks of entries. A program makes one tile's columns of one token's
+Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A program makes some columns of a token's
 sum.
 """
 
@@ -17,7 +17,7 @@ def gather_sum_kernel(
     table,
     ids,
     coef,
-    block,
+    bins,
     out,
     J,
     C: tl.constexpr,
@@ -27,16 +27,19 @@ def gather_sum_kernel(
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """out[t, b, group c] = sum_{j: block[t, j] = b} coef[t, j, c] table[ids[t, j], group c]; the grid is (T, B x C x column blocks)."""
+    """out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c].
+
+    The grid is (T, B x C x column tiles).
+    """
     PER_GROUP: tl.constexpr = W // C
-    COLUMN_BLOCKS: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
+    COLUMN_TILES: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
     t = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    group = part // COLUMN_BLOCKS % C
-    b = part // (COLUMN_BLOCKS * C)
-    columns = part % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tl.program_id(1)
+    group = tile // COLUMN_TILES % C
+    b = tile // (COLUMN_TILES * C)
+    columns = tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < PER_GROUP
     total = sum_of_rows(
-        table, ids, coef, coef, block, t, b, group, columns, in_row, 0, J, J, C, W, B, None, ENTRIES, COLUMNS, SUM
+        table, ids, coef, coef, bins, t, b, group, columns, in_row, 0, J, J, C, W, B, None, ENTRIES, COLUMNS, SUM
     )
     tl.store(out + (t * B + b) * W + group * PER_GROUP + columns, total.to(out.dtype.element_ty), mask=in_row)

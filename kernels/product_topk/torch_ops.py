@@ -1,7 +1,9 @@
-"""`product_topk` in PyTorch: on CPU, of the sums of two sorted lists only those that can be among the best are computed. As a custom op, which
-hides from tracing what depends on the data.
+"""`product_topk` in PyTorch: on CPU only sums that can be among the best are computed.
 
-Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, Q candidates, about K ln K.
+A custom op, which hides from tracing what depends on the data.
+
+Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, Q candidates,
+about K ln K.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ product_topk.register_fake(empty_result)
 
 
 def candidate_places(row_top_k: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Places a and b in the sorted lists, [Q] each, of the pairs with (a + 1)(b + 1) <= K, in the order of a M + b; on devices, of all pairs.
+    """Places a and b in the sorted lists, [Q] each, of the pairs with (a + 1)(b + 1) <= K, in the order of a M + b.
 
-    Every other pair has K pairs before it: see README.md. To learn how many are left, a device would have to be waited for.
+    Every other pair has K pairs before it: see README.md. On devices all pairs: counting these would wait for the
+    device.
     """
     pair = torch.arange(row_top_k**2, device=device)
     row_places, column_places = pair // row_top_k, pair % row_top_k

@@ -1,4 +1,5 @@
-// segment_accumulate in C++: entries are put into buckets of neighbouring rows, and every bucket is added up in the order of its entries.
+// segment_accumulate in C++: entries are put into buckets of neighbouring rows, and every bucket is added up in the
+// order of its entries.
 
 #include "../common/rows.h"
 
@@ -16,9 +17,10 @@ inline void add_product(Sum* row, const Operand* vector, Sum scale, int64_t n) {
   add_scaled(row, vector, scale, n);
 }
 
-// Some columns of the entries of one bucket: accumulator[ids[e], first .. last) += coef[e, c] vec[e / J, block[e], first .. last)
+// Some columns of the entries of one bucket: accumulator[ids[e], first .. last) += coef[e, c] vec[e / J, bins[e], first
+// .. last)
 template <class Row, class Operand>
-void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef, const Operand* vec, const int64_t* block,
+void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef, const Operand* vec, const int64_t* bins,
                        const int32_t* order, int64_t count, int64_t first, int64_t last, int64_t J, int64_t C, int64_t W, int64_t B) {
   using Sum = typename sum_of<Row>::type;
   const int64_t per_group = W / C;
@@ -27,7 +29,7 @@ void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef
       prefetch_row(accumulator + ids[order[i + kAheadOfWrites]] * W + first, (last - first) * sizeof(Row));
     const int64_t e = order[i];
     Row* row = accumulator + ids[e] * W;
-    const Operand* vector = vec + (e / J * B + (block == nullptr ? 0 : block[e])) * W;
+    const Operand* vector = vec + (e / J * B + (bins == nullptr ? 0 : bins[e])) * W;
     for (int64_t c = first / per_group; c * per_group < last; ++c) {
       const Sum scale = widen(coef[e * C + c]);
       const int64_t stop = std::min(last, (c + 1) * per_group);
@@ -42,7 +44,7 @@ struct Task {
 };
 
 template <class Row, class Operand>
-void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* block, const int32_t* order,
+void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* bins, const int32_t* order,
                 const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
   // A bucket of more than its share (hot rows) is split by columns, which changes no sum.
   constexpr int64_t kColumns = 64;
@@ -58,23 +60,23 @@ void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef,
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
   for (int64_t i = 0; i < num_tasks; ++i) {
     const int64_t start = starts[tasks[i].bucket], count = starts[tasks[i].bucket + 1] - start;
-    accumulate_bucket(static_cast<Row*>(accumulator), ids, static_cast<const Operand*>(coef), static_cast<const Operand*>(vec), block,
+    accumulate_bucket(static_cast<Row*>(accumulator), ids, static_cast<const Operand*>(coef), static_cast<const Operand*>(vec), bins,
                       order + start, count, tasks[i].first, tasks[i].last, J, C, W, B);
   }
 }
 
 }  // namespace
 
-extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* block,
+extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* bins,
                                            const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J, int64_t C,
                                            int64_t W, int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
-    segment_accumulate<decltype(row), decltype(operand)>(accumulator, ids, coef, vec, block, order, starts, num_buckets, M, J, C, W, B, threads);
+    segment_accumulate<decltype(row), decltype(operand)>(accumulator, ids, coef, vec, bins, order, starts, num_buckets, M, J, C, W, B, threads);
   });
 }
 
-// Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries within each:
-// order [M], and starts [num_buckets + 1], where each bucket's entries begin.
+// Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries
+// within each: order [M], and starts [num_buckets + 1], where each bucket's entries begin.
 extern "C" void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M, int64_t num_buckets, int64_t shift,
                                      int64_t threads) {
   // Each thread counts, and later places, a contiguous part of the entries: one after the other within every bucket.

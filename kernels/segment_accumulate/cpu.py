@@ -8,7 +8,8 @@ from torch import Tensor
 from kernels.common import cpp
 from kernels.common.row_order import shared_order
 
-# Buckets of entries by row: enough that the pages of one bucket's rows stay in the TLB, few enough that their counters stay in cache.
+# Buckets of entries by row: enough that the pages of one bucket's rows stay in the TLB, few enough that their counters
+# stay in cache.
 _MAX_BUCKETS_LOG2 = 12
 
 
@@ -18,9 +19,7 @@ def _buckets(num_rows: int) -> tuple[int, int]:
     return ((num_rows - 1) >> shift) + 1, shift
 
 
-@torch.library.custom_op(
-    "megamem::cpu_bucket_order", mutates_args=(), schema="(Tensor ids, int num_rows) -> (Tensor, Tensor)"
-)
+@torch.library.custom_op("megamem::cpu_bucket_order", mutates_args=())
 def _bucket_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     ids = ids.contiguous()
     num_buckets, shift = _buckets(num_rows)
@@ -35,30 +34,25 @@ def _(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(_buckets(num_rows)[0] + 1)
 
 
-@torch.library.custom_op(
-    "megamem::cpu_segment_accumulate",
-    mutates_args=("accumulator",),
-    schema="(Tensor(a!) accumulator, Tensor ids, Tensor coef, Tensor vec, Tensor? block, Tensor order, Tensor starts) -> ()",
-)
+@torch.library.custom_op("megamem::cpu_segment_accumulate", mutates_args=("accumulator",))
 def _segment_accumulate(
-    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, block: Tensor | None, order: Tensor, starts: Tensor
+    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None, order: Tensor, starts: Tensor
 ) -> None:
     cpp.check_rows(accumulator, ids)
     types, vec = cpp.types_of(accumulator, vec)
     coef = coef.to(vec.dtype).contiguous()
-    ids, block = ids.contiguous(), None if block is None else block.contiguous()
+    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
     width = accumulator.shape[1]
     sizes = (starts.numel() - 1, ids.numel(), ids.shape[1], coef.shape[2], width, vec.shape[1] // width)
     cpp.call(
-        "segment_accumulate", "segment_accumulate", types, accumulator, ids, coef, vec, block, order, starts, *sizes
+        "segment_accumulate", "segment_accumulate", types, accumulator, ids, coef, vec, bins, order, starts, *sizes
     )
 
 
-def segment_accumulate(
-    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, block: Tensor | None = None
-) -> None:
-    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, in the order of the entries and with its bits."""
+def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None) -> None:
+    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, in the order of the entries and with its
+    bits."""
     if ids.numel() == 0:
         return
     order, starts = shared_order(ids, accumulator.shape[0], _bucket_order)
-    _segment_accumulate(accumulator, ids, coef, vec, block, order, starts)
+    _segment_accumulate(accumulator, ids, coef, vec, bins, order, starts)

@@ -1,6 +1,6 @@
 """Reference of `segment_accumulate`: one loop, the oracle of every other implementation.
 
-Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns (C divides W), B blocks of entries.
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
 
 from __future__ import annotations
@@ -8,23 +8,21 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def segment_accumulate(
-    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, block: Tensor | None = None
-) -> None:
+def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None) -> None:
     """Add the table gradient of a gather in place.
 
-    accumulator[ids[t, j], c W/C + d] += coef[t, j, c] vec[t, block[t, j] W + c W/C + d], in the order of (t, j)
+    accumulator[ids[t, j], c W/C + d] += coef[t, j, c] vec[t, bins[t, j] W + c W/C + d], in the order of (t, j)
 
     Args:
-        accumulator: [R, W], fp32 in training (Megatron's main_grad).
-        ids: [T, J], int64 in [0, R). Rows may repeat.
+        accumulator: [rows, W], fp32 in training (Megatron's main_grad).
+        ids: [T, J], int64 in [0, rows). Rows may repeat.
         coef: [T, J, C].
         vec: [T, B W].
-        block: [T, J], int64 in [0, B), or None if B is 1.
+        bins: [T, J], int64 in [0, B), or None if B is 1.
     """
     num_groups = coef.shape[2]
     for t in range(ids.shape[0]):
         vectors = vec[t].view(-1, num_groups, accumulator.shape[1] // num_groups).to(accumulator.dtype)
         for j in range(ids.shape[1]):
-            row = vectors[0 if block is None else block[t, j]]
+            row = vectors[0 if bins is None else bins[t, j]]
             accumulator[ids[t, j]] += (coef[t, j].to(accumulator.dtype).unsqueeze(1) * row).flatten()

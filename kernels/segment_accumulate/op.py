@@ -1,4 +1,5 @@
-"""`segment_accumulate`: its signature. It has no gradient: it makes those of tables (`kernels.common.autograd.table_gradient`)."""
+"""`segment_accumulate`: its signature. It has no gradient: it makes those of tables
+(`kernels.common.autograd.table_gradient`)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from torch import Tensor
 
 
 class SegmentAccumulate(Protocol):
-    """See `kernels.segment_accumulate.naive.segment_accumulate`; of contiguous accumulators, the same bits in every run."""
+    """See `kernels.segment_accumulate.naive.segment_accumulate`; of contiguous accumulators, the same bits in every
+    run."""
 
     def __call__(
-        self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, block: Tensor | None = None
+        self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, bins: Tensor | None = None
     ) -> None: ...

@@ -1,16 +1,19 @@
-"""`segment_accumulate` in Triton: entries sorted by row, runs of one row added up, every row of the accumulator written by one program.
+"""`segment_accumulate` in Triton: entries are sorted by row, and each row of the accumulator is written by one program.
 
-Legend: M entries (T tokens x J reads), C column groups, W columns, B blocks of entries, L the longest run that is added up in one go.
+Legend: M entries (T tokens x J reads), C column groups, W columns, B bins, L the longest run that is added up in one
+go.
 
-A run longer than L is cut where its position is a multiple of L. The first piece of a run goes to the accumulator, the others to scratch: piece q
-of the next level is the sum of the entries from q L on, and exists only if its run began before. The kernel is then launched on these pieces as
-it was on the entries, level by level, until one launch sees them all. At level l an item stands for the L^l entries from q L^l =: p on. Because
-the rows S are sorted, one comparison tells what it is:
+A run longer than L is cut where its position is a multiple of L. The first partial sum of a run goes to the
+accumulator, the others to scratch: partial q of the next level is the sum of the entries from q L on, and exists only
+if its run began before. The kernel is then launched on these partial sums as it was on the entries, level by level,
+until one launch sees them all. At level l an item stands for the L^l entries from q L^l =: p on. Because the rows S are
+sorted, one comparison tells what it is:
 
     it exists            if  S[p] = S[p - (1 + L + ... + L^(l - 1))]
     it continues item q-1 if  S[p] = S[p - (1 + L + ... + L^l)]
 
-So nothing is scanned, no shape depends on the data, there are no atomics, and the order of additions depends on M alone.
+So nothing is scanned, no shape depends on the data, there are no atomics, and the order of additions depends on M
+alone.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ def segment_accumulate_kernel(
     order,
     coef,
     vec,
-    block,
-    pieces,
-    longer_pieces,
+    bins,
+    partials,
+    longer_partials,
     num_items,
     J,
     stride,
@@ -43,15 +46,15 @@ def segment_accumulate_kernel(
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """One level; the grid is (blocks of ITEMS items, C x column blocks).
+    """One level; the grid is (tiles of ITEMS items, C x column tiles).
 
-    stride is L^l, reach_before and reach the two sums above; items are entries (FROM_ENTRIES) or rows of `pieces`.
+    stride is L^l, reach_before and reach the two sums above; items are entries (FROM_ENTRIES) or rows of `partials`.
     """
     PER_GROUP: tl.constexpr = W // C
-    COLUMN_BLOCKS: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
-    part = tl.program_id(1)
-    group = part // COLUMN_BLOCKS
-    columns = part % COLUMN_BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    COLUMN_TILES: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(1)
+    group = tile // COLUMN_TILES
+    columns = tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < PER_GROUP
     columns += group * PER_GROUP
 
@@ -76,12 +79,12 @@ def segment_accumulate_kernel(
             entry = tl.load(order + item, mask=going, other=0).to(tl.int64)
             vector = entry // J
             if B > 1:
-                vector = vector * B + tl.load(block + entry, mask=going, other=0)
+                vector = vector * B + tl.load(bins + entry, mask=going, other=0)
             scale = tl.load(coef + entry * C + group, mask=going, other=0).to(SUM)
             terms = tl.load(vec + (vector * W)[:, None] + columns[None, :], mask=mask, other=0).to(SUM)
             sums += tl.where(mask, scale[:, None] * terms, 0.0)
         else:
-            sums += tl.load(pieces + (item * W)[:, None] + columns[None, :], mask=mask, other=0)
+            sums += tl.load(partials + (item * W)[:, None] + columns[None, :], mask=mask, other=0)
         item += 1
         going = going & (item < num_items) & (item % L != 0)
         going = going & (tl.load(sorted_rows + item * stride, mask=going, other=-1) == row)
@@ -92,4 +95,4 @@ def segment_accumulate_kernel(
     total = tl.load(into, mask=whole, other=0).to(SUM) + sums
     tl.store(into, total.to(accumulator.dtype.element_ty), mask=whole)
     cut = (begins & continues)[:, None] & in_row[None, :]
-    tl.store(longer_pieces + (first // L * W)[:, None] + columns[None, :], sums, mask=cut)
+    tl.store(longer_partials + (first // L * W)[:, None] + columns[None, :], sums, mask=cut)

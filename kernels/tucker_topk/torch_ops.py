@@ -1,10 +1,13 @@
-"""`tucker_topk` in PyTorch, in chunks of tokens whose candidates stay in cache; as a custom op, which hides from tracing what depends on the data.
+"""`tucker_topk` in PyTorch, in chunks of tokens whose candidates stay in cache.
+
+A custom op, which hides from tracing what depends on the data.
 
 Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -43,7 +46,7 @@ def key_ranks(scores: Tensor, direction: Tensor) -> Tensor:
 
 
 def grid_scores(rows: Tensor, core_sum: Tensor, columns: Tensor) -> Tensor:
-    """Scores of all pairs of the candidates rows [T, H, M, R] and columns [T, H, M, R], [T, H, M, M]; rounded as `key_ranks`."""
+    """Scores [T, H, M, M] of all pairs of the rows and columns [T, H, M, R]; rounded as `key_ranks`."""
     rank = core_sum.shape[1]
     # One contiguous tensor per r: with r innermost, no loop over candidates would be vectorised.
     row, column = rows.movedim(3, 0).contiguous(), columns.movedim(3, 0).contiguous()
@@ -57,8 +60,4 @@ def gather_keys(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def _sum_in_order(terms: Iterable[Tensor]) -> Tensor:
-    iterator = iter(terms)
-    total = next(iterator)
-    for term in iterator:
-        total += term
-    return total
+    return functools.reduce(Tensor.add_, terms)

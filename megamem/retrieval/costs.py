@@ -1,7 +1,7 @@
 """Parameters and operations of layers that retrieve, by closed formulas.
 
-Legend: D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim, P pre-value dim, B virtual
-blocks with a projection each, M rows (and columns) kept by the first selection stage.
+Legend: D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim, P
+pre-value dim, B virtual blocks with a projection each, M rows (and columns) kept by the first selection stage.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from megamem.sharing import LayerView
 
 
 def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCosts:
-    """A layer with Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries, and D (B V + P) of projections.
+    """A layer with Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries, and D (B V + P) of
+    projections.
 
     The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores.
     """
     keys = memory.num_key_vectors(view)
-    projections = width * (memory.num_value_blocks * memory.value_dim + memory.width("pre_values"))
+    projections = width * (memory.num_value_projections * memory.value_dim + memory.width("pre_values"))
     weights = memory.num_queries * memory.key_dim * width + keys * memory.key_dim
     return LayerCosts(
         retrieval=weights + 2 * memory.key_dim + memory.num_cores * memory.num_heads * memory.tucker_rank**2,
@@ -30,7 +31,8 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
 
 
 def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> LayerCosts:
-    """A layer with product keys: d (2 H D + 2 H N) parameters of retrieval and its gain; D V of the value projection and D of the gate.
+    """A layer with product keys: d (2 H D + 2 H N) parameters of retrieval and its gain; D V of the value projection
+    and D of the gate.
 
     The candidate grid is M^2 sums. With biases every projection has one.
     """

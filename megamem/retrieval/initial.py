@@ -19,7 +19,8 @@ def tucker_distributions(
     """The distributions of a layer with Tucker cores.
 
     Args:
-        released_gain_exponent: with `initialisation: released` the gains of queries and keys are key_dim to this power; else they are calibrated.
+        released_gain_exponent: with `initialisation: released` the gains of queries and keys are key_dim to this power;
+            else they are calibrated.
     """
 
     def distribution(part: str, memory: TuckerConfig, model: ModelConfig) -> Distribution | None:
@@ -33,7 +34,9 @@ def tucker_distributions(
             case "cores":
                 return Uniform(1.0)
             case "value_proj":
-                return Normal((memory.num_value_blocks * memory.value_dim) ** -0.5 if released else model.linear_std)
+                return Normal(
+                    (memory.num_value_projections * memory.value_dim) ** -0.5 if released else model.linear_std
+                )
             case "pre_value_proj":
                 return Normal(model.hidden_size**-0.5 if released else model.linear_std)
             case "query_norm" | "keys_norm":
@@ -54,7 +57,8 @@ def tucker_table_std(memory: TuckerConfig, model: ModelConfig, sigma_s: float | 
 
 
 def product_key_distribution(part: str, memory: ProductKeyConfig, model: ModelConfig) -> Distribution:
-    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case that it has)."""
+    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case
+    that it has)."""
     width = model.hidden_size
     match part:
         case "query_proj":

@@ -24,8 +24,8 @@ def retrieve(
 ) -> Retrieved:
     """Top-K of the sums of a row and a column score, softmaxed within a head.
 
-    The K best sums lie among the K best rows and columns, so with M = K the selection is exact; a smaller M is an approximation that the
-    releases do not have. Gradients flow through the scores of the kept entries only.
+    The K best sums lie among the K best rows and columns, so with M = K the selection is exact; a smaller M is an
+    approximation that the releases do not have. Gradients flow through the scores of the kept entries only.
 
     Args:
         row_scores: [T, H, N].

@@ -1,7 +1,7 @@
 """The bytes of the exchange and of attention across context-parallel ranks, by formula. A test compares them with what the collectives are given.
 
 Legend: G ranks of the memory group, C of the context-parallel group, T tokens of a rank, J rows read per token,
-n coefficients per row and rank, V value dim, P pre-value dim, B virtual blocks, g key/value heads and d head dimension.
+n coefficients per row and rank, V value dim, P pre-value dim, B bins (sums per token), g key/value heads and d head dimension.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def lookup_traffic(
     reads = num_tokens * lookup.rows
     pre_width = memory.width("pre_values")
     return LookupTraffic(
-        rows=others * RowFormat(num_bank_rows, lookup.blocks).num_bytes(reads),
+        rows=others * RowFormat(num_bank_rows, lookup.bins).num_bytes(reads),
         pre_input=others * num_tokens * (pre_width // group_size) * element_bytes,
         products=others * reads * element_bytes if pre_width else 0,
         coefficients=others * reads * pieces_per_rank(lookup.scores, group_size) * element_bytes,
-        values=others * num_tokens * lookup.blocks * (memory.width("values") // group_size) * element_bytes,
+        values=others * num_tokens * lookup.bins * (memory.width("values") // group_size) * element_bytes,
     )
 
 

@@ -267,7 +267,7 @@ def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
         with tiny_run(config) as run:
             for layer in run.bare[0].memory_layers:
                 x = torch.randn(64, config.model.hidden_size, requires_grad=True)
-                values = torch.randn(64, layer.memory.lookup.blocks * layer.memory.value_dim, requires_grad=True)
+                values = torch.randn(64, layer.memory.lookup.bins * layer.memory.value_dim, requires_grad=True)
                 for part, compute in (
                     (KEYS, lambda: sum(scores.sum() for scores in layer.key_scores(x))),  # noqa: B023
                     (PROJECTIONS, lambda: layer.project(values, x).sum()),  # noqa: B023

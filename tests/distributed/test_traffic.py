@@ -68,7 +68,7 @@ def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[lis
     # Ids are packed for a bank of this size; only its first rows are read, so only they are allocated.
     bank.spec = BankSpec(0, num_rows, (0,))
     reads = memory.lookup.rows
-    blocks = memory.lookup.blocks
+    blocks = memory.lookup.bins
     scores = torch.rand(TOKENS, reads, memory.lookup.scores, dtype=dtype)
     pre_dim = memory.width("pre_values")
     pre_input = torch.rand(TOKENS, pre_dim, dtype=dtype, requires_grad=True) if pre_dim else None

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.common.tiles import part_length
+from kernels.common.tiles import split_length
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_pair.naive import gather_pair as twin
 from kernels.gather_pair.op import GatherPair
@@ -337,7 +337,7 @@ def test_torch_compile_takes_the_pair_whole(kernels: Kernels, shape: Shape) -> N
 )
 def test_few_tokens_are_cut_into_parts(tokens: int, reads: int) -> None:
     """As many programs as a GPU wants where there are entries for them, one per token where there are tokens enough; none of them idle."""
-    part = part_length(tokens, reads)
+    part = split_length(tokens, reads)
     num_parts = -(-reads // part)
     assert (num_parts - 1) * part < reads
     assert tokens * num_parts <= max(tokens, 2 * 256)

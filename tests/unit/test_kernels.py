@@ -184,7 +184,7 @@ def test_sums_of_blocks_are_sums_with_the_other_entries_zeroed(
         parts = zip(masks, x.chunk(num_blocks, dim=1), strict=True)
         return torch.stack([mask.unsqueeze(2) * naive_dot.gather_dot(table, ids, part) for mask, part in parts]).sum(0)
 
-    of_sum, of_dot = {"block": block, "num_blocks": num_blocks}, {"block": block}
+    of_sum, of_dot = {"bins": block, "num_bins": num_blocks}, {"bins": block}
     for gathers, named, masked, other, grad in (
         ((kernels.gather_sum, naive_sum.gather_sum), of_sum, masked_sum, c.coef, x),
         ((kernels.gather_dot, naive_dot.gather_dot), of_dot, masked_dot, x, c.grad_dot),

@@ -28,7 +28,7 @@ def builds() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles_for_every_capability_and_shape(builds: list[dict[str, Any]]) -> None:
     of_one_table = {"gather_sum_kernel", "gather_dot_kernel", "segment_accumulate_kernel"}
-    of_two = {"gather_pair_kernel", "gather_pair_gradients_kernel", "sum_of_parts_kernel"}
+    of_two = {"gather_pair_kernel", "gather_pair_gradients_kernel", "sum_of_splits_kernel"}
     built = {(build["kernel"], build["capability"], json.dumps(build["shape"])) for build in builds}
     assert len(built) == len(CAPABILITIES) * (len(of_one_table) * len(SHAPES) + len(of_two) * len(PAIR_SHAPES))
     assert {kernel for kernel, _, _ in built} == of_one_table | of_two
@@ -52,7 +52,7 @@ def test_rows_are_loaded_sixteen_bytes_at_a_time(builds: list[dict[str, Any]]) -
         element_bits = 16 if build["shape"]["dtype"] == "bf16" else 32
         per_row = {str(element_bits), "32", "64"}
         # The parts' sums are all that is read there.
-        assert wide >= (1 if build["kernel"] == "sum_of_parts_kernel" else 2), build
+        assert wide >= (1 if build["kernel"] == "sum_of_splits_kernel" else 2), build
         assert set(build["load_bits"]) <= {"128", *per_row}, build
 
 

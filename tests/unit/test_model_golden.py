@@ -311,7 +311,7 @@ def check_tucker_retrieval(layer: TuckerLayer, bank: Bank, x: Tensor, recorded: 
     assert torch.equal(layer.permutation[found.slots].flatten(1), recorded["best_virtual"])
     rows, blocks = layer.locate(found.slots.flatten(1))
     assert torch.equal(rows, recorded["table_row"])
-    assert (blocks is not None) == (layer.memory.lookup.blocks > 1)
+    assert (blocks is not None) == (layer.memory.lookup.bins > 1)
     if blocks is not None:
         assert torch.equal(blocks, recorded["group"])
     assert relative_error(found.scores.flatten(1, 2), recorded["best_scores"]) <= tolerance

@@ -25,9 +25,8 @@ from megamem.families.registry import family_of
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation import initialise
-from megamem.layers.layer import MemoryLayer
+from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.layers.product_key import ProductKeyLayer
-from megamem.layers.step import begin_step
 from megamem.layers.tucker import TuckerLayer
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec, LayerView
@@ -89,7 +88,7 @@ def weighted_values(layer: MemoryLayer, bank: Bank, x: Tensor) -> Tensor:
     """The sums [T, B, V] of the retrieved entries, one by one."""
     memory = layer.memory
     found, pre_input = layer.retrieve(x), layer.pre_input(x)
-    sums = torch.zeros(x.shape[0], memory.lookup.blocks, memory.value_dim, dtype=x.dtype)
+    sums = torch.zeros(x.shape[0], memory.lookup.bins, memory.value_dim, dtype=x.dtype)
     for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.slots.shape)).tolist():
         row, block = layer.locate(found.slots[t, h, k])
         product = torch.ones((), dtype=x.dtype)
@@ -266,7 +265,7 @@ def test_keys_are_counted_with_their_expansion() -> None:
 def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     memory = KINDS["ultramem"]
     assert isinstance(memory, UltraMemConfig)
-    assert (memory.expansion, memory.lookup.blocks, memory.width("pre_values"), memory.query_mode) == (
+    assert (memory.expansion, memory.lookup.bins, memory.width("pre_values"), memory.query_mode) == (
         2,
         4,
         0,

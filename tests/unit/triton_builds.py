@@ -90,19 +90,19 @@ def pair_sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, 
     """The kernels of a pair, likewise; `kernels/gather_pair/triton_launch.py` launches them."""
     import triton.language as tl
 
-    from kernels.common.tiles import parts_tile
-    from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_parts_kernel
+    from kernels.common.tiles import split_sum_tile
+    from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_splits_kernel
     from kernels.gather_pair.triton_launch import launch_of
 
     row, sums = f"*{shape.dtype}", "*fp32"
     common = {"C": shape.groups, "P": shape.pre_width, "V": shape.width, "B": shape.blocks, "SUM": tl.float32}
     common["ACTIVATION"] = shape.activation
-    read = {"pre_values": row, "values": row, "ids": "*i64", "scores": row, "block": "*i64", "J": "i32", "PART": "i32"}
+    read = {"pre_values": row, "values": row, "ids": "*i64", "scores": row, "bins": "*i64", "J": "i32", "SPLIT": "i32"}
     for tokens in (1, 4096):
         widths = (shape.pre_width, shape.width // shape.groups)
         launch = launch_of(tokens, shape.reads, *widths)
         # With several programs per token they write to scratch.
-        out = row if launch.num_parts == 1 else sums
+        out = row if launch.num_splits == 1 else sums
         constants = {**common, **launch.constants}
         warps = constants.pop("num_warps")
         yield gather_pair_kernel, {**read, "x": row, "products": sums, "out": out}, constants, warps
@@ -111,8 +111,8 @@ def pair_sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, 
         written = {"grad_scores": row, "grad_products": sums, "coef": sums, "grad_x": out}
         yield gather_pair_gradients_kernel, {**read, "products": sums, "grad_out": row, **written}, constants, warps
     width = shape.blocks * shape.width
-    columns, warps = parts_tile(width)
-    yield sum_of_parts_kernel, {"parts": sums, "out": row, "S": "i32"}, {"W": width, "COLUMNS": columns}, warps
+    columns, warps = split_sum_tile(width)
+    yield sum_of_splits_kernel, {"splits": sums, "out": row, "S": "i32"}, {"W": width, "COLUMNS": columns}, warps
 
 
 def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
@@ -129,9 +129,9 @@ def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
     for tokens in (1, 4096):
         tile = gather_tile(shape.width // shape.groups, shape.reads, tokens * shape.groups)
         constants = {**common, "ENTRIES": tile.entries, "COLUMNS": tile.columns}
-        pointers = {"table": row, "ids": "*i64", "coef": row, "block": "*i64", "out": row, "J": "i32"}
+        pointers = {"table": row, "ids": "*i64", "coef": row, "bins": "*i64", "out": row, "J": "i32"}
         yield gather_sum_kernel, pointers, constants, tile.num_warps
-        pointers = {"table": row, "ids": "*i64", "x": row, "block": "*i64", "out": row, "J": "i32"}
+        pointers = {"table": row, "ids": "*i64", "x": row, "bins": "*i64", "out": row, "J": "i32"}
         yield gather_dot_kernel, pointers, constants, tile.num_warps
     tile = accumulate_tile(shape.width // shape.groups)
     constants = {**common, "ITEMS": tile.entries, "COLUMNS": tile.columns, "L": run_length(4096 * shape.reads)}
@@ -141,9 +141,9 @@ def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
         "order": "*i64",
         "coef": row,
         "vec": row,
-        "block": "*i64",
+        "bins": "*i64",
     }
-    pointers |= {"pieces": "*fp32", "longer_pieces": "*fp32", "num_items": "i32", "J": "i32"}
+    pointers |= {"partials": "*fp32", "longer_partials": "*fp32", "num_items": "i32", "J": "i32"}
     pointers |= dict.fromkeys(("stride", "reach_before", "reach"), "i32")
     for is_first in (True, False):
         yield segment_accumulate_kernel, pointers, {**constants, "FROM_ENTRIES": is_first}, tile.num_warps

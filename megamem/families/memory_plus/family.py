@@ -1,8 +1,6 @@
-"""Memory+, for everybody else."""
+"""The record of the Memory+ family."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, Normal, symmetric
@@ -12,9 +10,6 @@ from megamem.retrieval.costs import product_key_costs
 from megamem.retrieval.initial import product_key_distribution, product_key_table_std
 from megamem.retrieval.released import META_QUERY, META_VALUES, ULTRAMEMV2_TABLES, meta_names
 from megamem.sharing import LayerView
-
-if TYPE_CHECKING:
-    from megamem.layers.layer import MemoryLayer
 
 _ULTRAMEMV2 = ReleasedNames(
     {
@@ -39,12 +34,6 @@ _META = meta_names(
 )
 
 
-def _layer() -> type[MemoryLayer]:
-    from megamem.families.memory_plus.layer import MemoryPlusLayer
-
-    return MemoryPlusLayer
-
-
 def _costs(memory: MemoryPlusConfig, view: LayerView, width: int) -> LayerCosts:
     """Product keys and the silu gate's V D weights."""
     gate = width * memory.value_dim
@@ -63,7 +52,7 @@ def _distribution(part: str, memory: MemoryPlusConfig, model: ModelConfig) -> Di
 
 MEMORY_PLUS = Family(
     config=MemoryPlusConfig,
-    layer=_layer,
+    layer_path="megamem.families.memory_plus.layer:MemoryPlusLayer",
     costs=_costs,
     distribution=_distribution,
     table_std=product_key_table_std,

@@ -10,17 +10,18 @@ from megamem.retrieval.config import TuckerConfig
 
 @dataclass(frozen=True)
 class UltraMemConfig(TuckerConfig):
-    """One UltraMem layer (UltraMemV2, section 2): one query per side, implicit value expansion, a projection per virtual block.
+    """One UltraMem layer (UltraMemV2, section 2): one query per side, implicit value expansion, a projection per
+    virtual block.
 
     Skip insertion is a matter of the placement, and sharing is open to it although the paper's tables are private.
     """
 
-    own_expansion: ClassVar[int] = 2
+    default_expansion: ClassVar[int] = 2
     """As in the paper: four virtual blocks."""
 
     kind: Literal["ultramem"] = "ultramem"
     """ultramem: Tucker cores, a projection per virtual block."""
 
     @property
-    def num_value_blocks(self) -> int:
+    def num_value_projections(self) -> int:
         return self.expansion**2

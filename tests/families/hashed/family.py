@@ -1,8 +1,6 @@
-"""The hashed family, for everybody else."""
+"""The record of the hashed family."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, Normal
@@ -10,15 +8,6 @@ from megamem.families.family import Family, LayerCosts
 from megamem.sharing import LayerView
 
 from .config import HashedConfig
-
-if TYPE_CHECKING:
-    from megamem.layers.layer import MemoryLayer
-
-
-def _layer() -> type[MemoryLayer]:
-    from .layer import HashedLayer
-
-    return HashedLayer
 
 
 def _costs(memory: HashedConfig, view: LayerView, width: int) -> LayerCosts:
@@ -37,4 +26,10 @@ def _table_std(memory: HashedConfig, model: ModelConfig, sigma_s: float | None) 
     return float((memory.value_dim * memory.num_hashes) ** -0.5)
 
 
-HASHED = Family(config=HashedConfig, layer=_layer, costs=_costs, distribution=_distribution, table_std=_table_std)
+HASHED = Family(
+    config=HashedConfig,
+    layer_path=f"{__package__}.layer:HashedLayer",
+    costs=_costs,
+    distribution=_distribution,
+    table_std=_table_std,
+)
