@@ -1,10 +1,12 @@
 """Run a function on several ranks of this machine and bring back their results, or the first cause of their failure.
 
-Used by the commands that start their own ranks and by the distributed tests. Three generations of processes: this one only passes on
-stop signals; its fork, the supervisor, forks the ranks and waits for them. Whatever a rank leaves behind the kernel gives to the
-supervisor, which kills all of it at the end: of the ranks, or of this process, of which the kernel tells it by SIGHUP.
+Used by the commands that start their own ranks and by the distributed tests. Three generations of processes: this one
+only passes on stop signals; its fork, the supervisor, forks the ranks and waits for them. Whatever a rank leaves behind
+the kernel gives to the supervisor, which kills all of it at the end: of the ranks, or of this process, of which the
+kernel tells it by SIGHUP.
 
-`parallel.rank_process` is one rank, `parallel.rank_errors` what can go wrong, `parallel.ranks` how a rank learns its number.
+`parallel.rank_process` is one rank, `parallel.rank_errors` what can go wrong, `parallel.ranks` how a rank learns its
+number.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ T = TypeVar("T")
 _ABANDON = signal.SIGHUP
 _AWAITED = frozenset({signal.SIGCHLD, _ABANDON, *STOP_SIGNALS})
 
-# How long the other ranks may take to end by themselves after a failure. Who lost its connection may be seen before the true cause.
+# How long the other ranks may take to end by themselves after a failure. Who lost its connection may be seen before the
+# true cause.
 _PATIENCE_S = 5.0
 # The same after the first rank that stopped as it was asked to: another may still send off its last metrics.
 _STOP_PATIENCE_S = 30.0
 # How long ranks may take to write down their stacks.
 _STACKS_PATIENCE_S = 2.0
-# How long a killed process may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the report.
+# How long a killed process may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the
+# report.
 _KILL_PATIENCE_S = 10.0
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -72,19 +76,21 @@ def launch_ranks(
 ) -> list[T]:
     """Fork `num_ranks` ranks of this process, run `main` in each, and return what they returned, by rank.
 
-    `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others write to
-    `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function returns. SIGINT and
-    SIGTERM are passed on to the ranks as one SIGTERM, to finish their step and save; a second one kills them. One that this process
-    ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
+    `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others
+    write to `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function
+    returns. SIGINT and SIGTERM are passed on to the ranks as one SIGTERM, to finish their step and save; a second one
+    kills them. One that this process ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
 
-    Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA before it
-    (`torch.cuda.is_available()` may, and nothing can tell afterwards).
+    Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA
+    before it (`torch.cuda.is_available()` may, and nothing can tell afterwards).
 
     Args:
-        main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by `sys.exit(0)` returns None.
+        main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by
+            `sys.exit(0)` returns None.
         num_ranks: how many ranks.
         timeout_s: kill the ranks after this many seconds and report where each of them stood.
-        log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's last lines are seen.
+        log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's
+            last lines are seen.
         num_threads: torch threads per rank; by default the cores this process may use, divided by the ranks.
 
     Raises:
@@ -188,7 +194,7 @@ def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path
 
 
 def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
-    """Start the ranks and wait until all have ended, or the time of those that have not is up. Returns what the caller should see."""
+    """Start the ranks and wait until all have ended, or their time is up. Returns what the caller should see."""
     context = multiprocessing.get_context("fork")
     running = {plan: context.Process(target=run_rank, args=(main, plan, os.getpid())) for plan in plans}
     for rank in running.values():
@@ -223,10 +229,11 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
 
 
 def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
-    """How a rank that has ended failed, if it did. What it reported explains more than the signal that may have ended it afterwards."""
+    """How a rank that has ended failed, if it did."""
     if plan.result.exists():
         return None
     if plan.failure.exists():
+        # What it reported explains more than the signal that may have ended it afterwards.
         failure: Failure = pickle.loads(plan.failure.read_bytes())
         return failure
     return Failure.from_exitcode(plan.rank, exitcode or 0)

@@ -1,7 +1,7 @@
 """How a launch of local ranks can fail, and which of several failures is the cause.
 
-When one rank dies the others soon fail too: their collectives break. What the user must see is the first cause, so every failure is
-put in a class (`FailureKind`) and the earliest of the best class is reported.
+When one rank dies the others soon fail too: their collectives break. What the user must see is the first cause, so
+every failure is put in a class (`FailureKind`) and the earliest of the best class is reported.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
-        """Describe what a rank raised. An integer `exit_code` attribute marks a user's error, `SystemExit` keeps its code."""
+        """Describe what a rank raised. An integer `exit_code` marks a user's error, `SystemExit` keeps its code."""
         exit_code, is_user_error = 1, False
         if isinstance(error, SystemExit):
             # sys.exit("text") is Python's own way to say: print this, exit with 1.
@@ -91,7 +91,7 @@ class Failure:
 
     @classmethod
     def from_exitcode(cls, rank: int, exitcode: int) -> Failure:
-        """Describe a rank that left no report. `exitcode` as `multiprocessing` has it: below zero the signal that killed the rank."""
+        """Describe a rank that left no report. An `exitcode` below zero is the signal that killed it."""
         if exitcode >= 0:
             message = f"rank {rank} exited with code {exitcode} before it returned a result"
             return cls(rank, FailureKind.ERROR, message, exit_code=exitcode or 1)
@@ -167,7 +167,10 @@ class RankTimeout(LaunchError):
 
     def __str__(self) -> str:
         which = ", ".join(map(str, self.stacks))
-        text = f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: {which}"
+        text = (
+            f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: "
+            f"{which}"
+        )
         for rank, stack in self.stacks.items():
             text += f"\n\nrank {rank} stood at:\n{stack or '(no stack: it did not answer)'}"
         return text

@@ -1,7 +1,7 @@
 """One local rank from inside: a fork of a warm parent that sets itself up, runs its function and leaves a report.
 
-The ranks' supervisor (`parallel.launch`) and the ranks are forked from the process that asked for them, so they share its imports and
-start in tenths of a second.
+The ranks' supervisor (`parallel.launch`) and the ranks are forked from the process that asked for them, so they share
+its imports and start in tenths of a second.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RankPlan:
 
 
 def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoReturn:
-    """The whole life of a rank. Leaves by `os._exit`, which waits for none of its children: the supervisor kills them."""
+    """The whole life of a rank."""
     signal_on_parent_death(signal.SIGKILL, parent_pid)
     _enter(plan)
     try:
@@ -100,6 +100,7 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
             stream.flush()
     with atomic_write(path) as stream:
         stream.write(report)
+    # Waits for none of the children: the supervisor kills them.
     os._exit(0)
 
 
@@ -109,9 +110,11 @@ def _enter(plan: RankPlan) -> None:
         log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    # Made anew, because a test runner may have replaced them; line by line, so that the log of a rank that is killed is complete.
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
+    # Made anew, because a test runner may have replaced them; line by line, so that the log of a rank that is killed is
+    # complete.
+    stdout, stderr = (os.fdopen(i, "w", buffering=1, errors="backslashreplace", closefd=False) for i in (1, 2))
+    sys.stdout = sys.__stdout__ = stdout  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = stderr  # type: ignore[misc]
     faulthandler.enable(file=2)
     if plan.timeout_s is not None:
         # By a thread that needs nothing of the interpreter: a rank that hangs in native code answers too.
@@ -139,8 +142,8 @@ def _enter(plan: RankPlan) -> None:
 def release_openmp_threads() -> None:
     """End the threads of this thread's OpenMP pool; the next parallel region starts new ones.
 
-    A fork copies the pool's bookkeeping but not its threads, and GNU's OpenMP then waits for them for ever in the child's first large
-    tensor operation. (Intel's and LLVM's notice the fork themselves.)
+    A fork copies the pool's bookkeeping but not its threads, and GNU's OpenMP then waits for them for ever in the
+    child's first large tensor operation. (Intel's and LLVM's notice the fork themselves.)
     """
     for name in {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}:
         if "libgomp" in name:

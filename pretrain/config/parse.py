@@ -29,7 +29,8 @@ _EXPECTED = {
 }
 _LIMITS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
-# Sections of former versions, which their files and checkpoints still hold, and what to do with one that says something.
+# Sections of former versions, which their files and checkpoints still hold, and what to do with one that says
+# something.
 _FORMER = {"train.kernel_overrides": "remove it: train.kernels chooses the implementation of all memory kernels"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ STATE = RunState(step=6, consumed_samples=100, consumed_tokens=3200, num_updates
 
 
 def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
-    return SavedState(Path("somewhere/step_00000006"), state.to_dict(), {}, to_dict(config), {}, {})
+    return SavedState(Path("somewhere/step_00000006"), asdict(state), {}, to_dict(config), {}, {})
 
 
 # What may change
@@ -274,7 +274,7 @@ def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
     entries: Any = {"model0": "entries"}
     monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(saving.dist, "barrier", lambda: log.append("barrier"))
-    monkeypatch.setattr(saving, "_entries", lambda *_, is_loading: {**entries, "is_loading": is_loading})
+    monkeypatch.setattr(saving, "_entries", lambda *_: entries)
     monkeypatch.setattr(saving, "save_tensors", lambda tensors, path: log.append(("tensors", tensors, path.name)))
     monkeypatch.setattr(saving, "package_versions", lambda: {"torch": "2"})
     for name in ("start_writing", "complete", "remove_superseded"):
@@ -286,12 +286,12 @@ def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
     assert log == [
         ("start_writing", (tmp_path, 6), {}),
         "barrier",
-        ("tensors", {"model0": "entries", "is_loading": False}, ".writing_step_00000006"),
+        ("tensors", entries, ".writing_step_00000006"),
         (
             "complete",
             (tmp_path, 6),
             {
-                "run": STATE.to_dict(),
+                "run": asdict(STATE),
                 "rng": {"seed": 3, "step": 6},
                 "config": to_dict(config),
                 "versions": {"torch": "2"},
@@ -306,14 +306,14 @@ def test_restoring_tells_the_optimizer_how_many_updates_there_were(monkeypatch: 
     """Not how many steps: two of them were skipped."""
     log: list[Any] = []
     loaded: Any = {"model0": "weights"}
-    monkeypatch.setattr(saving, "_entries", lambda chunks, optimizer, *, is_loading: ("entries", is_loading))
+    monkeypatch.setattr(saving, "_entries", lambda chunks, optimizer: "entries")
     monkeypatch.setattr(saving, "load_tensors", lambda entries, path: log.append((entries, path)) or loaded)
     monkeypatch.setattr(saving, "unwrap", lambda chunk: f"bare {chunk}")
     monkeypatch.setattr(saving, "_load_chunks", lambda chunks, tensors: log.append((chunks, tensors)))
     optimizer: Any = SimpleNamespace(set_num_updates=lambda number: log.append(number))
     saved, chunks = saved_with(CONFIG), ["chunk"]
     assert saving.restore_run(saved, chunks, optimizer) == STATE  # type: ignore[arg-type]
-    assert log == [(("entries", True), saved.path), (["bare chunk"], loaded), 4]
+    assert log == [("entries", saved.path), (["bare chunk"], loaded), 4]
 
 
 # A trained model
