@@ -17,8 +17,7 @@ from importlib.metadata import version
 from typing import Literal
 
 Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
-"""triton, cpu (C++), torch (its operations, without large temporaries), naive (the oracles, by autograd); auto: see
-above."""
+"""triton; cpu: C++; torch: its operations, without large temporaries; naive: the oracles, by autograd; auto: above."""
 
 
 class KernelUnavailableError(ValueError):
@@ -37,9 +36,15 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return 'needs Triton, which is not installed: pip install "megamem[gpu]", or use auto or torch'
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "needs an NVIDIA GPU, and the tables are on the CPU: use auto, cpu or torch (TRITON_INTERPRET=1 is for tests)"
+            return (
+                "needs an NVIDIA GPU, and the tables are on the CPU: use auto, cpu or torch "
+                "(TRITON_INTERPRET=1 is for tests)"
+            )
         if device_type != "cuda" and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
-            return "is interpreted here, and the interpreter of Triton 3.6 needs numpy before 2.4: install triton>=3.7 or numpy<2.4"
+            return (
+                "is interpreted here, and the interpreter of Triton 3.6 needs numpy before 2.4: "
+                "install triton>=3.7 or numpy<2.4"
+            )
     if implementation == "cpu":
         if device_type != "cpu":
             return "is for tables on the CPU, and they are on a GPU: use auto or triton"

@@ -89,7 +89,8 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
                 error = _relative_error(actual[part], expected)
                 tolerance = case.tolerance[part.startswith("main_grad")]
                 if not error <= tolerance:
-                    yield f"{case.name} {shape} {dtype}: {part} is off by {error:.1e} of its largest element, more than {tolerance:.0e}"
+                    off = f"off by {error:.1e} of its largest element, more than {tolerance:.0e}"
+                    yield f"{case.name} {shape} {dtype}: {part} is {off}"
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
@@ -170,8 +171,7 @@ def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator
 
 
 def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor]:
-    """Output, gradients of the operands, and what was added to each table's `main_grad`; without a device the
-    twin's."""
+    """Output, gradients of the operands, and each table's `main_grad`; without a device those of the twin."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.double() if device is None else tensor.to(device)

@@ -96,8 +96,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 
 def _mask(q: int, k: int, device: torch.device) -> Tensor | None:
-    """What the last q of k tokens may look at; None where `is_causal` says it, which aligns the first query to the
-    first key."""
+    """The mask of the last q of k tokens; None where `is_causal` serves, which aligns first query and first key."""
     if q == k:
         return None
     if device.type == "cuda":

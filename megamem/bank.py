@@ -130,8 +130,7 @@ class Bank(nn.Module):
         )
 
     def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
-        """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values
-        [T, J]."""
+        """The coefficients of the values, [T, J, C], from scores [T, J, C] and products of the pre-values [T, J]."""
         return weighted(scores, products, self.activation)
 
     def sharded_state_dict(

@@ -160,8 +160,7 @@ class CoreWithMemory(MegatronModule, MemorySite):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, attention_bias: Inputs, **megatron: Any
     ) -> Tensor:
-        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; arguments as of the core, with the
-        inputs in `attention_bias`."""
+        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; `attention_bias` is the inputs."""
         out: Tensor = self.core(query, key, value, *args, attention_bias=None, **megatron)
         if not self.memory_enabled:
             return torch.zeros_like(out) if self.slot is Slot.BLOCK else out
@@ -174,8 +173,7 @@ class CoreWithMemory(MegatronModule, MemorySite):
 
 
 class HeadsToTokens(MegatronModule):
-    """In place of an output projection: the heads of all tensor-parallel ranks, side by side, for the tokens of this
-    rank."""
+    """Instead of an output projection: the heads of all tensor-parallel ranks for the tokens of this one."""
 
     def __init__(
         self,

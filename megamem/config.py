@@ -1,5 +1,4 @@
-"""What a model is: the backbone and its memory, as strict immutable configs. The docstring under a field is its help
-text."""
+"""What a model is: its backbone and its memory. The docstring under a field is its help text."""
 
 from __future__ import annotations
 

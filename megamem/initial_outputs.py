@@ -1,5 +1,4 @@
-"""What memory layers and feed-forwards put out at initialisation: predicted and measured, without building a model or
-filling a table.
+"""The initial outputs of memory layers and feed-forwards, predicted and measured without a model or a full table.
 
 A layer is built on its own, with the weights that a run with this seed gives it, and reads random tokens of mean square
 1, as a norm delivers them. The rows that they hit are drawn by the tables' own generator, so the figures are those of
@@ -92,8 +91,7 @@ def measure_initial_outputs(
 
 
 def spread(count: int, most: int) -> Sequence[int]:
-    """At most `most` of range(count), evenly spread, the first and the last among them; the middle one if it is to be
-    one."""
+    """At most `most` of range(count), evenly spread from the first to the last; of one, the middle."""
     if count <= most:
         return range(count)
     if most == 1:
@@ -141,8 +139,7 @@ class _LayerAlone:
         )
 
     def _retrieve_once(self, layer: RetrievalLayer) -> None:
-        """Make the layer return what it retrieved under the first choice: another one's gains scale all scores alike
-        and select the same slots."""
+        """Retrieve under the first choice alone: another's gains scale all scores alike and select the same slots."""
         if self.found is None:
             self.found = layer.retrieve(self.tokens.squeeze(1)), layer.score_gain
         found, first_gain = self.found
@@ -156,8 +153,7 @@ def _has_dense_ffn(model: ModelConfig, memory: MemoryConfig) -> bool:
 
 @torch.no_grad()
 def _measure_ffn(model: ModelConfig, block: int, *, seed: int) -> float:
-    """Standard deviation of the output of a block's SwiGLU, from its first inner units: F / units times the variance
-    that they give it."""
+    """Standard deviation of a block's SwiGLU output: F / units times the variance from its first inner units."""
     inner, width = model.ffn_hidden_size, model.hidden_size
     units = min(inner, _FFN_UNITS)
     name = f"decoder.layers.{block}.mlp.ffn"

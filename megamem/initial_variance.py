@@ -52,8 +52,7 @@ def _ffn_variance(model: ModelConfig, inner_variance: float) -> float:
 
 
 def target_variance(model: ModelConfig, memory: TuckerConfig) -> float:
-    """The variance that a memory's output is to have: the feed-forward's, as the paper estimates it or (`matched`) as
-    it is.
+    """The target of a memory's output variance: the feed-forward's, as the paper estimates it or (`matched`) as it is.
 
     L counts all blocks, whichever of them have a memory, because the feed-forward's output projections are scaled by
     it.
@@ -70,8 +69,7 @@ def memory_variance(
     pre_input_variance: float | None = None,
     value_proj_variance: float | None = None,
 ) -> float:
-    """Eq. 22: variance of a memory's output, a E[s^2] E[act(p)^2] sigma_V^2 K H V / h, with pre-value products p ~ N(0,
-    a sigma_V^2 P).
+    """Eq. 22: a memory's output variance, a E[s^2] E[act(p)^2] sigma_V^2 K H V / h, p ~ N(0, a sigma_V^2 P) its products.
 
     Without activation E[act(p)^2] = a sigma_V^2 P, which is the paper's case; without pre-values it is 1. Implicit
     value expansion changes nothing: each value passes one projection, whichever. It holds for values that are drawn
@@ -96,8 +94,7 @@ def memory_variance(
 
 
 def sigma_values(model: ModelConfig, memory: TuckerConfig, sigma_s: float) -> float:
-    """sigma_V, the standard deviation of values and pre-values that gives memory and feed-forward outputs one variance
-    (Eq. 26).
+    """sigma_V, the tables' standard deviation that gives memory and feed-forward one output variance (Eq. 26).
 
     sigma_V^4 = 0.2 k_inner h / (K H (1 + sigma_s^2) P V L) for `paper` with pre-values; for `matched` the same times
     0.049 / 0.16. Without pre-values their product falls out of Eq. 22, which leaves sigma_V^2 = 0.08 k_inner h / (K H

@@ -1,5 +1,4 @@
-"""Initial weights: which distribution each parameter is drawn from, and the drawing (UltraMemV2, section 3.5 and
-appendix 6).
+"""Initial weights: their distributions, and the drawing (UltraMemV2, section 3.5 and appendix 6).
 
 A parameter's distribution is a function of its global name, and its numbers are a function of (seed, global name,
 position) alone: the checkpoint's own sharded names and offsets say which part of which tensor a rank holds, so
@@ -43,8 +42,7 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
 
 
 def _distribution(name: str, model: ModelConfig) -> Distribution | None:
-    """The distribution of the parameter with this global name; None for what `_initialise_memory` fills, and for
-    buffers."""
+    """Of the parameter with this global name; None for buffers and what `_initialise_memory` fills."""
     std = model.linear_std
     to_residual = std / math.sqrt(2 * model.num_layers)
     memory = model.memory
@@ -145,7 +143,6 @@ def draw_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int, drawn: dict
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
-    """Standard deviation of the tables of a bank, given sigma_s of the layers that read it (empty where nothing is
-    calibrated)."""
+    """Standard deviation of a bank's tables, given sigma_s of the layers that calibrate theirs (else empty)."""
     root_mean_square = float(torch.tensor(sigma_s, dtype=torch.float64).square().mean().sqrt()) if sigma_s else None
     return family_of(memory).table_std(memory, model, root_mean_square)

@@ -45,8 +45,7 @@ class Inputs:
         return cls(nothing, nothing)
 
     def share(self, group: dist.ProcessGroup) -> Inputs:
-        """[t, b]: those of the tokens that this rank holds between the tensor-parallel regions, under sequence
-        parallelism."""
+        """[t, b]: those of this rank's tokens between the tensor-parallel regions, under sequence parallelism."""
         size = self.token_ids.shape[0] // group.size()
         mine = slice(group.rank() * size, (group.rank() + 1) * size)
         return Inputs(self.token_ids[mine], self.positions[mine])

@@ -1,5 +1,4 @@
-"""Auxiliary losses of a memory layer (UltraMemV2, section 3.6): Tucker-core penalty (Eq. 17) and key balance (Eq.
-18-20).
+"""Auxiliary losses of a memory layer (UltraMemV2, section 3.6): Tucker-core penalty and key balance.
 
 Both are off by default, as in the paper. The schedule and the reported loss know nothing of them: an identity on the
 layer's output adds their gradients in backward.
@@ -107,8 +106,7 @@ class AuxiliaryLosses:
         stage_scores: Callable[[], tuple[Tensor, Tensor]],
         kept: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """The layer's output, through which backward also adds the gradients of the losses. To be called with gradients
-        enabled only.
+        """The layer's output, whose backward adds the gradients of the losses. Call it with gradients enabled only.
 
         Args:
             out: [T, D].
@@ -157,8 +155,7 @@ def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> Non
 
 
 class _GradientInjection(torch.autograd.Function):
-    """The identity on `out`; backward hands `loss` the gradient `weight`, as if weight x loss had been added to the
-    training loss."""
+    """The identity on `out`; backward treats weight x loss as a part of the training loss."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor, weight: float) -> Tensor:

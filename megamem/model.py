@@ -33,8 +33,7 @@ from megamem.spans import Span
 
 
 class MemoryGPTModel(GPTModel):
-    """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the banks that its blocks
-    read.
+    """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the blocks' banks.
 
     Attributes:
         model_config: our config of the whole model.

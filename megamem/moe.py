@@ -1,5 +1,4 @@
-"""Megatron's mixture of experts as a baseline: experts that checkpoints know by number, and router losses that no
-layout changes.
+"""Megatron's mixture of experts as a baseline: experts numbered in checkpoints, router losses free of the layout.
 
 Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, E experts.
 """
@@ -108,8 +107,7 @@ class Router(TopKRouter):
         self.sums = torch.zeros(1 + len(ROUTER_LOSS_NAMES), dtype=torch.float64, device=self.weight.device)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [s, b, E] of the tokens [s, b, D], in the router's own precision (Megatron's call for it needs
-        Transformer Engine)."""
+        """Logits [s, b, E] of tokens [s, b, D] in the router's own precision. (Megatron's needs Transformer Engine.)"""
         wide = torch.float64 if self.config.moe_router_dtype == "fp64" else torch.float32
         return F.linear(input.to(wide), self.weight.to(wide))
 
@@ -121,8 +119,7 @@ class Router(TopKRouter):
         return probs, routing_map
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the z-loss to the logits [T, E]: the sum over the ranks of a microbatch is weight x its tokens x their
-        mean."""
+        """Attach the z-loss to the logits [T, E]; over the ranks of a microbatch it sums to weight x tokens x mean."""
         weight = self.config.moe_z_loss_coeff
         if weight is None or not self.training or not torch.is_grad_enabled():
             return logits

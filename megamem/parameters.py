@@ -27,8 +27,7 @@ class ReducedOver(Enum):
     TOKENS = "tokens"
     """Those and the tensor-parallel ranks, each of which has seen its own share of the sequence."""
     STAGE = "stage"
-    """All ranks of the stage that hold the same shard, in buffers and an optimizer of their own (Megatron's expert
-    domain)."""
+    """All ranks of the stage with the same shard; buffers and optimizer are Megatron's for expert parallelism."""
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:

@@ -1,5 +1,4 @@
-"""Counter-based random tensors: element (i, j, ...) of the tensor `name` is a function of (seed, name, i, j, ...)
-alone.
+"""Counter-based random tensors: element (i, j, ...) of a tensor is a function of (seed, its name, i, j, ...).
 
 A rank fills just its shard, and gets the same numbers as any other layout does: no rank ever holds a full table, and
 initial weights do not depend on tensor, pipeline or memory parallelism.
@@ -104,8 +103,7 @@ def _rows_per_chunk(row_elements: int, device: torch.device) -> int:
 def _merge_whole_dims(
     out: Tensor, global_shape: Sequence[int], offset: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Shape, global shape and offset of the same numbers in the same order, with a dimension that is not split merged
-    into the one before.
+    """The same numbers in the same order, with a dimension that is not split merged into the one before it.
 
     Keys [H, 2, N, d, R] of a single head would else be one row, and the temporaries as large as they are. Views that
     skip stay as they are.

@@ -148,8 +148,7 @@ def _interleave_qkv(tensor: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _split_table(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The release has one table for all layers (UltraMem: one each), in the order of the layers; ours are split into
-    banks."""
+    """The release has one table for all layers (UltraMem one each), in their order; ours are split into banks."""
     banks = model.memory_plan.banks
     for bank, rows in zip(banks, tensor.split([bank.num_rows for bank in banks]), strict=True):
         yield f"banks.{bank.index}.{name}", rows

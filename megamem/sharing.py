@@ -119,8 +119,7 @@ def common_bank(num_rows: int, num_layers: int) -> SharingPlan:
 
 
 def plan_grids(sharing: SharingConfig, num_keys: int, num_layers: int) -> SharingPlan:
-    """Banks and views of the `num_layers` memory layers of a model that retrieve from grids of `num_keys` keys per
-    side.
+    """Banks and views of `num_layers` memory layers that retrieve from grids of `num_keys` keys per side.
 
     A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed. Only
     with `all` does the number of rows not grow with the layers.
@@ -147,8 +146,7 @@ def plan_grids(sharing: SharingConfig, num_keys: int, num_layers: int) -> Sharin
 
 
 def _window_start(sharing: SharingConfig, layer: int, num_layers: int) -> int:
-    """First table of a layer's window: the paper centres it (S4 is l-1 .. l+2), the release starts at the layer's
-    own."""
+    """First table of a layer's window: centred in the paper (S4 is l-1 .. l+2), at l in the release."""
     start = layer - (sharing.group - 1) // 2 if sharing.window == "paper" else layer
     if sharing.pattern == "no_ring":
         return max(0, min(start, num_layers - sharing.group))

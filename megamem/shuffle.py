@@ -43,7 +43,6 @@ class KeyedShuffle:
 
 
 def random_permutation(num_slots: int, *, seed: int, name: str) -> Tensor:
-    """A stored permutation of [0, num_slots), int64: the released layers' shuffle, for weights that were trained with
-    one."""
+    """The released layers' shuffle, for weights trained with it: a stored permutation of [0, num_slots), int64."""
     hashes = mix(torch.arange(num_slots, dtype=torch.int64), key_of(seed, name, "shuffle"))
     return torch.argsort(hashes, stable=True)

@@ -34,11 +34,9 @@ class Slot(Enum):
     SKIP = "skip"
     """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
     VALUES = "values"
-    """`forward(values, inputs, hidden)` returns what attention takes for its values [s, b, g, d]; `hidden` is
-    attention's normalised input [t, b, D]."""
+    """`forward(values, inputs, hidden)` returns attention's values [s, b, g, d]; `hidden` is its input [t, b, D]."""
     HEADS = "heads"
-    """`forward(heads, inputs)` returns what joins the outputs of the heads [s, b, n, d] before the output
-    projection."""
+    """`forward(heads, inputs)` returns what is added to the heads' outputs [s, b, n d] before the output projection."""
     BLOCK = "block"
     """h + Mem(heads): the memory takes the place of the output projection and of the feed-forward, and is all that such
     a block adds to the residual stream (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of

@@ -107,6 +107,5 @@ def _listed(placement: PlacementConfig) -> tuple[Span, ...] | None:
 
 
 def pending_before(spans: Sequence[Span], block: int) -> tuple[Span, ...]:
-    """The spans whose output was computed in an earlier block than `block` and has not joined yet, in the order of
-    their reads."""
+    """The spans that read before `block` and have not been added before it, in the order of their reads."""
     return tuple(span for span in spans if span.read < block <= span.add)

@@ -72,8 +72,7 @@ class LayerUsage:
 
 
 class UsageCollector:
-    """Observes all memory layers of a model; every rank has one for its own layers, and all of them use it at the same
-    time."""
+    """Observes the memory layers of a model. Every rank has one for its own layers, and all act at the same time."""
 
     def __init__(
         self,
@@ -178,8 +177,7 @@ def _core_sum(layer: MemoryLayer) -> Tensor:
 
 
 def _kl_to_uniform(counts: Tensor) -> Tensor:
-    """KL divergence of the shares counts / sum(counts) from uniform: (sum c log c) / S - log S + log M; an fp64
-    scalar."""
+    """KL divergence of counts / sum(counts) from uniform, (sum c log c) / S - log S + log M: an fp64 scalar."""
     total = counts.sum().double()
     plogp = counts.new_zeros((), dtype=torch.float64)
     for part in counts.split(_CHUNK_ELEMENTS):

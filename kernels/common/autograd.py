@@ -27,7 +27,8 @@ def apply_gather(gather: type[torch.autograd.Function], *arguments: Any) -> Tens
 
 
 @torch.compiler.disable(
-    reason="backward of a gather adds to the main_grad of its table, which cannot be traced: compile without fullgraph=True"
+    reason="backward of a gather adds to the main_grad of its table, which cannot be traced: "
+    "compile without fullgraph=True"
 )
 def _apply_untraced(gather: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     out: Tensor = gather.apply(*arguments)

@@ -91,8 +91,7 @@ def call(op: str, function: str, *arguments: Tensor | int | None) -> None:
 
 
 def types_of(rows: Tensor, operand: Tensor) -> tuple[int, Tensor]:
-    """The number in `_TYPES`, and the operand, contiguous; an operand whose type has no number gets that of the
-    rows."""
+    """The number of the two types, and the operand, contiguous; where the types have no number, as the rows' type."""
     if (rows.dtype, operand.dtype) not in _TYPES:
         operand = operand.to(rows.dtype)
     if (rows.dtype, operand.dtype) not in _TYPES:

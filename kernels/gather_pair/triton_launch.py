@@ -32,8 +32,7 @@ class Launch:
 
 
 def launch_of(tokens: int, reads: int, dot_width: int, sum_width: int) -> Launch:
-    """For T tokens with J reads; widths of a column group of the table whose products are made, and of the one
-    summed."""
+    """For T tokens with J reads; widths of a column group of the first table read and of the second."""
     split = split_length(tokens, reads)
     num_splits = max(1, -(-reads // split))
     dot, sums = (pair_tile(width, split, tokens * num_splits) for width in (dot_width, sum_width))

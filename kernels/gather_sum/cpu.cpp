@@ -57,11 +57,11 @@ struct Sums<bf16, kLanes> {
   // The product of two values of bf16 is exact in fp32: fused with the sum it has the same bits.
   static void add_product(lanes<float>& sum, bf16 scale, lanes<float> columns) {
 #if defined(__AVX512F__)
-    sum = reinterpret_cast<lanes<float>>(_mm512_fmadd_ps(_mm512_set1_ps(widen(scale)), reinterpret_cast<__m512>(columns),
-                                                         reinterpret_cast<__m512>(sum)));
+    sum = reinterpret_cast<lanes<float>>(_mm512_fmadd_ps(
+        _mm512_set1_ps(widen(scale)), reinterpret_cast<__m512>(columns), reinterpret_cast<__m512>(sum)));
 #elif defined(__AVX2__) && defined(__FMA__)
-    sum = reinterpret_cast<lanes<float>>(_mm256_fmadd_ps(_mm256_set1_ps(widen(scale)), reinterpret_cast<__m256>(columns),
-                                                         reinterpret_cast<__m256>(sum)));
+    sum = reinterpret_cast<lanes<float>>(_mm256_fmadd_ps(
+        _mm256_set1_ps(widen(scale)), reinterpret_cast<__m256>(columns), reinterpret_cast<__m256>(sum)));
 #else
     sum += widen(scale) * columns;
 #endif
@@ -128,8 +128,8 @@ inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
 
 // out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c]
 template <class Row, class Operand>
-void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, const int64_t* bins, void* out_at, int64_t T, int64_t J,
-              int64_t C, int64_t W, int64_t B, int64_t threads) {
+void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, const int64_t* bins, void* out_at,
+                int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
   using Sum = typename sum_of<Row>::type;
   const Row* table = static_cast<const Row*>(table_at);
   const Operand* coef = static_cast<const Operand*>(coef_at);
@@ -142,8 +142,10 @@ void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, c
     for (int64_t t = 0; t < T; ++t) {
       if (bins == nullptr) {
         for (int64_t c = 0; c < C; ++c)
-          sum_columns(sums.data() + c * per_group,
-                      Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M - 1, coef + t * J * C + c, J, C, W}, per_group);
+          sum_columns(
+              sums.data() + c * per_group,
+              Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M - 1, coef + t * J * C + c, J, C, W},
+              per_group);
       } else {
         std::fill(sums.begin(), sums.end(), Sum(0));
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
@@ -160,8 +162,9 @@ void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, c
 
 }  // namespace
 
-extern "C" void megamem_gather_sum(int64_t types, const void* table, const int64_t* ids, const void* coef, const int64_t* bins, void* out,
-                                   int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
+extern "C" void megamem_gather_sum(int64_t types, const void* table, const int64_t* ids, const void* coef,
+                                   const int64_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
+                                   int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
     gather_sum<decltype(row), decltype(operand)>(table, ids, coef, bins, out, T, J, C, W, B, threads);
   });

@@ -49,8 +49,7 @@ def _first_of_sorted(scores: Tensor, top_k: int) -> Tensor:
 
 
 def _distinct_keys(scores: Tensor) -> Tensor:
-    """[..., N] int64 in the order of the scores: a score's bits (flipped where negative) above the position from the
-    end."""
+    """[..., N] int64 in the scores' order: a score's bits (flipped where negative) above the position from the end."""
     # -0 + 0 is 0.
     wide = scores.float() + 0.0
     bits = wide.view(torch.int32)

@@ -1,5 +1,4 @@
-"""How the selections' Triton kernels are launched: what they can do, the stage that ranks keys, and the sort that ends
-both stages.
+"""Launches what the selections share in Triton: the stage that ranks keys, and the sort that ends both stages.
 
 Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K kept, Q the
 scratch row's capacity.

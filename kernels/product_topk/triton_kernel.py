@@ -28,8 +28,7 @@ def collect_sums_kernel(
     STRIP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program per (t, h): the candidates (a, b) with (a + 1)(b + 1) <= K, of which the best K and some others go
-    into the scratch row.
+    """One program per (t, h): of the candidates with (a + 1)(b + 1) <= K the best K and some others to scratch.
 
     The smaller of a + 1 and b + 1 is at most sqrt(K), so they lie in two strips: a < S with every b, and b < S with
     every other a. The tile holds one below the other: a line is a place below S, a column any other place.

@@ -50,8 +50,7 @@ def _segment_accumulate(
 
 
 def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None) -> None:
-    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, in the order of the entries and with its
-    bits."""
+    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, with its bits."""
     if ids.numel() == 0:
         return
     order, starts = shared_order(ids, accumulator.shape[0], _bucket_order)

@@ -1,5 +1,4 @@
-"""What every memory layer has in common, whatever its family: its place in the model, its bank, and what is asked of
-it.
+"""The base of every memory layer: its place in the model, its bank, and what is asked of it.
 
 Legend: s sequence length and b sequences of this rank, D hidden size.
 """
@@ -98,19 +97,19 @@ class MemoryLayer(MegatronModule):
         """
 
     def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:
-        """Count what was read while the run observes it: once per microbatch, for the first forward of a recomputed
-        block runs without gradients, as does evaluation. See `LayerUsage.record` for the arguments."""
+        """Count what was read while the run observes it; arguments as of `LayerUsage.record`.
+
+        Once per microbatch: the first forward of a recomputed block runs without gradients, as does evaluation.
+        """
         if self.usage is not None and torch.is_grad_enabled():
             self.usage.record(rows, scores, out)
 
     def calibrate(self, seed: int) -> ScoreCalibration | None:
-        """Set what depends on other weights of the layer, once these are drawn; what it measured of its scores, where
-        it measures them."""
+        """Set what depends on other weights, once these are drawn; returns what it measured of its scores, if so."""
         return None
 
     def predicted_std(self, model: ModelConfig, table_std: float, seed: int) -> float | None:
-        """Standard deviation of the output at initialisation by a formula of the family's paper; None: there is
-        none."""
+        """Standard deviation of the initial output by the formula of the family's paper; None: there is none."""
         return None
 
     @classmethod

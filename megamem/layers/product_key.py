@@ -52,8 +52,7 @@ class ProductKeyLayer(RetrievalLayer):
         )
 
     def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column scores of the tokens `x` [T, D], each [T, H, N]: the products of Eq. 3, with keys as they
-        are."""
+        """Row and column scores, [T, H, N] each, of the tokens `x` [T, D]: the products of Eq. 3, keys as they are."""
         heads, key_dim = self.memory.num_heads, self.memory.key_dim
         queries = F.linear(x, self.query_proj, self.query_bias).view(x.shape[0], 2 * heads, key_dim)
         if self.query_norm is not None:

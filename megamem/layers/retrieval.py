@@ -42,8 +42,7 @@ class RetrievalLayer(MemoryLayer):
 
     @abstractmethod
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of the bank behind the slots of the grid, and the sum, in
-        [0, B), that each one's value belongs to (None if B is 1)."""
+        """The rows of the bank behind the slots, and the bin of each one's value (None if B is 1)."""
 
     def pre_input(self, x: Tensor) -> Tensor | None:
         """What the pre-values are multiplied with, [T, P] of the tokens `x` [T, D]; None without pre-values."""

@@ -59,8 +59,7 @@ class TuckerLayer(RetrievalLayer):
             self.register_buffer("permutation", permutation.to(self.cores.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TuckerLayer:
-        """Move and cast as any module does, but keep the singular vectors in fp32: they select, and their sign is
-        compared over steps."""
+        """Keep the singular vectors in fp32 when the layer is cast: they select, with a sign kept over steps."""
         u, v = self.u, self.v
         super()._apply(fn, recurse)
         self.u, self.v = u.to(self.u.device), v.to(self.v.device)
@@ -82,8 +81,7 @@ class TuckerLayer(RetrievalLayer):
         )
 
     def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column scores of the tokens `x` [T, D], each [T, H, N, R]: queries and keys RMS-normalised, then Eq.
-        6.
+        """Row and column scores, [T, H, N, R] each, of the tokens `x` [T, D]: RMS-normalised queries and keys, Eq. 6.
 
         The queries are shared by the heads, as in the release.
         """
@@ -102,8 +100,7 @@ class TuckerLayer(RetrievalLayer):
         return rows, columns
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Shuffled (Eq. 8), split into block and row of the window, moved to where the window starts, wrapped around
-        the bank."""
+        """Shuffled (Eq. 8), split into virtual block and row, moved to the window's start, wrapped around the bank."""
         if self.shuffle is not None:
             slots = self.shuffle(slots)
         elif self.memory.shuffle == "table":
@@ -117,8 +114,7 @@ class TuckerLayer(RetrievalLayer):
 
     @property
     def score_gain(self) -> float:
-        """A score is a product of a row and a column score, and each of those of a query and a key: it grows with the
-        square of both gains."""
+        """Both gains squared: a score is a row times a column score, and each is a query times a key."""
         # Host sync: at initialisation.
         return float(self.query_norm.mean() * self.keys_norm.mean()) ** 2
 
@@ -131,8 +127,7 @@ class TuckerLayer(RetrievalLayer):
 
     @torch.no_grad()
     def calibrate(self, seed: int) -> ScoreCalibration | None:
-        """The first singular vectors and, unless they are the release's constants, the gains at which the mean
-        retrieved score is 1."""
+        """The first singular vectors and, unless released, the gains at which the mean retrieved score is 1."""
         self.u.zero_()
         self.v.zero_()
         self.refresh([self])

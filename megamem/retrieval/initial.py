@@ -57,8 +57,7 @@ def tucker_table_std(memory: TuckerConfig, model: ModelConfig, sigma_s: float | 
 
 
 def product_key_distribution(part: str, memory: ProductKeyConfig, model: ModelConfig) -> Distribution:
-    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case
-    that it has)."""
+    """The constants of both releases, which agree (where UltraMemV2's has V = D, the only case that it has)."""
     width = model.hidden_size
     match part:
         case "query_proj":
