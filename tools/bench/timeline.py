@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -115,25 +116,11 @@ class Timeline:
 
     def phase(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a phase."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter_phase(phase)
-            out = function(*args, **kwargs)
-            self.leave_phase()
-            return out
-
-        return timed
+        return _between(partial(self.enter_phase, phase), function, self.leave_phase)
 
     def part(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a part that has no backward pass, or whose backward pass is marked elsewhere."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(part)
-            out = function(*args, **kwargs)
-            self.leave(part)
-            return out
-
-        return timed
+        return _between(partial(self.enter, part), function, partial(self.leave, part))
 
     def differentiable(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a part in forward and in backward.
@@ -195,6 +182,16 @@ class Timeline:
         # Host sync, after the step.
         events[-1].synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def _between(enter: Callable[[], None], function: Callable[..., Any], leave: Callable[[], None]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        enter()
+        out = function(*args, **kwargs)
+        leave()
+        return out
+
+    return timed
 
 
 def _wants_gradient(arg: Any) -> bool:
