@@ -30,6 +30,7 @@ from tools.comparison import (
     with_seed,
     write_report,
 )
+from tools.parameter_table import padded_vocab_size
 from tools.ranks import at_least_one_rank, default_num_ranks, import_engine, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -191,13 +192,12 @@ def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
     """The formulas' figures, for which the data has to be there: its tokenizer says how many rows the embedding has."""
-    from parallel.layout import padded_size
     from pretrain.data.dataset import check_blend
     from pretrain.run import model_vocab_size
 
     tokenizer = check_blend(models[0].data.datasets)
     return [
-        model_figures(config, padded_size(model_vocab_size(config.model, tokenizer), config.model.vocab_size_multiple))
+        model_figures(config, padded_vocab_size(config.model, model_vocab_size(config.model, tokenizer)))
         for config in models
     ]
 

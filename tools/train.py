@@ -11,6 +11,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tools.comparison import read_metrics
+from tools.parameter_table import padded_vocab_size
 from tools.ranks import at_least_one_rank, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -99,12 +100,10 @@ def _headline(run: Run) -> str:
     """The run in two lines, what `auto` chose, and who steps the tables if that is the host."""
     from kernels.implementations import describe
     from kernels.select import resolve
-    from parallel.layout import padded_size
     from pretrain.costs.formulas import count_parameters
-    from pretrain.run import model_vocab_size
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
-    counts = count_parameters(model, padded_size(model_vocab_size(model, run.tokenizer), model.vocab_size_multiple))
+    counts = count_parameters(model, padded_vocab_size(model, run.tokenizer.vocab_size))
     offload = run.optimizer.describe_offload()
     kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)

@@ -4,7 +4,7 @@ kernels (`bench kernels`)."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from pretrain.config.loader import load_config
@@ -180,7 +180,7 @@ def _changes(vary: str | None) -> list[str]:
     return [f"{key}={value}" for value in values.split(",")]
 
 
-def _num_ranks(args: argparse.Namespace, configs: Iterable[RunConfig]) -> int:
+def _num_ranks(args: argparse.Namespace, configs: Collection[RunConfig]) -> int:
     """How many ranks there are or shall be; all configurations must be able to run on them."""
     num_ranks: int = started_world_size() or args.nproc or max(default_num_ranks(config.parallel) for config in configs)
     for config in configs:
