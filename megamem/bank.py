@@ -31,12 +31,7 @@ class TableLookup(Protocol):
     """What a memory layer needs of a bank; a layer does not know whether other ranks hold a part of it."""
 
     def read(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        pre_input: Tensor | None,
-        bins: Tensor | None = None,
-        num_bins: int = 1,
+        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
         """The weighted values, Eq. 15 before the value projection, summed per bin (Eq. 9: per virtual block).
 
@@ -114,12 +109,7 @@ class Bank(nn.Module):
         return parameter
 
     def read(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        pre_input: Tensor | None,
-        bins: Tensor | None = None,
-        num_bins: int = 1,
+        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
         """See `TableLookup.read`."""
         if self.pre_values is None:

@@ -108,9 +108,7 @@ class ModelConfig(Config):
                     "model.moe: use position: beside, or fewer blocks"
                 )
             self.memory.check(
-                hidden_size=self.hidden_size,
-                num_memory_layers=self.num_memory_layers,
-                has_experts=self.moe is not None,
+                hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )
 
     @property

@@ -223,12 +223,7 @@ class _DrawnTables:
         self._drawn: dict[str, tuple[Tensor, Tensor]] = {}
 
     def read(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        pre_input: Tensor | None,
-        bins: Tensor | None = None,
-        num_bins: int = 1,
+        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)

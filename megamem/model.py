@@ -66,7 +66,7 @@ class MemoryGPTModel(GPTModel):
             model: ours.
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
-            sequence_length: tokens per sequence.
+            sequence_length: in tokens.
             groups: Megatron's process groups.
             make_bank: builds the banks.
             attention_core: what attends where Transformer Engine does not.

@@ -35,8 +35,7 @@ def moe_spec(expert: MLPSubmodules) -> ModuleSpec:
         expert: the linears of one expert.
     """
     return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(experts=ModuleSpec(module=Experts, submodules=expert), router=Router),
+        module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=Experts, submodules=expert), router=Router)
     )
 
 

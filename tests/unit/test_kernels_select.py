@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import ctypes
+import inspect
 import itertools
 import os
 import platform

@@ -24,12 +24,7 @@ _ULTRAMEMV2 = ReleasedNames(
     unused=("keys_norm.weight",),
 )
 _META = meta_names(
-    {
-        **META_QUERY,
-        **META_VALUES,
-        "swilu_projection.weight": "silu_gate",
-        "swilu_projection.bias": "silu_gate_bias",
-    },
+    {**META_QUERY, **META_VALUES, "swilu_projection.weight": "silu_gate", "swilu_projection.bias": "silu_gate_bias"},
     {"values.weight": "values"},
 )
 
