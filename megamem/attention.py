@@ -46,7 +46,7 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d]. There is no other mask or bias."""
+        """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d]. No other mask, no bias."""
         assert attention_mask is None
         assert attention_bias is None
         assert packed_seq_params is None

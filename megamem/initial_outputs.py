@@ -227,7 +227,7 @@ class _DrawnTables:
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)
-        part = Bank(
+        bank = Bank(
             BankSpec(self.bank, len(wanted), ()),
             self.memory,
             select_kernels("naive"),
@@ -235,9 +235,9 @@ class _DrawnTables:
             device="cpu",
             replica_rank=0,
         )
-        for name, table in part.named_parameters():
+        for name, table in bank.named_parameters():
             table.copy_(self._standard_normal(name, wanted, table.shape[1])).mul_(self.std)
-        return part.read(places, scores, pre_input, bins, num_bins)
+        return bank.read(places, scores, pre_input, bins, num_bins)
 
     def _standard_normal(self, table: str, rows: Tensor, width: int) -> Tensor:
         """[n, width]: rows of a table for a standard deviation of 1; those of the last call are not drawn again."""

@@ -59,8 +59,8 @@ def _distribution(name: str, model: ModelConfig) -> Distribution | None:
             "weight",
         ]:
             return Constant(1.0)
-        case [*_, "memory", part] if memory is not None:
-            return family_of(memory).distribution(part, memory, model)
+        case [*_, "memory", own_name] if memory is not None:
+            return family_of(memory).distribution(own_name, memory, model)
         case ["banks", _, _]:
             return None
     raise AssertionError(f"no initial distribution is defined for the parameter {name}")
@@ -134,12 +134,12 @@ def draw_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int, drawn: dict
         drawn: the random numbers that the layer's parameters hold already, which are not drawn again; kept up to date.
     """
     assert model.memory is not None
-    for part, parameter in layer.named_parameters():
-        distribution = family_of(model.memory).distribution(part, model.memory, model)
-        if distribution is None or (distribution == drawn.get(part) and not isinstance(distribution, Constant)):
+    for name, parameter in layer.named_parameters():
+        distribution = family_of(model.memory).distribution(name, model.memory, model)
+        if distribution is None or (distribution == drawn.get(name) and not isinstance(distribution, Constant)):
             continue
-        _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{part}", parameter), distribution, seed)
-        drawn[part] = distribution
+        _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{name}", parameter), distribution, seed)
+        drawn[name] = distribution
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:

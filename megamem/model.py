@@ -188,9 +188,8 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
         if (span.read in layers) != (span.add in layers):
             raise ValueError(
                 f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline "
-                "chunks (one holds blocks "
-                f"{layers.start}..{layers.stop - 1}): change model.memory.placement.spans, parallel.pipeline or "
-                "parallel.virtual_pipeline"
+                f"chunks (one holds blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.spans, "
+                "parallel.pipeline or parallel.virtual_pipeline"
             )
     return inside
 
