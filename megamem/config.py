@@ -135,6 +135,10 @@ class ModelConfig(Config):
         """The banks of all memory layers, and what each sees of which; empty without a memory."""
         return self.memory.plan(self.num_memory_layers) if self.memory is not None else SharingPlan((), ())
 
+    def memory_name(self, index: int) -> str:
+        """The global name of a memory layer, which stands in the block that it reads in."""
+        return f"decoder.layers.{self.memory_spans[index].read}.mlp.memory"
+
     @property
     def active_ffn_width(self) -> int:
         """Inner width of the feed-forward that one token passes: that of the dense one, or of its experts together."""

@@ -83,14 +83,13 @@ class UsageCollector:
         stage_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Allocate the counters: 4 bytes per layer and row of its window.
+        """Allocate the counters: 4 bytes per row of each window.
 
         Args:
             layers: this rank's.
             num_blocks: of the whole model.
             observed: what their family has to be observed.
             stage_group: all ranks of this pipeline stage (tensor, context and data parallel); each sees other tokens.
-            device: where the layers compute.
         """
         self.layers, self.num_blocks, self.observed = tuple(layers), num_blocks, observed
         self.stage_group, self.device = stage_group, device
