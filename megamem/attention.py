@@ -46,20 +46,7 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Causal attention.
-
-        Args:
-            query: [s, b, n, d].
-            key: [s, b, g, d].
-            value: [s, b, g, d].
-            attention_mask: must be None; the mask is causal.
-            attn_mask_type: ignored; the mask is causal.
-            attention_bias: must be None.
-            packed_seq_params: must be None.
-
-        Returns:
-            [s, b, n d].
-        """
+        """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d]. No other mask, no bias."""
         assert attention_mask is None
         assert attention_bias is None
         assert packed_seq_params is None

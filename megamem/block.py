@@ -25,15 +25,11 @@ from megamem.slots import Site, Slot
 
 
 class MemorySite(nn.Module):
-    """The module of a block that holds its memory.
-
-    Attributes:
-        memory: the layer.
-        memory_enabled: whether it acts; off for ablation.
-    """
+    """The module of a block that holds its memory."""
 
     memory: MegatronModule
     memory_enabled: bool = True
+    """Off for ablation."""
 
     @abstractmethod
     def serve(self, no_token: Tensor, inputs: Inputs) -> None:
@@ -50,14 +46,6 @@ class FfnWithMemory(MegatronModule, MemorySite):
     def __init__(
         self, config: TransformerConfig, make_ffn: Callable[..., nn.Module], site: Site, side_stream: SideStream
     ) -> None:
-        """Build both.
-
-        Args:
-            config: Megatron's config of the model.
-            make_ffn: builds the feed-forward, dense or a mixture of experts, given `config`.
-            site: the memory.
-            side_stream: where the memory runs beside the feed-forward.
-        """
         super().__init__(config=config)
         self.ffn = None if site.slot is Slot.INSTEAD else make_ffn(config=config)
         self.memory = site.make_memory()
@@ -96,13 +84,6 @@ class AttentionWithMemory(SelfAttention, MemorySite):
     """
 
     def __init__(self, *args: Any, site: Site, **megatron: Any) -> None:
-        """Build both.
-
-        Args:
-            args: of Megatron's attention.
-            site: the memory.
-            megatron: of Megatron's attention.
-        """
         super().__init__(*args, **megatron)
         self.memory = site.make_memory()
         # [g, d]
@@ -143,14 +124,6 @@ class CoreWithMemory(MegatronModule, MemorySite):
     def __init__(
         self, config: TransformerConfig, *, make_core: Callable[..., nn.Module], site: Site, **megatron: Any
     ) -> None:
-        """Build both.
-
-        Args:
-            config: Megatron's config of the model.
-            make_core: builds the core.
-            site: the memory.
-            megatron: what Megatron hands to every core.
-        """
         super().__init__(config=config)
         self.core = make_core(config=config, **megatron)
         self.memory, self.slot = site.make_memory(), site.slot
@@ -184,16 +157,8 @@ class HeadsToTokens(MegatronModule):
         tp_group: torch.distributed.ProcessGroup,
         **megatron: Any,
     ) -> None:
-        """Nothing to allocate.
-
-        Args:
-            input_size: n d of all ranks together.
-            output_size: D, the same.
-            config: Megatron's config of the model.
-            tp_group: the tensor-parallel ranks.
-            megatron: what Megatron hands to every projection.
-        """
         super().__init__(config=config)
+        # n d of all ranks together is D.
         assert input_size == output_size
         self.group = tp_group
 
@@ -222,14 +187,10 @@ class MemoryBlock(TransformerLayer):
         joins: tuple[bool, ...],
         **megatron: Any,
     ) -> None:
-        """Build the block.
-
+        """
         Args:
-            config: Megatron's config of the model.
-            submodules: as of any block; the slot's module holds the memory.
             slot: where this block's memory acts; None: it has none.
             joins: for each output that arrives, whether it is added after this block.
-            megatron: what Megatron hands to every block.
         """
         super().__init__(config, submodules, **megatron)
         assert not self.recompute_mlp
@@ -251,9 +212,6 @@ class MemoryBlock(TransformerLayer):
             hidden_states: [t, b, D].
             context: outputs on their way [m, t, b, D]; None if m is 0.
             context_mask: the microbatch as `megamem.inputs.pack` packs it.
-            padding_mask: of inference, which these models do otherwise.
-            dynamic_inference_decode_only: the same.
-            megatron: what Megatron hands to every block's attention.
         """
         inputs = Inputs.unpack(context_mask)
         if self.slot in (Slot.VALUES, Slot.HEADS, Slot.BLOCK):

@@ -108,9 +108,7 @@ class ModelConfig(Config):
                     "model.moe: use position: beside, or fewer blocks"
                 )
             self.memory.check(
-                hidden_size=self.hidden_size,
-                num_memory_layers=self.num_memory_layers,
-                has_experts=self.moe is not None,
+                hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )
 
     @property
@@ -136,6 +134,10 @@ class ModelConfig(Config):
     def memory_plan(self) -> SharingPlan:
         """The banks of all memory layers, and what each sees of which; empty without a memory."""
         return self.memory.plan(self.num_memory_layers) if self.memory is not None else SharingPlan((), ())
+
+    def memory_name(self, index: int) -> str:
+        """The global name of a memory layer, which stands in the block that it reads in."""
+        return f"decoder.layers.{self.memory_spans[index].read}.mlp.memory"
 
     @property
     def active_ffn_width(self) -> int:

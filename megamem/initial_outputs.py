@@ -24,7 +24,7 @@ from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution
 from megamem.families.registry import family_of
-from megamem.initialisation import draw_layer, draw_part, table_std
+from megamem.initialisation import draw_layer, draw_shard, table_std
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import RetrievalLayer
@@ -124,8 +124,7 @@ class _LayerAlone:
         predicted = layer.predicted_std(model, tables.std, self.seed)
         if isinstance(layer, RetrievalLayer):
             self._retrieve_once(layer)
-        # Behind hidden states that were drawn there are no tokens: layers that ask for them get as many different ones
-        # as there are.
+        # Hidden states that were drawn belong to no tokens: layers that ask for ids get different ones.
         ids = torch.arange(len(self.tokens)).unsqueeze(1) % (model.vocab_size or len(self.tokens))
         return InitialOutput(
             block=self.block,
@@ -159,7 +158,7 @@ def _measure_ffn(model: ModelConfig, block: int, *, seed: int) -> float:
     name = f"decoder.layers.{block}.mlp.ffn"
 
     def draw(part: str, shape: tuple[int, int], global_shape: tuple[int, int], first_row: int = 0) -> Tensor:
-        return draw_part(
+        return draw_shard(
             shape, f"{name}.{part}.weight", model, seed=seed, global_shape=global_shape, offset=(first_row, 0)
         )
 
@@ -193,7 +192,7 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
         tables,
         kernels=select_kernels("torch"),
         num_bank_rows=plan.banks[view.bank].num_rows,
-        name=f"decoder.layers.{model.memory_spans[index].read}.mlp.memory",
+        name=model.memory_name(index),
         seed=seed,
     )
 
@@ -201,9 +200,7 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
 def sample_tokens(count: int, width: int, seed: int, name: str) -> Tensor:
     """[count, 1, width], of mean square 1 per token."""
     tokens = torch.empty(count, width)
-    fill_normal(
-        tokens, seed=seed, name=f"{name}.measured_on", std=1.0, global_shape=tokens.shape, offset=(0,) * tokens.dim()
-    )
+    fill_normal(tokens, seed=seed, name=f"{name}.measured_on", std=1.0, global_shape=tokens.shape, offset=(0, 0))
     return (tokens * torch.rsqrt(tokens.square().mean(-1, keepdim=True))).unsqueeze(1)
 
 
@@ -223,16 +220,11 @@ class _DrawnTables:
         self._drawn: dict[str, tuple[Tensor, Tensor]] = {}
 
     def read(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        pre_input: Tensor | None,
-        bins: Tensor | None = None,
-        num_bins: int = 1,
+        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)
-        part = Bank(
+        bank = Bank(
             BankSpec(self.bank, len(wanted), ()),
             self.memory,
             select_kernels("naive"),
@@ -240,9 +232,9 @@ class _DrawnTables:
             device="cpu",
             replica_rank=0,
         )
-        for name, table in part.named_parameters():
+        for name, table in bank.named_parameters():
             table.copy_(self._standard_normal(name, wanted, table.shape[1])).mul_(self.std)
-        return part.read(places, scores, pre_input, bins, num_bins)
+        return bank.read(places, scores, pre_input, bins, num_bins)
 
     def _standard_normal(self, table: str, rows: Tensor, width: int) -> Tensor:
         """[n, width]: rows of a table for a standard deviation of 1; those of the last call are not drawn again."""

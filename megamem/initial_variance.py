@@ -69,7 +69,7 @@ def memory_variance(
     pre_input_variance: float | None = None,
     value_proj_variance: float | None = None,
 ) -> float:
-    """Eq. 22: a memory's output variance, a E[s^2] E[act(p)^2] sigma_V^2 K H V / h, p ~ N(0, a sigma_V^2 P) its products.
+    """Eq. 22: a memory's output variance, a E[s^2] E[act(p)^2] sigma_V^2 K H V / h with p ~ N(0, a sigma_V^2 P).
 
     Without activation E[act(p)^2] = a sigma_V^2 P, which is the paper's case; without pre-values it is 1. Implicit
     value expansion changes nothing: each value passes one projection, whichever. It holds for values that are drawn

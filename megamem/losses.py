@@ -8,8 +8,7 @@ the number of targets. Each microbatch's share is therefore injected with weight
 it. The step's gradient then contains weight x (mean over tokens), whatever the number of microbatches and the layout.
 (Training counts every token as a target; where only a share r of them counted, the weight would be larger by 1 / r.)
 
-Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by the first
-selection stage.
+Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by stage 1.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def tucker_penalty(core_sum: Tensor, margin: float) -> Tensor:
     """Eq. 17 without its coefficient: 1 / (R - 1) sum_{i >= 2} max(0, lambda_i - tau)^2, mean over the heads.
 
     Args:
-        core_sum: [..., H, R, R], the cores summed over C, whose rank-1 approximation the first selection stage uses; R
-            > 1.
+        core_sum: [..., H, R, R] with R > 1, the cores summed over C, which the first stage approximates by rank 1.
         margin: tau, below which a singular value costs nothing.
 
     Returns:
@@ -75,6 +73,7 @@ class AuxiliaryLosses:
 
     Balance statistics are those of one microbatch of one data-parallel replica: neither tensor, context nor pipeline
     parallelism changes them, nor does the number of replicas, because a microbatch is the same samples on any of them.
+    A loss that is switched off stays 0.
 
     Attributes:
         sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value
@@ -82,14 +81,6 @@ class AuxiliaryLosses:
     """
 
     def __init__(self, weights: LossWeights, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Switched off losses stay 0.
-
-        Args:
-            weights: of the losses, and the penalty's margin.
-            token_group: tensor- and context-parallel ranks that hold the other tokens of a microbatch; None: there are
-                none.
-            device: where the layer computes.
-        """
         self.penalty_weight, self.margin = weights.tucker_penalty, weights.tucker_margin
         self.balance_weight = weights.key_balance
         self.token_group = token_group
@@ -134,8 +125,7 @@ class AuxiliaryLosses:
 def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> None:
     """Start the sums of layers of one model anew, and take the penalties' gradients from their cores.
 
-    The cores do not change within a step, so neither do the gradients: one SVD of all layers per step, none per
-    microbatch.
+    The cores do not change within a step, so neither do the gradients: all layers take one SVD per step.
 
     Args:
         layers: the losses of each, and its cores [C, H, R, R] (None in layers without).

@@ -47,8 +47,7 @@ class PlacementConfig(Config):
         if blocks is not None and (not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0):
             raise ValueError(
                 f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once "
-                "and at least one "
-                "(leave model.memory out for a model without)"
+                "and at least one (leave model.memory out for a model without)"
             )
 
 

@@ -38,7 +38,7 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
-        weights_are_set: whether someone filled the weights; who does says so.
+        weights_are_set: to be set by whoever fills the weights.
     """
 
     def __init__(
@@ -66,9 +66,6 @@ class MemoryGPTModel(GPTModel):
             model: ours.
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
-            sequence_length: tokens per sequence.
-            groups: Megatron's process groups.
-            make_bank: builds the banks.
             attention_core: what attends where Transformer Engine does not.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
@@ -188,26 +185,21 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
         if (span.read in layers) != (span.add in layers):
             raise ValueError(
                 f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline "
-                "chunks (one holds blocks "
-                f"{layers.start}..{layers.stop - 1}): change model.memory.placement.spans, parallel.pipeline or "
-                "parallel.virtual_pipeline"
+                f"chunks (one holds blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.spans, "
+                "parallel.pipeline or parallel.virtual_pipeline"
             )
     return inside
 
 
 def _build_banks(
-    plan: SharingPlan,
-    index_of: dict[int, int],
-    memory: MemoryConfig | None,
-    config: TransformerConfig,
-    make_bank: MakeBank,
+    plan: SharingPlan, index_of: dict[int, int], memory: MemoryConfig | None, config: TransformerConfig, make: MakeBank
 ) -> dict[int, Bank]:
     if memory is None:
         return {}
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
     specs = plan.banks_of(indices)
-    return {spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in specs}
+    return {spec.index: make(spec, memory, dtype=config.params_dtype, device=device) for spec in specs}
 
 
 def _sites(
@@ -237,7 +229,7 @@ def _sites(
             SimpleNamespace(read=banks[view.bank].read),
             kernels=kernels,
             num_bank_rows=plan.banks[view.bank].num_rows,
-            name=f"decoder.layers.{layer}.mlp.memory",
+            name=model.memory_name(index),
             seed=seed,
             token_group=token_group,
         )

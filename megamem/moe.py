@@ -29,15 +29,9 @@ ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
 
 
 def moe_spec(expert: MLPSubmodules) -> ModuleSpec:
-    """A mixture of experts for the `mlp` slot.
-
-    Args:
-        expert: the linears of one expert.
-    """
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(experts=ModuleSpec(module=Experts, submodules=expert), router=Router),
-    )
+    """A mixture of experts for the `mlp` slot, given the linears of one expert."""
+    experts = ModuleSpec(module=Experts, submodules=expert)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
 
 
 class Experts(SequentialMLP):
@@ -84,9 +78,8 @@ class Router(TopKRouter):
     """Megatron's top-k router, with losses whose weight does not depend on the layout or on the number of microbatches.
 
     Gradients are summed over microbatches and over all ranks that hold tokens, and divided once per step by the number
-    of targets. A microbatch's loss has to enter with its weight times its tokens, then. Megatron takes the tokens of
-    the rank for those of the microbatch, which divides both losses by the size of the tensor- and context-parallel
-    group.
+    of targets, so a microbatch's loss has to enter with its weight times its tokens. Megatron takes the rank's tokens
+    for the microbatch's, which divides both losses by the size of the tensor- and context-parallel group.
 
     Attributes:
         sums: [3] fp64: tokens of this rank since `begin_step`, and per loss of `ROUTER_LOSS_NAMES` the sum of value x
@@ -138,16 +131,12 @@ class Router(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: int | Tensor | None = None,
     ) -> Tensor:
-        """Attach the balance loss to the router's probabilities [T, E].
+        """Attach the balance loss to the router's probabilities, `activation` [T, E].
 
         Args:
-            activation: the probabilities.
             aux_loss_coeff: its weight.
             aux_loss: weight times this rank's share of the microbatch's loss: the sum over `reduce_group` is the whole.
-            aux_loss_name: ignored.
             reduce_group: the ranks that hold the microbatch's tokens, equally many each.
-            reduce_group_has_dp: ignored.
-            valid_token_count: ignored; there is no padding.
         """
         scaled = aux_loss * (activation.shape[0] * reduce_group.size())
         self._count(1, scaled.detach() / aux_loss_coeff)

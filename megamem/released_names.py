@@ -48,13 +48,13 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
     for name, tensor in tensors.items():
         match name.removeprefix("transformer.").split("."):
             case ["mem_blocks", layer, part, number] if part in names.stacked:
-                stack = stacks.setdefault(f"{memory_name(int(layer), model)}.{names.stacked[part]}", {})
+                stack = stacks.setdefault(f"{model.memory_name(int(layer))}.{names.stacked[part]}", {})
                 stack[int(number)] = tensor
             case ["mem_blocks", layer, table] if table in names.tables:
                 bank = model.memory_plan.views[int(layer)].bank
                 result[f"banks.{bank}.{names.tables[table]}"] = tensor
             case ["mem_blocks", layer, *part] if (ours := names.parameters.get(".".join(part))) is not None:
-                result[f"{memory_name(int(layer), model)}.{ours}"] = _converted(names, ours, tensor, model)
+                result[f"{model.memory_name(int(layer))}.{ours}"] = _converted(names, ours, tensor, model)
             case ["mem_blocks", _, *part] if ".".join(part) in names.unused:
                 continue
             case ["full_memory_layer", table] if table in names.tables:
@@ -100,7 +100,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
         if (table := names.tables.get(part)) is not None:
             result[f"banks.{views[layer].bank}.{table}"] = tensor
         elif (ours := names.parameters.get(part)) is not None:
-            result[f"{memory_name(layer, model)}.{ours}"] = _converted(names, ours, tensor, model)
+            result[f"{model.memory_name(layer)}.{ours}"] = _converted(names, ours, tensor, model)
         else:
             raise ValueError(f"{name} is not a parameter of a memory layer of kind {memory.kind} in Meta's release")
     return result
@@ -115,11 +115,6 @@ def _names_of(model: ModelConfig, release: str) -> ReleasedNames:
 def _converted(names: ReleasedNames, ours: str, tensor: Tensor, model: ModelConfig) -> Tensor:
     assert model.memory is not None
     return names.convert(ours, tensor, model.memory)
-
-
-def memory_name(layer: int, model: ModelConfig) -> str:
-    """The global name of a memory layer, which stands in the block that it reads at."""
-    return f"decoder.layers.{model.memory_spans[layer].read}.mlp.memory"
 
 
 def _in_mlp_slot(name: str, block: int, model: ModelConfig) -> str:

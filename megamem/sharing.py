@@ -95,9 +95,8 @@ class SharingPlan:
             if outside:
                 raise ValueError(
                     f"memory layers {bank.layers[0]}..{bank.layers[-1]} share memory bank {bank.index}, but only "
-                    f"{layers.start}..{layers.stop - 1} are on one "
-                    "pipeline chunk: choose parallel.pipeline and parallel.virtual_pipeline so that a chunk's memory "
-                    "layers are a multiple of "
+                    f"{layers.start}..{layers.stop - 1} are on one pipeline chunk: choose parallel.pipeline and "
+                    "parallel.virtual_pipeline so that a chunk's memory layers are a multiple of "
                     "model.memory.sharing.group (block sharing), or one chunk (any other)"
                 )
         return wanted

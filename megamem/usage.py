@@ -30,7 +30,7 @@ _TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NUM_SUMS = 0, 1, 2, 3, 4, 5
 _COVERAGE, _KL, _NUM_COLUMNS = _NUM_SUMS, _NUM_SUMS + 1, _NUM_SUMS + 2
 
 # Temporaries of the entropy are fp64 tensors of this many elements.
-_CHUNK_ELEMENTS = 1 << 22
+_SLICE_ELEMENTS = 1 << 22
 
 LayerMetrics: TypeAlias = dict[str, float | list[list[float]]]
 
@@ -83,22 +83,21 @@ class UsageCollector:
         stage_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Allocate the counters: 4 bytes per layer and row of its window.
+        """Allocate the counters: 4 bytes per row of each window.
 
         Args:
             layers: this rank's.
             num_blocks: of the whole model.
             observed: what their family has to be observed.
             stage_group: all ranks of this pipeline stage (tensor, context and data parallel); each sees other tokens.
-            device: where the layers compute.
         """
         self.layers, self.num_blocks, self.observed = tuple(layers), num_blocks, observed
         self.stage_group, self.device = stage_group, device
         sizes = [layer.view.num_rows for layer in layers]
         self._counts = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._usages = [
-            LayerUsage(layer.view, layer.num_bank_rows, part)
-            for layer, part in zip(layers, self._counts.split(sizes), strict=True)
+            LayerUsage(layer.view, layer.num_bank_rows, counts)
+            for layer, counts in zip(layers, self._counts.split(sizes), strict=True)
         ]
 
     def start(self) -> None:
@@ -180,7 +179,7 @@ def _kl_to_uniform(counts: Tensor) -> Tensor:
     """KL divergence of counts / sum(counts) from uniform, (sum c log c) / S - log S + log M: an fp64 scalar."""
     total = counts.sum().double()
     plogp = counts.new_zeros((), dtype=torch.float64)
-    for part in counts.split(_CHUNK_ELEMENTS):
-        wide = part.double()
+    for some in counts.split(_SLICE_ELEMENTS):
+        wide = some.double()
         plogp += torch.special.xlogy(wide, wide).sum()
     return plogp / total - total.log() + math.log(counts.numel())

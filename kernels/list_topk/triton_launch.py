@@ -50,8 +50,7 @@ def check_supported(scores: Tensor, num_entries: int, top_k: int) -> None:
     if num_entries > MAX_ENTRIES or top_k > MAX_TOP_K:
         raise ValueError(
             f"the retrieval kernels keep at most {MAX_TOP_K} of at most {MAX_ENTRIES} entries, not {top_k} of "
-            f"{num_entries}: "
-            "lower model.memory.row_top_k_limit or top_k, or use train.kernels=naive"
+            f"{num_entries}: lower model.memory.row_top_k_limit or top_k, or use train.kernels=naive"
         )
 
 

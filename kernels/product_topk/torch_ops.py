@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common.chunks import token_chunks
+from kernels.common.slices import token_slices
 from kernels.list_topk.torch_ops import list_topk
 from kernels.product_topk.op import empty_result
 
@@ -24,9 +24,9 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     best_rows, best_columns = row_scores.gather(2, row_ids), column_scores.gather(2, column_ids)
     row_places, column_places = candidate_places(row_top_k, top_k, row_scores.device)
     best = torch.empty(num_tokens, num_heads, top_k, dtype=torch.int64, device=row_scores.device)
-    for chunk in token_chunks(num_tokens, num_heads * len(row_places)):
-        sums = best_rows[chunk].index_select(2, row_places) + best_columns[chunk].index_select(2, column_places)
-        best[chunk] = list_topk(sums, top_k)
+    for tokens in token_slices(num_tokens, num_heads * len(row_places)):
+        sums = best_rows[tokens].index_select(2, row_places) + best_columns[tokens].index_select(2, column_places)
+        best[tokens] = list_topk(sums, top_k)
     slots = torch.stack((row_ids.gather(2, row_places[best]), column_ids.gather(2, column_places[best])))
     return torch.stack((row_ids, column_ids)), slots
 

@@ -81,13 +81,14 @@ extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, con
 
 // Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries
 // within each: order [M], and starts [num_buckets + 1], where each bucket's entries begin.
-extern "C" void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M, int64_t num_buckets, int64_t shift,
-                                     int64_t threads) {
+extern "C" void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M,
+                                     int64_t num_buckets, int64_t shift, int64_t threads) {
   // Each thread counts, and later places, a contiguous run of the entries: one after the other within every bucket.
   std::vector<int64_t> next(threads * num_buckets, 0);
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
   for (int64_t thread = 0; thread < threads; ++thread)
-    for (int64_t e = M * thread / threads; e < M * (thread + 1) / threads; ++e) ++next[thread * num_buckets + (ids[e] >> shift)];
+    for (int64_t e = M * thread / threads; e < M * (thread + 1) / threads; ++e)
+      ++next[thread * num_buckets + (ids[e] >> shift)];
   int64_t total = 0;
   for (int64_t bucket = 0; bucket < num_buckets; ++bucket) {
     starts[bucket] = total;

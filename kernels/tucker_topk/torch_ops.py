@@ -1,4 +1,4 @@
-"""`tucker_topk` in PyTorch, in chunks of tokens whose candidates stay in cache.
+"""`tucker_topk` in PyTorch, in slices of tokens whose candidates stay in cache.
 
 A custom op, which hides from tracing what depends on the data.
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kernels.common.chunks import token_chunks
+from kernels.common.slices import token_slices
 from kernels.list_topk.torch_ops import list_topk
 from kernels.tucker_topk.op import empty_result
 
@@ -28,8 +28,8 @@ def tucker_topk(
     column_ids = list_topk(key_ranks(column_scores, v), row_top_k)
     rows, columns = gather_keys(row_scores, row_ids), gather_keys(column_scores, column_ids)
     best = torch.empty(num_tokens, num_heads, top_k, dtype=torch.int64, device=rows.device)
-    for chunk in token_chunks(num_tokens, num_heads * row_top_k**2):
-        best[chunk] = list_topk(grid_scores(rows[chunk], core_sum, columns[chunk]).flatten(2), top_k)
+    for tokens in token_slices(num_tokens, num_heads * row_top_k**2):
+        best[tokens] = list_topk(grid_scores(rows[tokens], core_sum, columns[tokens]).flatten(2), top_k)
     slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
     return torch.stack((row_ids, column_ids)), slots
 

@@ -46,7 +46,7 @@ class LayerCosts:
         return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def _as_it_is(part: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
+def _as_it_is(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     return tensor
 
 

@@ -57,13 +57,11 @@ class MemoryLayer(MegatronModule):
 
         Args:
             config: Megatron's config of the model.
-            memory: this layer's config, of its own family.
-            view: the window of the bank that this layer sees.
+            memory: of the layer's own family.
+            view: the window of the bank that this layer sees, which wraps around at its `num_bank_rows`.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
             kernels: of retrieval.
-            num_bank_rows: rows of the bank, at which the window wraps around.
-            name: the layer's global name, which keys what it draws by itself.
-            seed: the run's seed.
+            name: the layer's global name, which with the seed keys what it draws by itself.
             token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this
                 rank holds all of them.
         """
@@ -80,20 +78,13 @@ class MemoryLayer(MegatronModule):
 
     @abstractmethod
     def _build(self, hidden_size: int, seed: int) -> None:
-        """Allocate this variant's weights and buffers."""
+        """Allocate the family's weights and buffers."""
 
     @abstractmethod
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """The memory's contribution to the residual stream.
+        """The memory's output for what its slot gives it (`megamem.slots`). What it reads it shows to `observe`.
 
-        What it reads it shows to `observe`.
-
-        Args:
-            hidden: [s, b, D], the normalised input of the block's feed-forward.
-            inputs: the tokens behind it.
-
-        Returns:
-            [s, b, D].
+        Around the feed-forward both are [s, b, D], and `hidden` is the feed-forward's normalised input.
         """
 
     def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:

@@ -10,13 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveInt
 
 from megamem.config_base import EffectiveWhen, LossWeight
-from megamem.memory_config import (
-    Lookup,
-    LossWeights,
-    MemoryConfig,
-    Observed,
-    Table,
-)
+from megamem.memory_config import Lookup, LossWeights, MemoryConfig, Observed, Table
 from megamem.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
 
 Initialisation = Literal["paper", "matched", "released"]

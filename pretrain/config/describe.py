@@ -98,5 +98,5 @@ def field_docstrings(cls: Any) -> dict[str, str]:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            docs[statement.target.id] = " ".join(str(following.value.value).split())
+            docs[statement.target.id] = inspect.cleandoc(str(following.value.value))
     return docs

@@ -24,12 +24,7 @@ _ULTRAMEMV2 = ReleasedNames(
     unused=("keys_norm.weight",),
 )
 _META = meta_names(
-    {
-        **META_QUERY,
-        **META_VALUES,
-        "swilu_projection.weight": "silu_gate",
-        "swilu_projection.bias": "silu_gate_bias",
-    },
+    {**META_QUERY, **META_VALUES, "swilu_projection.weight": "silu_gate", "swilu_projection.bias": "silu_gate_bias"},
     {"values.weight": "values"},
 )
 
@@ -41,13 +36,13 @@ def _costs(memory: MemoryPlusConfig, view: LayerView, width: int) -> LayerCosts:
     return product_key_costs(memory, view, width) + LayerCosts(projections=gate + biases, projection_flops=2.0 * gate)
 
 
-def _distribution(part: str, memory: MemoryPlusConfig, model: ModelConfig) -> Distribution:
-    match part:
+def _distribution(name: str, memory: MemoryPlusConfig, model: ModelConfig) -> Distribution:
+    match name:
         case "silu_gate":
             return Normal(model.hidden_size**-0.5)
         case "silu_gate_bias":
             return symmetric(model.hidden_size**-0.5)
-    return product_key_distribution(part, memory, model)
+    return product_key_distribution(name, memory, model)
 
 
 MEMORY_PLUS = Family(

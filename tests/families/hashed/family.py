@@ -16,8 +16,8 @@ def _costs(memory: HashedConfig, view: LayerView, width: int) -> LayerCosts:
     return LayerCosts(projections=weights, projection_flops=2.0 * weights)
 
 
-def _distribution(part: str, memory: HashedConfig, model: ModelConfig) -> Distribution:
-    assert part == "out_proj", f"no initial distribution is defined for the memory's {part}"
+def _distribution(name: str, memory: HashedConfig, model: ModelConfig) -> Distribution:
+    assert name == "out_proj", f"no initial distribution is defined for the memory's {name}"
     return Normal(model.linear_std)
 
 
