@@ -169,9 +169,7 @@ def run_tokenizer(arguments: argparse.Namespace) -> int:
     bad_documents = BadDocumentLog(arguments.max_bad)
     total_bytes = sum(file.size_bytes for file in list_files(arguments.inputs))
     documents = read_documents(arguments.inputs, field_name=arguments.field, bad_documents=bad_documents)
-    tokenizer = train_bpe(
-        (document.text for document in documents), arguments.vocab_size, arguments.output, total_bytes=total_bytes
-    )
+    tokenizer = train_bpe(documents, arguments.vocab_size, arguments.output, total_bytes=total_bytes)
     print(
         f"Wrote {arguments.output}: {tokenizer.vocab_size} ids, documents end with {tokenizer.eod_token} (id {tokenizer.eod})."
     )
