@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.validate import value_at
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from pretrain.errors import ConfigError
 
@@ -92,7 +92,7 @@ def check_comparable(configs: Mapping[str, RunConfig]) -> None:
     (reference, first), *others = configs.items()
     for path, config in others:
         for key in SAME:
-            expected, found = (data_seed(c) if key == "data.seed" else value_at(c, key) for c in (first, config))
+            expected, found = (data_seed(c) if key == "data.seed" else attrgetter(key)(c) for c in (first, config))
             if expected != found:
                 raise ConfigError(
                     f"{key} is {_shown(expected)} in {reference} and {_shown(found)} in {path}: models are compared on "

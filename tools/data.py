@@ -169,9 +169,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     bad_documents = BadDocumentLog(args.max_bad)
     total_bytes = sum(file.size_bytes for file in list_files(args.inputs))
     documents = read_documents(args.inputs, field_name=args.field, bad_documents=bad_documents)
-    tokenizer = train_bpe(
-        (document.text for document in documents), args.vocab_size, args.output, total_bytes=total_bytes
-    )
+    tokenizer = train_bpe(documents, args.vocab_size, args.output, total_bytes=total_bytes)
     print(
         f"Wrote {args.output}: {tokenizer.vocab_size} ids, documents end with {tokenizer.eod_token} (id "
         f"{tokenizer.eod})."

@@ -9,7 +9,7 @@ from megamem.config import ModelConfig
 from megamem.retrieval.config import RetrievalConfig
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops_per_token
+from pretrain.costs.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops
 from pretrain.errors import ConfigError
 
 _BF16_BYTES = 2
@@ -88,7 +88,7 @@ def parameter_tables(configs: Sequence[RunConfig]) -> str:
 
 def memory_share(config: RunConfig) -> float:
     """The memory's share of the forward pass, without output projection and attention scores."""
-    return memory_flops_per_token(config.model) / (2 * _counts(config).core)
+    return memory_flops(config.model).total / (2 * _counts(config).core)
 
 
 def _counts(config: RunConfig) -> ParameterCounts:
