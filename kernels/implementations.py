@@ -1,8 +1,8 @@
 """The names that `train.kernels` takes, what `auto` means, and what a machine can run.
 
-The rule of `auto`: Triton's kernels for tables on a GPU with Triton installed, C++ ones for tables on the CPU where there is a compiler,
-PyTorch's own operations otherwise. Where `train.kernels` is cpu, or auto means it, an op without C++ kernels (the selections) is PyTorch's. Nothing
-else is ever chosen in place of what was asked for: what cannot run is an error.
+`auto` is Triton for tables on a GPU with Triton installed, C++ for tables on the CPU where there is a compiler, and
+PyTorch's own operations otherwise. With cpu, whether chosen or by auto, an op without C++ (the selections) is
+PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
 
 Imports no torch: configurations are checked without it.
 """
@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import Literal
 
 Implementation = Literal["auto", "triton", "cpu", "torch", "naive"]
-"""auto: see above; triton; cpu (C++); torch (its operations, without large temporaries); naive: the oracles, by PyTorch's autograd."""
+"""triton; cpu: C++; torch: its operations, without large temporaries; naive: the oracles, by autograd; auto: above."""
 
 
 class KernelUnavailableError(ValueError):
@@ -36,9 +36,15 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return 'needs Triton, which is not installed: pip install "megamem[gpu]", or use auto or torch'
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "needs an NVIDIA GPU, and the tables are on the CPU: use auto, cpu or torch (TRITON_INTERPRET=1 is for tests)"
+            return (
+                "needs an NVIDIA GPU, and the tables are on the CPU: use auto, cpu or torch "
+                "(TRITON_INTERPRET=1 is for tests)"
+            )
         if device_type != "cuda" and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
-            return "is interpreted here, and the interpreter of Triton 3.6 needs numpy before 2.4: install triton>=3.7 or numpy<2.4"
+            return (
+                "is interpreted here, and the interpreter of Triton 3.6 needs numpy before 2.4: "
+                "install triton>=3.7 or numpy<2.4"
+            )
     if implementation == "cpu":
         if device_type != "cpu":
             return "is for tables on the CPU, and they are on a GPU: use auto or triton"

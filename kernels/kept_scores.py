@@ -14,8 +14,8 @@ from torch import Tensor
 def kept_scores(scores: Tensor, ids: Tensor) -> Tensor:
     """out[t, h, k] = scores[t, h, ids[t, h, k]], differentiable in `scores`.
 
-    A key is kept as often as it has partners, so its gradient is a sum. PyTorch's own backward of `gather` adds with atomics on GPUs, in an
-    order that changes from run to run.
+    A key that is kept several times has a sum of gradients. PyTorch's backward of `gather` adds with atomics on GPUs,
+    in an order that changes from run to run.
 
     Args:
         scores: [T, H, N, R].

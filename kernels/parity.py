@@ -1,9 +1,6 @@
-"""Whether an implementation of the memory kernels computes what its twins do: outputs, every gradient, accumulation into `main_grad`, and selections.
+"""Whether an implementation of the memory kernels computes what its twins do: outputs, every gradient, and selections.
 
 Run by the tests on every implementation and device, and by the benchmark before it reports a figure.
-
-Legend: T tokens, J rows read per token, C column groups, W columns, B bins. Of selections: H heads, N keys per
-side, M rows (and columns) kept by the first stage, K retrieved.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ PARITY_SHAPES = (
     ParityShape(rows=50, tokens=4, reads=33, width=96, groups=2),
     # Several sums per token.
     ParityShape(rows=50, tokens=3, reads=18, width=40, groups=2, bins=3),
-    # One row for all: the longest run that there can be, in more than one piece.
+    # One row for all: the longest run that there can be, with partial sums.
     ParityShape(rows=1, tokens=11, reads=13, width=8),
     # One token; wider than a tile.
     ParityShape(rows=300, tokens=1, reads=40, width=1288),
@@ -92,7 +89,8 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
                 error = _relative_error(actual[part], expected)
                 tolerance = case.tolerance[part.startswith("main_grad")]
                 if not error <= tolerance:
-                    yield f"{case.name} {shape} {dtype}: {part} is off by {error:.1e} of its largest element, more than {tolerance:.0e}"
+                    off = f"off by {error:.1e} of its largest element, more than {tolerance:.0e}"
+                    yield f"{case.name} {shape} {dtype}: {part} is {off}"
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
@@ -159,48 +157,21 @@ def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator
     bins = torch.randint(0, num_bins, (tokens, reads), generator=g) if num_bins > 1 else None
     values, pre_values = normal(shape.rows, shape.width), normal(shape.rows, pre_width)
     scores, x, grad_sum = normal(tokens, reads, shape.groups), normal(tokens, pre_width), normal(tokens, wide)
+    vectors, grad_dot = normal(tokens, wide), normal(tokens, reads, shape.groups)
     # The gradient of one table is a sum of products of inputs, made in fp32 whatever the table is.
     exact = (TOLERANCE[dtype], TOLERANCE[torch.float32])
-    yield _Case(
-        "gather_sum",
-        gather(kernels.gather_sum),
-        gather(naive_sum.gather_sum),
-        (values,),
-        ids,
-        bins,
-        (scores,),
-        grad_sum,
-        exact,
-    )
-    yield _Case(
-        "gather_dot",
-        dot(kernels.gather_dot),
-        dot(naive_dot.gather_dot),
-        (values,),
-        ids,
-        bins,
-        (normal(tokens, wide),),
-        normal(tokens, reads, shape.groups),
-        exact,
-    )
     # Between the gathers of a pair there may be two more roundings.
     rounded = (2 * TOLERANCE[dtype], 2 * TOLERANCE[dtype])
-    yield _Case(
-        "gather_pair",
-        pair(kernels.gather_pair),
-        pair(naive_pair.gather_pair),
-        (pre_values, values),
-        ids,
-        bins,
-        (x, scores),
-        grad_sum,
-        rounded,
-    )
+    for ordered, op, twin, tables, operands, gradient, tolerance in (
+        (gather, kernels.gather_sum, naive_sum.gather_sum, (values,), (scores,), grad_sum, exact),
+        (dot, kernels.gather_dot, naive_dot.gather_dot, (values,), (vectors,), grad_dot, exact),
+        (pair, kernels.gather_pair, naive_pair.gather_pair, (pre_values, values), (x, scores), grad_sum, rounded),
+    ):
+        yield _Case(twin.__name__, ordered(op), ordered(twin), tables, ids, bins, operands, gradient, tolerance)
 
 
 def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor]:
-    """Output, gradients of the operands, and what has been added to each table's `main_grad`; of the twin, in float64 on the CPU, if there
-    is no device."""
+    """Output, gradients of the operands, and each table's `main_grad`; without a device those of the twin."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.double() if device is None else tensor.to(device)
@@ -214,14 +185,12 @@ def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor
     out = (case.twin if device is None else case.run)(tables, ids, operands, bins)
     out.backward(moved(case.gradient))
     found = {"out": out.detach()}
-    found |= {
-        f"gradient of operand {i}": operand.grad for i, operand in enumerate(operands) if operand.grad is not None
-    }
+    found |= {f"gradient of operand {i}": each.grad for i, each in enumerate(operands) if each.grad is not None}
     for i, table in enumerate(tables):
-        added = table.grad if device is None else getattr(table, "main_grad", None)
+        added = table.grad if device is None else table.main_grad  # type: ignore[attr-defined]
         assert isinstance(added, Tensor)
         found[f"main_grad of table {i}"] = added
-    return {part: tensor.cpu() for part, tensor in found.items()}
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

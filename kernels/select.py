@@ -1,6 +1,7 @@
 """The memory kernels of a model, in the implementation that `train.kernels` names.
 
-An op is a folder and a field of `Kernels`. The files of its folder are found by their names (`_FILES`): see "Adding an op" in README.md.
+An op is a folder and a field of `Kernels`. The files of its folder are found by their names (`_FILES`): see "Adding an
+op" in README.md.
 """
 
 from __future__ import annotations
@@ -24,17 +25,12 @@ from kernels.segment_accumulate.op import SegmentAccumulate
 from kernels.tucker_topk.op import TuckerTopk
 
 # In every op's folder, the file with the function of the op's name.
-_FILES: Mapping[Implementation, str] = {
-    "triton": "triton_launch",
-    "cpu": "cpu",
-    "torch": "torch_ops",
-    "naive": "naive",
-}
+_FILES: Mapping[Implementation, str] = {"triton": "triton_launch", "cpu": "cpu", "torch": "torch_ops", "naive": "naive"}
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The ops that carry every memory layer, differentiable where they have a gradient; their signatures are those of the naive twins."""
+    """The ops of the memory layers, differentiable where they have a gradient. Their arguments are the naive twins'."""
 
     gather_sum: GatherSum
     gather_dot: GatherDot
@@ -80,12 +76,9 @@ def select_kernels(
 def resolve(
     implementation: Implementation, overrides: Mapping[str, Implementation], device_type: str
 ) -> dict[str, Implementation]:
-    """The implementation of each op: `auto` replaced by what its rule says here, and cpu by torch for an op that has no C++.
+    """The implementation of each op: without `auto`, and torch instead of cpu for an op that has no C++.
 
-    Args:
-        implementation: of every op.
-        overrides: of single ops.
-        device_type: "cuda" or "cpu", where the tables are.
+    Arguments as of `select_kernels`.
 
     Raises:
         KernelUnavailableError: an op without C++ is overridden to be in C++.
@@ -113,8 +106,8 @@ def implementation_of(op: str, name: Implementation) -> Any:
 def assemble(chosen: Mapping[str, Implementation], raw: Mapping[str, Any]) -> Kernels:
     """Kernels made of these implementations.
 
-    `differentiable` in an op's `op.py` takes those of them that its parameters name. A naive twin leaves its gradients to PyTorch, and an
-    op without `differentiable` has none.
+    `differentiable` in an op's `op.py` takes those that its parameters name. A naive twin leaves its gradients to
+    PyTorch, and an op without `differentiable` has none.
     """
     made = dict(raw)
     for op in OPS:

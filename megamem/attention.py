@@ -2,7 +2,8 @@
 
 Megatron's local core materialises the s x s scores; this one does not, and needs no Transformer Engine.
 
-Legend: s sequence length, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head dimension.
+Legend: s sequence length, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head
+dimension.
 """
 
 from __future__ import annotations
@@ -45,20 +46,7 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Causal attention.
-
-        Args:
-            query: [s, b, n, d].
-            key: [s, b, g, d].
-            value: [s, b, g, d].
-            attention_mask: must be None; the mask is causal.
-            attn_mask_type: ignored; the mask is causal.
-            attention_bias: must be None.
-            packed_seq_params: must be None.
-
-        Returns:
-            [s, b, n d].
-        """
+        """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d]. No other mask, no bias."""
         assert attention_mask is None
         assert attention_bias is None
         assert packed_seq_params is None
@@ -95,7 +83,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 
 def _mask(q: int, k: int, device: torch.device) -> Tensor | None:
-    """What the last q of k tokens may look at; None where `is_causal` says it, which aligns the first query to the first key."""
+    """The mask of the last q of k tokens; None where `is_causal` serves, which aligns first query and first key."""
     if q == k:
         return None
     if device.type == "cuda":

@@ -45,11 +45,9 @@ def block_spec(
     Args:
         layers: global 0-based numbers of the chunk's layers.
         config: Megatron's config of the model; with `num_moe_experts` the feed-forward is a mixture of experts.
-        implementation: Megatron's local linears with our norm and SDPA attention, or Transformer Engine's linears, norms and attention.
-        attention_core: what attends in the former.
+        implementation: Megatron's local linears with our norm and `attention_core`, or all of Transformer Engine's.
         qk_norm: normalise queries and keys per head.
         sites: the chunk's memories, by the layer that they read in.
-        groups: the model's process groups.
         side_stream: where the memory of a block runs beside its feed-forward.
 
     Raises:
@@ -57,7 +55,8 @@ def block_spec(
     """
     if implementation == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            "model.implementation is transformer_engine, which is not installed: pip install 'megamem[te]', or use model.implementation: local"
+            "model.implementation is transformer_engine, which is not installed: pip install 'megamem[te]', or use "
+            "model.implementation: local"
         )
     te = implementation == "transformer_engine"
     provider = TESpecProvider() if te else LocalSpecProvider()

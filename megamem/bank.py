@@ -22,21 +22,16 @@ from megamem.sharing import BankSpec
 
 
 class MakeBank(Protocol):
-    """Builds a bank of a model, with the tables or the part of them that belongs on this rank."""
+    """Builds a bank of a model with the columns of its tables that belong on this rank."""
 
     def __call__(self, spec: BankSpec, memory: MemoryConfig, *, dtype: torch.dtype, device: torch.device) -> Bank: ...
 
 
 class TableLookup(Protocol):
-    """What a memory layer needs of a bank; a layer does not know whether other ranks hold a part of it."""
+    """What a memory layer needs of a bank; it does not know whether other ranks hold some of the columns."""
 
     def read(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        pre_input: Tensor | None,
-        bins: Tensor | None = None,
-        num_bins: int = 1,
+        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
         """The weighted values, Eq. 15 before the value projection, summed per bin (Eq. 9: per virtual block).
 
@@ -58,7 +53,7 @@ class TableLookup(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """The equal part of a bank's columns that a rank holds: columns `part` W / `num_parts` onwards of each table."""
+    """The columns of each table that a rank holds: part number `part` of `num_parts` equal ones."""
 
     part: int = 0
     num_parts: int = 1
@@ -67,9 +62,9 @@ class Columns:
 class Bank(nn.Module):
     """The tables of one bank, with all their columns on every rank of its pipeline stage.
 
-    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them over all
-    ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has seen other tokens. The same
-    buffers split their optimizer state over all those ranks.
+    Every table is reduced over the stage: Megatron then keeps their gradients in buffers of their own and reduces them
+    over all ranks of the stage (tensor, context and data), because under sequence parallelism every one of them has
+    seen other tokens. The same buffers split their optimizer state over all those ranks.
     """
 
     values: nn.Parameter
@@ -92,10 +87,9 @@ class Bank(nn.Module):
             spec: size and readers.
             memory: which tables, their widths and the activation.
             kernels: the gathers.
-            dtype: of the tables.
-            device: where they live.
+            dtype, device: of the tables.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
-            columns: which part of the tables this is; a subclass that holds less than all of them knows how to read.
+            columns: that this rank holds; a subclass that holds less than all of them knows how to read.
         """
         super().__init__()
         self.spec = spec
@@ -114,12 +108,7 @@ class Bank(nn.Module):
         return parameter
 
     def read(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        pre_input: Tensor | None,
-        bins: Tensor | None = None,
-        num_bins: int = 1,
+        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
         """See `TableLookup.read`."""
         if self.pre_values is None:
@@ -130,13 +119,13 @@ class Bank(nn.Module):
         )
 
     def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
-        """The coefficients of the values, [T, J, C], from the scores [T, J, C] and the products of the pre-values [T, J]."""
+        """The coefficients of the values, [T, J, C], from scores [T, J, C] and products of the pre-values [T, J]."""
         return weighted(scores, products, self.activation)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Checkpoint entries under layout-free names, `banks.<bank>.<table>`: plain blocks of columns."""
+        """Checkpoint entries under layout-free names, `banks.<bank>.<table>`: plain slices of columns."""
         axis = len(sharded_offsets)
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(

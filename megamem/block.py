@@ -1,7 +1,7 @@
 """A block with a memory: what fills the slots of Megatron's layer, and how an output that joins later gets there.
 
-Legend: s tokens of a sequence on this rank and t of them between tensor-parallel regions, b sequences, D hidden size, n query heads and g key/value
-heads of this tensor-parallel rank, d head dimension, m outputs on their way.
+Legend: s tokens of a sequence on this rank and t of them between tensor-parallel regions, b sequences, D hidden size, n
+query heads and g key/value heads of this tensor-parallel rank, d head dimension, m outputs on their way.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from megamem.slots import Site, Slot
 
 
 class MemorySite(nn.Module):
-    """The module of a block that holds its memory.
-
-    Attributes:
-        memory: the layer.
-        memory_enabled: whether it acts; off for ablation.
-    """
+    """The module of a block that holds its memory."""
 
     memory: MegatronModule
     memory_enabled: bool = True
+    """Off for ablation."""
 
     @abstractmethod
     def serve(self, no_token: Tensor, inputs: Inputs) -> None:
@@ -43,21 +39,13 @@ class MemorySite(nn.Module):
 class FfnWithMemory(MegatronModule, MemorySite):
     """The `mlp` slot of a block that has a memory, h + FFN(n) + Mem(n) with n = Norm(h) in the usual case.
 
-    Without a feed-forward (`Slot.INSTEAD`) it is h + Mem(n). With `Slot.SKIP` the slot is the feed-forward alone, and `MemoryBlock` asks `read`
-    for the memory's output.
+    Without a feed-forward (`Slot.INSTEAD`) it is h + Mem(n). With `Slot.SKIP` the slot is the feed-forward alone, and
+    `MemoryBlock` asks `read` for the memory's output.
     """
 
     def __init__(
         self, config: TransformerConfig, make_ffn: Callable[..., nn.Module], site: Site, side_stream: SideStream
     ) -> None:
-        """Build both.
-
-        Args:
-            config: Megatron's config of the model.
-            make_ffn: builds the feed-forward, dense or a mixture of experts, given `config`.
-            site: the memory.
-            side_stream: where the memory runs beside the feed-forward.
-        """
         super().__init__(config=config)
         self.ffn = None if site.slot is Slot.INSTEAD else make_ffn(config=config)
         self.memory = site.make_memory()
@@ -96,13 +84,6 @@ class AttentionWithMemory(SelfAttention, MemorySite):
     """
 
     def __init__(self, *args: Any, site: Site, **megatron: Any) -> None:
-        """Build both.
-
-        Args:
-            args: of Megatron's attention.
-            site: the memory.
-            megatron: of Megatron's attention.
-        """
         super().__init__(*args, **megatron)
         self.memory = site.make_memory()
         # [g, d]
@@ -136,20 +117,13 @@ class AttentionWithMemory(SelfAttention, MemorySite):
 class CoreWithMemory(MegatronModule, MemorySite):
     """An attention core with a memory behind its heads (`Slot.HEADS`, `Slot.BLOCK`).
 
-    With `train.recompute: selective` it is recomputed with the core; the inputs are then in the closure that Megatron recomputes, one per call.
+    With `train.recompute: selective` it is recomputed with the core; the inputs are then in the closure that Megatron
+    recomputes, one per call.
     """
 
     def __init__(
         self, config: TransformerConfig, *, make_core: Callable[..., nn.Module], site: Site, **megatron: Any
     ) -> None:
-        """Build both.
-
-        Args:
-            config: Megatron's config of the model.
-            make_core: builds the core.
-            site: the memory.
-            megatron: what Megatron hands to every core.
-        """
         super().__init__(config=config)
         self.core = make_core(config=config, **megatron)
         self.memory, self.slot = site.make_memory(), site.slot
@@ -159,7 +133,7 @@ class CoreWithMemory(MegatronModule, MemorySite):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, attention_bias: Inputs, **megatron: Any
     ) -> Tensor:
-        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; arguments as of the core, with the inputs in `attention_bias`."""
+        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; `attention_bias` is the inputs."""
         out: Tensor = self.core(query, key, value, *args, attention_bias=None, **megatron)
         if not self.memory_enabled:
             return torch.zeros_like(out) if self.slot is Slot.BLOCK else out
@@ -172,7 +146,7 @@ class CoreWithMemory(MegatronModule, MemorySite):
 
 
 class HeadsToTokens(MegatronModule):
-    """In place of an output projection: the heads of all tensor-parallel ranks, side by side, for the tokens of this rank."""
+    """Instead of an output projection: the heads of all tensor-parallel ranks for the tokens of this one."""
 
     def __init__(
         self,
@@ -183,16 +157,8 @@ class HeadsToTokens(MegatronModule):
         tp_group: torch.distributed.ProcessGroup,
         **megatron: Any,
     ) -> None:
-        """Nothing to allocate.
-
-        Args:
-            input_size: n d of all ranks together.
-            output_size: D, the same.
-            config: Megatron's config of the model.
-            tp_group: the tensor-parallel ranks.
-            megatron: what Megatron hands to every projection.
-        """
         super().__init__(config=config)
+        # n d of all ranks together is D.
         assert input_size == output_size
         self.group = tp_group
 
@@ -206,8 +172,9 @@ class HeadsToTokens(MegatronModule):
 class MemoryBlock(TransformerLayer):
     """A block that has a memory, or after which the output of a skipping one joins (UltraMem, section 3.2).
 
-    Outputs that have not joined yet travel from block to block in Megatron's `context`, stacked to [m, t, b, D], so they are arguments and results of
-    whatever recomputes a block (see `megamem.inputs`). Blocks between pass them on untouched. All of them have joined at the end of a model chunk.
+    Outputs that have not joined yet travel from block to block in Megatron's `context`, stacked to [m, t, b, D], so
+    they are arguments and results of whatever recomputes a block (see `megamem.inputs`). Blocks between pass them on
+    untouched. All of them have joined at the end of a model chunk.
 
     The release keeps one pending output only, and loses the earlier of two overlapping spans; here both are added.
     """
@@ -220,14 +187,10 @@ class MemoryBlock(TransformerLayer):
         joins: tuple[bool, ...],
         **megatron: Any,
     ) -> None:
-        """Build the block.
-
+        """
         Args:
-            config: Megatron's config of the model.
-            submodules: as of any block; the slot's module holds the memory.
             slot: where this block's memory acts; None: it has none.
             joins: for each output that arrives, whether it is added after this block.
-            megatron: what Megatron hands to every block.
         """
         super().__init__(config, submodules, **megatron)
         assert not self.recompute_mlp
@@ -249,9 +212,6 @@ class MemoryBlock(TransformerLayer):
             hidden_states: [t, b, D].
             context: outputs on their way [m, t, b, D]; None if m is 0.
             context_mask: the microbatch as `megamem.inputs.pack` packs it.
-            padding_mask: of inference, which these models do otherwise.
-            dynamic_inference_decode_only: the same.
-            megatron: what Megatron hands to every block's attention.
         """
         inputs = Inputs.unpack(context_mask)
         if self.slot in (Slot.VALUES, Slot.HEADS, Slot.BLOCK):

@@ -1,7 +1,8 @@
 """Monte-Carlo calibration of retrieval scores at initialisation (UltraMemV2, section 6.2).
 
-The paper sets the gains of the query and key norms so that the mean retrieved score is 1, and feeds the scores' standard deviation
-sigma_s into Eq. 22. Both are measured here on the layer's own cores, with random normalised queries and keys, through the real retrieval.
+The paper sets the gains of the query and key norms so that the mean retrieved score is 1, and feeds the scores'
+standard deviation sigma_s into Eq. 22. Both are measured here on the layer's own cores, with random normalised queries
+and keys, through the real retrieval.
 
 Legend: T tokens, H heads, N keys per side, d key dim, R Tucker rank, C cores.
 """
@@ -63,9 +64,11 @@ def calibrate_scores(memory: TuckerConfig, num_keys: int, cores: Tensor, *, seed
     mean = float(retrieved.mean())
     if mean <= 0:
         raise ValueError(
-            f"the mean retrieved score of {name} is {mean:.3g} at initialisation, which no norm gain turns into 1: raise model.memory.num_keys or lower top_k"
+            f"the mean retrieved score of {name} is {mean:.3g} at initialisation, which no norm gain turns into 1: "
+            "raise model.memory.num_keys or lower top_k"
         )
-    # A score is a product of a row and a column score, and each of those of a query and a key: the gain enters four times.
+    # A score is a product of a row and a column score, and each of those of a query and a key: the gain enters four
+    # times.
     return ScoreCalibration(gain=_round(mean**-0.25), sigma_s=_round(float(retrieved.std()) / mean))
 
 

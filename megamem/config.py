@@ -1,4 +1,4 @@
-"""What a model is: the backbone and its memory, as strict immutable configs. The docstring under a field is its help text."""
+"""What a model is: its backbone and its memory. The docstring under a field is its help text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class MoEConfig(Config):
     renormalise: bool = False
     """Divide the weights of a token's experts by their sum; OLMoE uses the softmax over all experts as it is."""
     balance_loss_weight: LossWeight = 0.01
-    """Weight of the load-balancing loss, E sum_e f_e P_e over the tokens of a microbatch, per block (1 where all experts are used alike)."""
+    """Weight of the load-balancing loss, E sum_e f_e P_e over the tokens of a microbatch, per block (1 where all
+    experts are used alike)."""
     z_loss_weight: LossWeight = 0.001
     """Weight of the router's z-loss, the mean squared log-sum-exp of its logits, per block."""
 
@@ -36,11 +37,13 @@ class MoEConfig(Config):
         super().__post_init__()
         if self.top_k > self.num_experts:
             raise ValueError(
-                f"model.moe.top_k is {self.top_k}, more than num_experts = {self.num_experts}: lower it, or raise num_experts"
+                f"model.moe.top_k is {self.top_k}, more than num_experts = {self.num_experts}: lower it, or raise "
+                "num_experts"
             )
         if self.top_k == 1 and self.renormalise:
             raise ValueError(
-                "model.moe.renormalise is true with top_k = 1, where every weight would be 1 and the router would not learn: set it to false"
+                "model.moe.renormalise is true with top_k = 1, where every weight would be 1 and the router would not "
+                "learn: set it to false"
             )
 
 
@@ -87,24 +90,25 @@ class ModelConfig(Config):
         super().__post_init__()
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"model.hidden_size is {self.hidden_size}, which num_attention_heads = {self.num_attention_heads} does not divide: change one, or set model.head_dim"
+                f"model.hidden_size is {self.hidden_size}, which num_attention_heads = {self.num_attention_heads} does "
+                "not divide: change one, or set model.head_dim"
             )
         if self.attention_head_dim % 2:
             raise ValueError(f"the width of an attention head is {self.attention_head_dim}: RoPE needs an even one")
         if self.num_attention_heads % self.query_groups:
             raise ValueError(
-                f"model.num_query_groups is {self.num_query_groups}, which does not divide num_attention_heads = {self.num_attention_heads}"
+                f"model.num_query_groups is {self.num_query_groups}, which does not divide num_attention_heads = "
+                f"{self.num_attention_heads}"
             )
         if self.memory is not None:
             replaces_all = self.memory.placement.position == "instead" and self.num_memory_layers == self.num_layers
             if self.moe is not None and self.memory.placement.spans is None and replaces_all:
                 raise ValueError(
-                    "model.memory.placement.position is instead in every block, which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
+                    "model.memory.placement.position is instead in every block, which leaves no feed-forward for "
+                    "model.moe: use position: beside, or fewer blocks"
                 )
             self.memory.check(
-                hidden_size=self.hidden_size,
-                num_memory_layers=self.num_memory_layers,
-                has_experts=self.moe is not None,
+                hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )
 
     @property
@@ -122,13 +126,18 @@ class ModelConfig(Config):
 
     @property
     def num_memory_layers(self) -> int:
-        """L of sharing (Eq. 8 and Table 7): layers with a memory, which in UltraMemV2 are all blocks. (The L of Eq. 26 counts blocks.)"""
+        """L of sharing (Eq. 8 and Table 7): layers with a memory, which in UltraMemV2 are all blocks. (The L of Eq. 26
+        counts blocks.)"""
         return count_memory_layers(self.memory.placement, self.num_layers) if self.memory is not None else 0
 
     @property
     def memory_plan(self) -> SharingPlan:
         """The banks of all memory layers, and what each sees of which; empty without a memory."""
         return self.memory.plan(self.num_memory_layers) if self.memory is not None else SharingPlan((), ())
+
+    def memory_name(self, index: int) -> str:
+        """The global name of a memory layer, which stands in the block that it reads in."""
+        return f"decoder.layers.{self.memory_spans[index].read}.mlp.memory"
 
     @property
     def active_ffn_width(self) -> int:

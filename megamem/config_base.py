@@ -1,7 +1,7 @@
-"""What all configuration classes have in common: frozen dataclasses whose annotations say which values their fields may have.
+"""The base of all configuration classes: frozen dataclasses whose annotations say which values are allowed.
 
-pydantic reads the annotations when a configuration is loaded (`pretrain.config.parse`). Objects made in code are held to the same limits
-by `Config`; their types are for mypy to check.
+pydantic reads the annotations when a configuration is loaded (`pretrain.config.parse`). Objects made in code are held
+to the same limits by `Config`; their types are for mypy to check.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megamem.identity import Role
 
 @dataclass(frozen=True)
 class EffectiveWhen:
-    """Marks a field that has an effect only where `condition(owner)` holds, so that the loader can refuse a value that would change nothing.
+    """Marks a field that has an effect only where `condition(owner)` holds; elsewhere the loader refuses it.
 
     Args:
         condition: takes the config object that owns the field.
@@ -42,7 +42,7 @@ class Advice:
 
 
 class Config:
-    """The base of every configuration class, which is a frozen dataclass. A `__post_init__` of its own calls this one first."""
+    """The base of every configuration class, a frozen dataclass. A subclass's `__post_init__` calls this one first."""
 
     # Strict: nothing is converted but what loses nothing (2 to 2.0).
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -64,7 +64,7 @@ class Config:
 
     @classmethod
     def variants(cls) -> Mapping[str, type[Config]]:
-        """The classes that a section of this type may be, by its `kind`, which is the first where it is left out; empty where it is this one."""
+        """By `kind`, the classes that a section of this type may be, the default first; empty where it is this one."""
         return {}
 
     @classmethod

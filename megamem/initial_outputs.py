@@ -1,8 +1,8 @@
-"""What memory layers and feed-forwards put out at initialisation: predicted and measured, without building a model or filling a table.
+"""The initial outputs of memory layers and feed-forwards, predicted and measured without a model or a full table.
 
-A layer is built on its own, with the weights that a run with this seed gives it, and reads random tokens of mean square 1, as a norm
-delivers them. The rows that they hit are drawn by the tables' own generator, so the figures are those of the run's own tables. Of a wide
-feed-forward some inner units are drawn, for all of them are alike.
+A layer is built on its own, with the weights that a run with this seed gives it, and reads random tokens of mean square
+1, as a norm delivers them. The rows that they hit are drawn by the tables' own generator, so the figures are those of
+the run's own tables. Of a wide feed-forward some inner units are drawn, for all of them are alike.
 
 Legend: T tokens, J rows read per token, D hidden size, F inner width of the feed-forward.
 """
@@ -24,7 +24,7 @@ from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution
 from megamem.families.registry import family_of
-from megamem.initialisation import draw_layer, draw_part, table_std
+from megamem.initialisation import draw_layer, draw_shard, table_std
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import RetrievalLayer
@@ -33,7 +33,8 @@ from megamem.random_fill import fill_normal, normal_rows
 from megamem.retrieval.retrieved import Retrieved
 from megamem.sharing import BankSpec
 
-# Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens that read them.
+# Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens
+# that read them.
 _SAMPLE_READS = 1 << 13
 _FEWEST_TOKENS, _MOST_TOKENS = 24, 1024
 # The sample of a feed-forward.
@@ -51,7 +52,8 @@ class InitialOutput:
         table_std: of the elements of its tables (sigma_V).
         predicted_std: of its output, by its family's formula; None where there is none.
         measured_std: over the sample.
-        ffn_std: of the output of the block's dense feed-forward, measured; None with a mixture of experts, and where the memory replaces it.
+        ffn_std: of the output of the block's dense feed-forward, measured; None with a mixture of experts, and where
+            the memory replaces it.
         num_tokens: the sample.
     """
 
@@ -70,14 +72,15 @@ def measure_initial_outputs(
 ) -> list[InitialOutput]:
     """Build and measure memory layers one after the other.
 
-    sigma_V is that of the measured layer's own sigma_s. In a run the layers that share a bank agree on one, from the mean square of theirs.
+    sigma_V is that of the measured layer's own sigma_s. In a run the layers that share a bank agree on one, from the
+    mean square of theirs.
 
     Args:
         model: with a memory.
         seed: the run's seed.
         most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
-        choices: configs that differ from the model's in their initial weights alone; each of the layers is measured with all of them, on the same
-            random numbers and slots. None: with the model's own.
+        choices: configs that differ from the model's in their initial weights alone; each of the layers is measured
+            with all of them, on the same random numbers and slots. None: with the model's own.
     """
     assert model.memory is not None
     outputs = []
@@ -88,7 +91,7 @@ def measure_initial_outputs(
 
 
 def spread(count: int, most: int) -> Sequence[int]:
-    """At most `most` of range(count), evenly spread, the first and the last among them; the middle one if it is to be one."""
+    """At most `most` of range(count), evenly spread from the first to the last; of one, the middle."""
     if count <= most:
         return range(count)
     if most == 1:
@@ -121,7 +124,7 @@ class _LayerAlone:
         predicted = layer.predicted_std(model, tables.std, self.seed)
         if isinstance(layer, RetrievalLayer):
             self._retrieve_once(layer)
-        # Behind hidden states that were drawn there are no tokens: layers that ask for them get as many different ones as there are.
+        # Hidden states that were drawn belong to no tokens: layers that ask for ids get different ones.
         ids = torch.arange(len(self.tokens)).unsqueeze(1) % (model.vocab_size or len(self.tokens))
         return InitialOutput(
             block=self.block,
@@ -135,7 +138,7 @@ class _LayerAlone:
         )
 
     def _retrieve_once(self, layer: RetrievalLayer) -> None:
-        """Make the layer return what it retrieved under the first choice: another one's gains scale all scores alike and select the same slots."""
+        """Retrieve under the first choice alone: another's gains scale all scores alike and select the same slots."""
         if self.found is None:
             self.found = layer.retrieve(self.tokens.squeeze(1)), layer.score_gain
         found, first_gain = self.found
@@ -149,13 +152,13 @@ def _has_dense_ffn(model: ModelConfig, memory: MemoryConfig) -> bool:
 
 @torch.no_grad()
 def _measure_ffn(model: ModelConfig, block: int, *, seed: int) -> float:
-    """Standard deviation of the output of a block's SwiGLU, from its first inner units: F / units times the variance that they give it."""
+    """Standard deviation of a block's SwiGLU output: F / units times the variance from its first inner units."""
     inner, width = model.ffn_hidden_size, model.hidden_size
     units = min(inner, _FFN_UNITS)
     name = f"decoder.layers.{block}.mlp.ffn"
 
     def draw(part: str, shape: tuple[int, int], global_shape: tuple[int, int], first_row: int = 0) -> Tensor:
-        return draw_part(
+        return draw_shard(
             shape, f"{name}.{part}.weight", model, seed=seed, global_shape=global_shape, offset=(first_row, 0)
         )
 
@@ -189,7 +192,7 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
         tables,
         kernels=select_kernels("torch"),
         num_bank_rows=plan.banks[view.bank].num_rows,
-        name=f"decoder.layers.{model.memory_spans[index].read}.mlp.memory",
+        name=model.memory_name(index),
         seed=seed,
     )
 
@@ -197,9 +200,7 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
 def sample_tokens(count: int, width: int, seed: int, name: str) -> Tensor:
     """[count, 1, width], of mean square 1 per token."""
     tokens = torch.empty(count, width)
-    fill_normal(
-        tokens, seed=seed, name=f"{name}.measured_on", std=1.0, global_shape=tokens.shape, offset=(0,) * tokens.dim()
-    )
+    fill_normal(tokens, seed=seed, name=f"{name}.measured_on", std=1.0, global_shape=tokens.shape, offset=(0, 0))
     return (tokens * torch.rsqrt(tokens.square().mean(-1, keepdim=True))).unsqueeze(1)
 
 
@@ -219,16 +220,11 @@ class _DrawnTables:
         self._drawn: dict[str, tuple[Tensor, Tensor]] = {}
 
     def read(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        pre_input: Tensor | None,
-        bins: Tensor | None = None,
-        num_bins: int = 1,
+        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)
-        part = Bank(
+        bank = Bank(
             BankSpec(self.bank, len(wanted), ()),
             self.memory,
             select_kernels("naive"),
@@ -236,9 +232,9 @@ class _DrawnTables:
             device="cpu",
             replica_rank=0,
         )
-        for name, table in part.named_parameters():
+        for name, table in bank.named_parameters():
             table.copy_(self._standard_normal(name, wanted, table.shape[1])).mul_(self.std)
-        return part.read(places, scores, pre_input, bins, num_bins)
+        return bank.read(places, scores, pre_input, bins, num_bins)
 
     def _standard_normal(self, table: str, rows: Tensor, width: int) -> Tensor:
         """[n, width]: rows of a table for a standard deviation of 1; those of the last call are not drawn again."""

@@ -1,7 +1,7 @@
 """Variances of feed-forward and memory outputs at initialisation, in closed form (UltraMemV2, appendix 6).
 
-The paper's figures 0.4, 0.16, 0.064, 0.2 and 0.08 are a, a^2, a^3, a / 2 and a^2 / 2 of a = h std^2, the variance of a linear's output
-for inputs of mean square 1, which is 0.4 for linears of std sqrt(2 / 5h).
+The paper's figures 0.4, 0.16, 0.064, 0.2 and 0.08 are a, a^2, a^3, a / 2 and a^2 / 2 of a = h std^2, the variance of a
+linear's output for inputs of mean square 1, which is 0.4 for linears of std sqrt(2 / 5h).
 
 Legend: h hidden size, L blocks, K retrieved, H heads, P pre-value dim, V value dim.
 """
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from megamem.config import ModelConfig
 from megamem.retrieval.config import TuckerConfig
 
-# Trapezoidal rule for means over N(0, 1). Its error falls exponentially with the step for smooth integrands: both figures leave 1e-15.
+# Trapezoidal rule for means over N(0, 1). Its error falls exponentially with the step for smooth integrands: both
+# figures leave 1e-15.
 _QUADRATURE_LIMIT = 10.0
 _QUADRATURE_STEP = 0.02
 
@@ -27,8 +28,9 @@ def linear_output_variance(model: ModelConfig) -> float:
 def paper_ffn_variance(model: ModelConfig) -> float:
     """Eq. 25: 0.064 k_inner / 2L, from the paper's estimate 0.16 of the inner variance.
 
-    k_inner h is the true inner width (the release's mlp_hidden_size is that of up and gate together). A mixture of experts is taken as a
-    dense feed-forward of the width that one token passes, although its router weighs the experts down.
+    k_inner h is the true inner width (the release's mlp_hidden_size is that of up and gate together). A mixture of
+    experts is taken as a dense feed-forward of the width that one token passes, although its router weighs the experts
+    down.
     """
     return _ffn_variance(model, linear_output_variance(model) ** 2)
 
@@ -36,8 +38,9 @@ def paper_ffn_variance(model: ModelConfig) -> float:
 def swiglu_ffn_variance(model: ModelConfig) -> float:
     """Variance of the output of the SwiGLU as it is initialised.
 
-    Gate g and up projection are independent with variance a, so the inner variance is a E[silu(g)^2], g ~ N(0, a), by quadrature. For
-    a = 0.4 this is 0.049: the paper puts Var[silu(g)] at a, as if the activation passed its input, and silu halves it and more.
+    Gate g and up projection are independent with variance a, so the inner variance is a E[silu(g)^2], g ~ N(0, a), by
+    quadrature. For a = 0.4 this is 0.049: the paper puts Var[silu(g)] at a, as if the activation passed its input, and
+    silu halves it and more.
     """
     a = linear_output_variance(model)
     return _ffn_variance(model, a * normal_mean(lambda g: _silu(g) ** 2, a))
@@ -49,9 +52,10 @@ def _ffn_variance(model: ModelConfig, inner_variance: float) -> float:
 
 
 def target_variance(model: ModelConfig, memory: TuckerConfig) -> float:
-    """The variance that a memory's output is to have: the feed-forward's, as the paper estimates it or (`matched`) as it is.
+    """The target of a memory's output variance: the feed-forward's, as the paper estimates it or (`matched`) as it is.
 
-    L counts all blocks, whichever of them have a memory, because the feed-forward's output projections are scaled by it.
+    L counts all blocks, whichever of them have a memory, because the feed-forward's output projections are scaled by
+    it.
     """
     return swiglu_ffn_variance(model) if memory.initialisation == "matched" else paper_ffn_variance(model)
 
@@ -65,11 +69,11 @@ def memory_variance(
     pre_input_variance: float | None = None,
     value_proj_variance: float | None = None,
 ) -> float:
-    """Eq. 22: variance of a memory's output, a E[s^2] E[act(p)^2] sigma_V^2 K H V / h, with pre-value products p ~ N(0, a sigma_V^2 P).
+    """Eq. 22: a memory's output variance, a E[s^2] E[act(p)^2] sigma_V^2 K H V / h with p ~ N(0, a sigma_V^2 P).
 
-    Without activation E[act(p)^2] = a sigma_V^2 P, which is the paper's case; without pre-values it is 1. Implicit value expansion changes
-    nothing: each value passes one projection, whichever. It holds for values that are drawn independently of each other: tokens that
-    retrieve the same row, or a row twice, do not change the mean square.
+    Without activation E[act(p)^2] = a sigma_V^2 P, which is the paper's case; without pre-values it is 1. Implicit
+    value expansion changes nothing: each value passes one projection, whichever. It holds for values that are drawn
+    independently of each other: tokens that retrieve the same row, or a row twice, do not change the mean square.
 
     Args:
         model: h and the linears' std.
@@ -90,11 +94,12 @@ def memory_variance(
 
 
 def sigma_values(model: ModelConfig, memory: TuckerConfig, sigma_s: float) -> float:
-    """sigma_V, the standard deviation of values and pre-values that gives memory and feed-forward outputs one variance (Eq. 26).
+    """sigma_V, the tables' standard deviation that gives memory and feed-forward one output variance (Eq. 26).
 
-    sigma_V^4 = 0.2 k_inner h / (K H (1 + sigma_s^2) P V L) for `paper` with pre-values; for `matched` the same times 0.049 / 0.16. Without
-    pre-values their product falls out of Eq. 22, which leaves sigma_V^2 = 0.08 k_inner h / (K H (1 + sigma_s^2) V L). With an activation
-    of the products there is no closed form, and Eq. 22 is inverted by bisection.
+    sigma_V^4 = 0.2 k_inner h / (K H (1 + sigma_s^2) P V L) for `paper` with pre-values; for `matched` the same times
+    0.049 / 0.16. Without pre-values their product falls out of Eq. 22, which leaves sigma_V^2 = 0.08 k_inner h / (K H
+    (1 + sigma_s^2) V L). With an activation of the products there is no closed form, and Eq. 22 is inverted by
+    bisection.
 
     Args:
         model: h, L and the inner width.

@@ -1,7 +1,8 @@
-"""Initial weights: which distribution each parameter is drawn from, and the drawing (UltraMemV2, section 3.5 and appendix 6).
+"""Initial weights: their distributions, and the drawing (UltraMemV2, section 3.5 and appendix 6).
 
-A parameter's distribution is a function of its global name, and its numbers are a function of (seed, global name, position) alone: the
-checkpoint's own sharded names and offsets say which part of which tensor a rank holds, so initialising is loading from a generator.
+A parameter's distribution is a function of its global name, and its numbers are a function of (seed, global name,
+position) alone: the checkpoint's own sharded names and offsets say which shard of which tensor a rank holds, so
+initialising is loading from a generator.
 """
 
 from __future__ import annotations
@@ -24,13 +25,7 @@ from megamem.shards import walk_shards
 
 
 def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) -> None:
-    """Fill every parameter of this rank's model chunks, and what its memory layers derive from theirs.
-
-    Args:
-        chunks: bare model chunks (not wrapped in DDP), with `sharded_state_dict`.
-        model: the model's config.
-        seed: the run's seed.
-    """
+    """Fill every parameter of this rank's model chunks (not wrapped in DDP), and what its memory layers calibrate."""
     for chunk in chunks:
         for _, shard in walk_shards(chunk.sharded_state_dict()):  # type: ignore[operator]
             distribution = _distribution(shard.key, model)
@@ -41,14 +36,12 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
 
 
 def _distribution(name: str, model: ModelConfig) -> Distribution | None:
-    """The distribution of the parameter with this global name; None for what `_initialise_memory` fills, and for buffers."""
+    """Of the parameter with this global name; None for buffers and what `_initialise_memory` fills."""
     std = model.linear_std
     to_residual = std / math.sqrt(2 * model.num_layers)
     memory = model.memory
     match name.split("."):
-        case [*_, "word_embeddings", "weight"] | ["output_layer", "weight"]:
-            return Normal(std)
-        case [*_, "linear_qkv" | "linear_fc1" | "router", "weight"]:
+        case [*_, "word_embeddings" | "linear_qkv" | "linear_fc1" | "router", "weight"] | ["output_layer", "weight"]:
             return Normal(std)
         case [*_, "linear_proj" | "linear_fc2", "weight"]:
             return Normal(to_residual)
@@ -58,33 +51,33 @@ def _distribution(name: str, model: ModelConfig) -> Distribution | None:
             "weight",
         ]:
             return Constant(1.0)
-        case [*_, "memory", part] if memory is not None:
-            return family_of(memory).distribution(part, memory, model)
+        case [*_, "memory", own_name] if memory is not None:
+            return family_of(memory).distribution(own_name, memory, model)
         case ["banks", _, _]:
             return None
     raise AssertionError(f"no initial distribution is defined for the parameter {name}")
 
 
 def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
-    data, skip = shard.data, shard.prepend_axis_num
-    _fill(data, shard.key, distribution, seed, shard.global_shape[skip:], shard.global_offset[skip:])
+    skip = shard.prepend_axis_num
+    _fill(shard.data, shard.key, distribution, seed, shard.global_shape[skip:], shard.global_offset[skip:])
 
 
 def _fill(
-    part: Tensor, name: str, distribution: Distribution, seed: int, global_shape: Sequence[int], offset: Sequence[int]
+    data: Tensor, name: str, distribution: Distribution, seed: int, global_shape: Sequence[int], offset: Sequence[int]
 ) -> None:
     where = {"seed": seed, "name": name, "global_shape": global_shape, "offset": offset}
     with torch.no_grad():
         match distribution:
             case Normal(std):
-                fill_normal(part, std=std, **where)  # type: ignore[arg-type]
+                fill_normal(data, std=std, **where)  # type: ignore[arg-type]
             case Uniform(high, low):
-                fill_uniform(part, low=low, high=high, **where)  # type: ignore[arg-type]
+                fill_uniform(data, low=low, high=high, **where)  # type: ignore[arg-type]
             case Constant(value):
-                part.fill_(value)
+                data.fill_(value)
 
 
-def draw_part(
+def draw_shard(
     shape: Sequence[int],
     name: str,
     model: ModelConfig,
@@ -93,21 +86,19 @@ def draw_part(
     global_shape: Sequence[int],
     offset: Sequence[int],
 ) -> Tensor:
-    """A part of a parameter of the model, fp32, as `initialise` fills it on a rank that holds this part.
+    """A shard of a parameter, fp32, as `initialise` fills it on a rank that holds it.
 
     Args:
-        shape: of the part.
+        shape: of the shard.
         name: the parameter's global name.
-        model: the model's config.
-        seed: the run's seed.
         global_shape: of the parameter.
-        offset: where the part starts in it, per dimension.
+        offset: where the shard starts in it, per dimension.
     """
     distribution = _distribution(name, model)
     assert distribution is not None, f"{name} is not drawn by itself"
-    part = torch.empty(*shape)
-    _fill(part, name, distribution, seed, global_shape, offset)
-    return part
+    shard = torch.empty(*shape)
+    _fill(shard, name, distribution, seed, global_shape, offset)
+    return shard
 
 
 def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfig, seed: int) -> None:
@@ -126,25 +117,18 @@ def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfi
 def draw_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int, drawn: dict[str, Distribution]) -> None:
     """Fill a memory layer that is in no model as `initialise` fills the one of that name, but for what it calibrates.
 
-    Args:
-        layer: of any family.
-        model: its config.
-        seed: the run's seed.
-        drawn: the random numbers that the layer's parameters hold already, which are not drawn again; kept up to date.
+    `drawn` names what the layer's parameters were last drawn from: what would not change is not drawn again.
     """
     assert model.memory is not None
-    for part, parameter in layer.named_parameters():
-        distribution = family_of(model.memory).distribution(part, model.memory, model)
-        if distribution is None or (distribution == drawn.get(part) and not isinstance(distribution, Constant)):
+    for name, parameter in layer.named_parameters():
+        distribution = family_of(model.memory).distribution(name, model.memory, model)
+        if distribution is None or (distribution == drawn.get(name) and not isinstance(distribution, Constant)):
             continue
-        _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{part}", parameter), distribution, seed)
-        drawn[part] = distribution
+        _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{name}", parameter), distribution, seed)
+        drawn[name] = distribution
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
-    """Standard deviation of the tables of a bank, given sigma_s of the layers that read it (empty where nothing is calibrated)."""
-    return family_of(memory).table_std(memory, model, _root_mean_square(sigma_s) if sigma_s else None)
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return float(Tensor.sqrt(torch.tensor(values, dtype=torch.float64).square().mean()))
+    """Standard deviation of a bank's tables, given sigma_s of the layers that calibrate theirs (else empty)."""
+    root_mean_square = float(torch.tensor(sigma_s, dtype=torch.float64).square().mean().sqrt()) if sigma_s else None
+    return family_of(memory).table_std(memory, model, root_mean_square)

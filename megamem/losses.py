@@ -1,14 +1,14 @@
-"""Auxiliary losses of a memory layer (UltraMemV2, section 3.6): Tucker-core penalty (Eq. 17) and key balance (Eq. 18-20).
+"""Auxiliary losses of a memory layer (UltraMemV2, section 3.6): Tucker-core penalty and key balance.
 
-Both are off by default, as in the paper. The schedule and the reported loss know nothing of them: an identity on the layer's output adds
-their gradients in backward.
+Both are off by default, as in the paper. The schedule and the reported loss know nothing of them: an identity on the
+layer's output adds their gradients in backward.
 
-Their weight: gradients are summed over microbatches and over all ranks that hold tokens, and divided once per step by the number of
-targets. Each microbatch's share is therefore injected with weight x T, the tokens that this rank holds of it. The step's gradient then
-contains weight x (mean over tokens), whatever the number of microbatches and the layout. (Training counts every token as a target; where
-only a share r of them counted, the weight would be larger by 1 / r.)
+Their weight: gradients are summed over microbatches and over all ranks that hold tokens, and divided once per step by
+the number of targets. Each microbatch's share is therefore injected with weight x T, the tokens that this rank holds of
+it. The step's gradient then contains weight x (mean over tokens), whatever the number of microbatches and the layout.
+(Training counts every token as a target; where only a share r of them counted, the weight would be larger by 1 / r.)
 
-Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by the first selection stage.
+Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by stage 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tucker_penalty(core_sum: Tensor, margin: float) -> Tensor:
     """Eq. 17 without its coefficient: 1 / (R - 1) sum_{i >= 2} max(0, lambda_i - tau)^2, mean over the heads.
 
     Args:
-        core_sum: [..., H, R, R], the cores summed over C, whose rank-1 approximation the first selection stage uses; R > 1.
+        core_sum: [..., H, R, R] with R > 1, the cores summed over C, which the first stage approximates by rank 1.
         margin: tau, below which a singular value costs nothing.
 
     Returns:
@@ -44,14 +44,16 @@ def tucker_penalty(core_sum: Tensor, margin: float) -> Tensor:
 def key_balance(scores: Tensor, selected: Tensor, token_group: dist.ProcessGroup | None = None) -> Tensor:
     """Eq. 18-20 without their coefficient, sum over sides of N sum_n f_n p_n: 2 if every key is selected equally often.
 
-    p is the mean of Softmax(scores) over tokens and heads. f, without gradient, is a key's share of all selections, so that it sums to 1
-    as in the release; the paper's Count / T sums to H M, which the weight absorbs. The heads share one histogram (as released).
+    p is the mean of Softmax(scores) over tokens and heads. f, without gradient, is a key's share of all selections, so
+    that it sums to 1 as in the release; the paper's Count / T sums to H M, which the weight absorbs. The heads share
+    one histogram (as released).
 
     Args:
         scores: [2, T, H, N], what the first stage ranks rows and columns by, <u, S_row> and <v, S_col>.
         selected: [2, T, H, M], int64 keys that the first stage kept.
-        token_group: ranks that hold the other tokens of this microbatch: f counts theirs too. Since the loss is linear in p, its mean
-            over the ranks then is that of the whole microbatch, and does not depend on how the sequence is split.
+        token_group: ranks that hold the other tokens of this microbatch: f counts theirs too. Since the loss is linear
+            in p, its mean over the ranks then is that of the whole microbatch, and does not depend on how the sequence
+            is split.
 
     Returns:
         A scalar.
@@ -69,21 +71,16 @@ def key_balance(scores: Tensor, selected: Tensor, token_group: dist.ProcessGroup
 class AuxiliaryLosses:
     """The auxiliary losses of one layer, and their sums over a step.
 
-    Balance statistics are those of one microbatch of one data-parallel replica: neither tensor, context nor pipeline parallelism changes
-    them, nor does the number of replicas, because a microbatch is the same samples on any of them.
+    Balance statistics are those of one microbatch of one data-parallel replica: neither tensor, context nor pipeline
+    parallelism changes them, nor does the number of replicas, because a microbatch is the same samples on any of them.
+    A loss that is switched off stays 0.
 
     Attributes:
-        sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value x tokens.
+        sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value
+            x tokens.
     """
 
     def __init__(self, weights: LossWeights, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Switched off losses stay 0.
-
-        Args:
-            weights: of the losses, and the penalty's margin.
-            token_group: tensor- and context-parallel ranks that hold the other tokens of a microbatch; None: there are none.
-            device: where the layer computes.
-        """
         self.penalty_weight, self.margin = weights.tucker_penalty, weights.tucker_margin
         self.balance_weight = weights.key_balance
         self.token_group = token_group
@@ -100,7 +97,7 @@ class AuxiliaryLosses:
         stage_scores: Callable[[], tuple[Tensor, Tensor]],
         kept: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """The layer's output, through which backward also adds the gradients of the losses. To be called with gradients enabled only.
+        """The layer's output, whose backward adds the gradients of the losses. Call it with gradients enabled only.
 
         Args:
             out: [T, D].
@@ -128,7 +125,7 @@ class AuxiliaryLosses:
 def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> None:
     """Start the sums of layers of one model anew, and take the penalties' gradients from their cores.
 
-    The cores do not change within a step, so neither do the gradients: one SVD of all layers per step, none per microbatch.
+    The cores do not change within a step, so neither do the gradients: all layers take one SVD per step.
 
     Args:
         layers: the losses of each, and its cores [C, H, R, R] (None in layers without).
@@ -138,7 +135,8 @@ def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> Non
     penalised = [(losses, cores) for losses, cores in layers if losses.penalty_weight and cores is not None]
     if not penalised:
         return
-    sums = torch.stack([cores.detach().to(_wide(cores)).sum(0) for _, cores in penalised]).requires_grad_()
+    wide = torch.promote_types(penalised[0][1].dtype, torch.float32)
+    sums = torch.stack([cores.detach().to(wide).sum(0) for _, cores in penalised]).requires_grad_()
     with torch.enable_grad():
         penalties = tucker_penalty(sums, penalised[0][0].margin)
     (gradients,) = torch.autograd.grad(penalties.sum(), sums)
@@ -146,12 +144,8 @@ def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> Non
         losses.set_penalty(penalty, gradient)
 
 
-def _wide(cores: Tensor) -> torch.dtype:
-    return torch.float64 if cores.dtype == torch.float64 else torch.float32
-
-
 class _GradientInjection(torch.autograd.Function):
-    """The identity on `out`; backward hands `loss` the gradient `weight`, as if weight x loss had been added to the training loss."""
+    """The identity on `out`; backward treats weight x loss as a part of the training loss."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor, weight: float) -> Tensor:

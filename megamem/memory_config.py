@@ -1,6 +1,7 @@
 """What every memory has, whichever its family: where it stands, and what the rest of the house asks of its config.
 
-A family's own config is under `megamem/families/<kind>/`; those that retrieve from a grid of keys build on `megamem.retrieval.config`.
+A family's own config is under `megamem/families/<kind>/`; those that retrieve from a grid of keys build on
+`megamem.retrieval.config`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class PlacementConfig(Config):
     )
     """The blocks with a memory, ascending; null: every n-th."""
     spans: str | None = None
-    """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first block, add after the second. Null: the memory adds where it reads."""
+    """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first
+    block, add after the second. Null: the memory adds where it reads."""
     position: Annotated[
         Literal["beside", "instead"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
     ] = "beside"
@@ -44,8 +46,8 @@ class PlacementConfig(Config):
         blocks = self.blocks
         if blocks is not None and (not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0):
             raise ValueError(
-                f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once and at least one "
-                "(leave model.memory out for a model without)"
+                f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once "
+                "and at least one (leave model.memory out for a model without)"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ from megamem.block import MemorySite
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
-from megamem.layers.layer import MemoryLayer
-from megamem.layers.step import begin_step
+from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
-from megamem.placement import parameter_device
+from megamem.parameters import parameter_device
 from megamem.sharing import SharingPlan
 from megamem.side_stream import SideStream
 from megamem.slots import Site, slot_of
@@ -33,12 +33,12 @@ from megamem.spans import Span
 
 
 class MemoryGPTModel(GPTModel):
-    """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the banks that its blocks read.
+    """One model chunk: embedding (first chunk), blocks, output projection (last chunk), and the blocks' banks.
 
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
-        weights_are_set: whether someone filled the weights; who does says so.
+        weights_are_set: to be set by whoever fills the weights.
     """
 
     def __init__(
@@ -66,9 +66,6 @@ class MemoryGPTModel(GPTModel):
             model: ours.
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
-            sequence_length: tokens per sequence.
-            groups: Megatron's process groups.
-            make_bank: builds the banks.
             attention_core: what attends where Transformer Engine does not.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
@@ -122,7 +119,8 @@ class MemoryGPTModel(GPTModel):
             labels: [b, s] int64; None where logits are wanted.
 
         Returns:
-            [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits [b, s, vocabulary] without labels.
+            [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
+            [b, s, vocabulary] without labels.
         """
         carried = {"context_mask": pack(input_ids, position_ids)}
         out: Tensor = super().forward(
@@ -146,7 +144,7 @@ class MemoryGPTModel(GPTModel):
             site.memory_enabled = enabled
 
     def serve_memory(self) -> None:
-        """Take part in the exchanges of a forward pass that other ranks of the memory group make, without a token of one's own."""
+        """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
         inputs = Inputs.of_no_token(weight.device)
@@ -155,7 +153,7 @@ class MemoryGPTModel(GPTModel):
                 site.serve(no_token, inputs)
 
     def begin_step(self) -> None:
-        """To be called once per optimizer step, before its first microbatch: refreshes what the memory layers keep between steps, restarts the losses' sums."""
+        """To be called once per optimizer step, before its first microbatch; see `megamem.layers.layer.begin_step`."""
         assert self.weights_are_set, "neither initial weights nor a checkpoint's are in this chunk"
         begin_step(self.memory_layers)
         for router in self.routers:
@@ -186,26 +184,22 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
     for span in spans:
         if (span.read in layers) != (span.add in layers):
             raise ValueError(
-                f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline chunks (one holds blocks "
-                f"{layers.start}..{layers.stop - 1}): change model.memory.placement.spans, parallel.pipeline or parallel.virtual_pipeline"
+                f"the memory that reads at block {span.read} and adds after block {span.add} would span two pipeline "
+                f"chunks (one holds blocks {layers.start}..{layers.stop - 1}): change model.memory.placement.spans, "
+                "parallel.pipeline or parallel.virtual_pipeline"
             )
     return inside
 
 
 def _build_banks(
-    plan: SharingPlan,
-    index_of: dict[int, int],
-    memory: MemoryConfig | None,
-    config: TransformerConfig,
-    make_bank: MakeBank,
+    plan: SharingPlan, index_of: dict[int, int], memory: MemoryConfig | None, config: TransformerConfig, make: MakeBank
 ) -> dict[int, Bank]:
     if memory is None:
         return {}
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
-    return {
-        spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in plan.banks_of(indices)
-    }
+    specs = plan.banks_of(indices)
+    return {spec.index: make(spec, memory, dtype=config.params_dtype, device=device) for spec in specs}
 
 
 def _sites(
@@ -231,19 +225,13 @@ def _sites(
             config,
             memory,
             view,
-            _Unregistered(banks[view.bank]),
+            # Not the module itself: the bank belongs to the model, not to the layer.
+            SimpleNamespace(read=banks[view.bank].read),
             kernels=kernels,
             num_bank_rows=plan.banks[view.bank].num_rows,
-            name=f"decoder.layers.{layer}.mlp.memory",
+            name=model.memory_name(index),
             seed=seed,
             token_group=token_group,
         )
         sites[layer] = Site(family.slot or slot_of(memory.placement, span), span, make_memory)
     return sites
-
-
-class _Unregistered:
-    """A bank as a layer sees it: not a module, so that the bank stays in the model's tree alone."""
-
-    def __init__(self, bank: Bank) -> None:
-        self.read = bank.read

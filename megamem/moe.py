@@ -1,4 +1,4 @@
-"""Megatron's mixture of experts as a baseline: experts that checkpoints know by number, and router losses that no layout changes.
+"""Megatron's mixture of experts as a baseline: experts numbered in checkpoints, router losses free of the layout.
 
 Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, E experts.
 """
@@ -22,31 +22,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
-from megamem.parameters import ReducedOver, declare
-from megamem.placement import parameter_device
+from megamem.parameters import ReducedOver, declare, parameter_device
 
 ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
 """The router's losses by their names in metrics."""
 
 
 def moe_spec(expert: MLPSubmodules) -> ModuleSpec:
-    """A mixture of experts for the `mlp` slot.
-
-    Args:
-        expert: the linears of one expert.
-    """
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(experts=ModuleSpec(module=Experts, submodules=expert), router=Router),
-    )
+    """A mixture of experts for the `mlp` slot, given the linears of one expert."""
+    experts = ModuleSpec(module=Experts, submodules=expert)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
 
 
 class Experts(SequentialMLP):
     """This rank's experts, one after the other.
 
-    Gradients are reduced over the stage whatever the size of the expert-parallel group. Megatron does so in groups of several ranks
-    only; in a group of one, with tensor parallelism, every rank of a stage has every expert and has seen other tokens, and reducing over
-    data-parallel ranks alone would leave the copies with different gradients.
+    Gradients are reduced over the stage whatever the size of the expert-parallel group. Megatron does so in groups of
+    several ranks only; in a group of one, with tensor parallelism, every rank of a stage has every expert and has seen
+    other tokens, and reducing over data-parallel ranks alone would leave the copies with different gradients.
     """
 
     def __init__(
@@ -60,23 +53,19 @@ class Experts(SequentialMLP):
         for parameter in self.parameters():
             declare(parameter, "experts", reduced_over=ReducedOver.STAGE)
 
-    @property
-    def first_expert(self) -> int:
-        """Global number of this rank's first expert."""
-        return int(self.ep_group.rank()) * self.num_local_experts
-
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Entries `<prefix><expert>.linear_fc1.weight`, each expert a tensor of its own under its global number.
 
-        Megatron stacks the experts of a block into one tensor. Apart, each draws its own initial weights from the generator that is
-        keyed by names, and its optimizer state is cut like that of any matrix.
+        Megatron stacks the experts of a block into one tensor. Apart, each draws its own initial weights from the
+        generator that is keyed by names, and its optimizer state is cut like that of any matrix.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         entries: ShardedStateDict = {}
+        first = self.ep_group.rank() * self.num_local_experts
         for index, expert in enumerate(self.local_experts):
-            local, everywhere = f"{prefix}local_experts.{index}.", f"{prefix}{self.first_expert + index}."
+            local, everywhere = f"{prefix}local_experts.{index}.", f"{prefix}{first + index}."
             of_expert = expert.sharded_state_dict(local, sharded_offsets, metadata)
             replace_prefix_for_sharding(of_expert, local, everywhere)
             for entry in of_expert.values():
@@ -88,12 +77,13 @@ class Experts(SequentialMLP):
 class Router(TopKRouter):
     """Megatron's top-k router, with losses whose weight does not depend on the layout or on the number of microbatches.
 
-    Gradients are summed over microbatches and over all ranks that hold tokens, and divided once per step by the number of targets. A
-    microbatch's loss has to enter with its weight times its tokens, then. Megatron takes the tokens of the rank for those of the
-    microbatch, which divides both losses by the size of the tensor- and context-parallel group.
+    Gradients are summed over microbatches and over all ranks that hold tokens, and divided once per step by the number
+    of targets, so a microbatch's loss has to enter with its weight times its tokens. Megatron takes the rank's tokens
+    for the microbatch's, which divides both losses by the size of the tensor- and context-parallel group.
 
     Attributes:
-        sums: [3] fp64: tokens of this rank since `begin_step`, and per loss of `ROUTER_LOSS_NAMES` the sum of value x tokens.
+        sums: [3] fp64: tokens of this rank since `begin_step`, and per loss of `ROUTER_LOSS_NAMES` the sum of value x
+            tokens.
     """
 
     sums: Tensor
@@ -110,7 +100,7 @@ class Router(TopKRouter):
         self.sums = torch.zeros(1 + len(ROUTER_LOSS_NAMES), dtype=torch.float64, device=self.weight.device)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [s, b, E] of the tokens [s, b, D], in the router's own precision (Megatron's call for it needs Transformer Engine)."""
+        """Logits [s, b, E] of tokens [s, b, D] in the router's own precision. (Megatron's needs Transformer Engine.)"""
         wide = torch.float64 if self.config.moe_router_dtype == "fp64" else torch.float32
         return F.linear(input.to(wide), self.weight.to(wide))
 
@@ -122,7 +112,7 @@ class Router(TopKRouter):
         return probs, routing_map
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the z-loss to the logits [T, E]: the sum over the ranks of a microbatch is weight x its tokens x their mean."""
+        """Attach the z-loss to the logits [T, E]; over the ranks of a microbatch it sums to weight x tokens x mean."""
         weight = self.config.moe_z_loss_coeff
         if weight is None or not self.training or not torch.is_grad_enabled():
             return logits
@@ -141,16 +131,12 @@ class Router(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: int | Tensor | None = None,
     ) -> Tensor:
-        """Attach the balance loss to the router's probabilities [T, E].
+        """Attach the balance loss to the router's probabilities, `activation` [T, E].
 
         Args:
-            activation: the probabilities.
             aux_loss_coeff: its weight.
             aux_loss: weight times this rank's share of the microbatch's loss: the sum over `reduce_group` is the whole.
-            aux_loss_name: ignored.
             reduce_group: the ranks that hold the microbatch's tokens, equally many each.
-            reduce_group_has_dp: ignored.
-            valid_token_count: ignored; there is no padding.
         """
         scaled = aux_loss * (activation.shape[0] * reduce_group.size())
         self._count(1, scaled.detach() / aux_loss_coeff)

@@ -6,13 +6,12 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megamem.parameters import ReducedOver, declare
-from megamem.placement import parameter_device
+from megamem.parameters import ReducedOver, declare, parameter_device
 
 
 def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     """x gain / sqrt(mean(x^2) + epsilon) over the last dimension, in at least fp32, returned in the dtype of `x`."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return (wide * scale * gain.to(wide.dtype)).to(x.dtype)
 
@@ -20,8 +19,9 @@ def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a gain, for any norm slot of Megatron's specs.
 
-    Under sequence parallelism every tensor-parallel rank normalises other tokens (or other heads) with the same gain, so the gain is
-    tagged for Megatron's all-reduce of such gradients; PyTorch's own RMSNorm has no such tag, which is why Megatron refuses it there.
+    Under sequence parallelism every tensor-parallel rank normalises other tokens (or other heads) with the same gain,
+    so Megatron has to all-reduce the gain's gradient. PyTorch's own RMSNorm does not ask for it, so Megatron refuses it
+    there.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:

@@ -1,6 +1,6 @@
-"""What whoever creates a parameter says of it: which optimizer group steps it, and over which ranks its gradient is summed.
+"""What whoever creates a parameter declares: its device, its optimizer group, and the ranks that sum its gradient.
 
-Nothing is read off a parameter's name. A trainable parameter of which nothing was said is an error (`group_of`).
+Nothing is read off a parameter's name. A trainable parameter of which nothing is declared is an error (`group_of`).
 """
 
 from __future__ import annotations
@@ -8,35 +8,44 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal
 
+import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 GroupName = Literal["backbone", "backbone_no_decay", "retrieval", "experts", "values", "pre_values"]
-"""Matrices and vectors of the backbone, matrices of memory layers, experts of a mixture, and the two tables. Gains and biases are not decayed, whosever they are."""
+"""Matrices and vectors of the backbone, matrices of memory layers, experts of a mixture, and the two tables.
+
+Gains and biases, of memory layers too, are in `backbone_no_decay`."""
 
 
 class ReducedOver(Enum):
     """The ranks whose gradients of a parameter are added up."""
 
     DATA = "data"
-    """Data- and context-parallel ranks. Tensor-parallel ones hold other parts of it, or have the same gradient."""
+    """Data- and context-parallel ranks. Tensor-parallel ones hold other shards of it, or have the same gradient."""
     TOKENS = "tokens"
     """Those and the tensor-parallel ranks, each of which has seen its own share of the sequence."""
     STAGE = "stage"
-    """All ranks of the pipeline stage that hold the same part, in buffers and in an optimizer of their own (Megatron's expert-parallel domain)."""
+    """All ranks of the stage with the same shard; buffers and optimizer are Megatron's for expert parallelism."""
+
+
+def parameter_device(config: TransformerConfig) -> torch.device:
+    """The device that Megatron's own layers allocate their parameters on."""
+    return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
 
 
 def declare(
     parameter: nn.Parameter, group: GroupName, *, reduced_over: ReducedOver, tensor_dim: int | None = None
 ) -> None:
-    """Say of a parameter what the optimizer and Megatron have to know of it.
+    """Tell the optimizer and Megatron what they have to know of a parameter.
 
     Args:
         parameter: new.
         group: whose learning rate, decay and clipping it gets.
         reduced_over: whose gradients are added up.
-        tensor_dim: the dimension that tensor-parallel ranks split; None: each of them holds it whole. Without it the global gradient norm
-            counts a parameter on the first of these ranks alone.
+        tensor_dim: the dimension that tensor-parallel ranks split; None: each of them holds it whole, and the global
+            gradient norm counts it on the first of them alone.
     """
     assert not is_declared(parameter)
     parameter.optimizer_group = group  # type: ignore[attr-defined]
@@ -58,7 +67,8 @@ def group_of(name: str, parameter: nn.Parameter) -> GroupName:
     """The declared group of the parameter of this name."""
     if not is_declared(parameter):
         raise AssertionError(
-            f"no optimizer group is declared for the parameter {name}: whoever creates it calls megamem.parameters.declare"
+            f"no optimizer group is declared for the parameter {name}: whoever creates it calls "
+            "megamem.parameters.declare"
         )
     group: GroupName = parameter.optimizer_group  # type: ignore[attr-defined]
     return group

@@ -1,7 +1,7 @@
-"""Counter-based random tensors: element (i, j, ...) of the tensor `name` is a function of (seed, name, i, j, ...) alone.
+"""Counter-based random tensors: element (i, j, ...) of a tensor is a function of (seed, its name, i, j, ...).
 
-A rank fills just its shard, and gets the same numbers as any other layout does: no rank ever holds a full table, and initial weights do
-not depend on tensor, pipeline or memory parallelism.
+A rank fills just its shard, and gets the same numbers as any other layout does: no rank ever holds a full table, and
+initial weights do not depend on tensor, pipeline or memory parallelism.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megamem.hashing import key_of, mix
 
-# Temporaries of the fill are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a CPU.
-_CHUNK_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}
+# Temporaries of the fill are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a
+# CPU.
+_TEMPORARY_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}
 
 
 def fill_normal(
@@ -50,9 +51,9 @@ def normal_rows(rows: Tensor, *, seed: int, name: str, std: float, width: int) -
     key = key_of(seed, name)
     out = torch.empty(len(rows), width, device=rows.device)
     columns = torch.arange(width, dtype=torch.int64, device=rows.device)
-    rows_per_chunk = _rows_per_chunk(width, rows.device)
-    for part, into in zip(rows.split(rows_per_chunk), out.split(rows_per_chunk), strict=True):
-        into.copy_(_standard_normal(mix(part.unsqueeze(1) * width + columns, key)) * std)
+    rows_at_once = _rows_at_once(width, rows.device)
+    for some, into in zip(rows.split(rows_at_once), out.split(rows_at_once), strict=True):
+        into.copy_(_standard_normal(mix(some.unsqueeze(1) * width + columns, key)) * std)
     return out
 
 
@@ -86,25 +87,26 @@ def _fill(out, seed, name, global_shape, offset, transform) -> None:  # type: ig
     rows_of_out = out.view(shape)
     row_index = _row_index(shape[1:], global_shape[1:], offset[1:], out.device)
     row_stride = math.prod(global_shape[1:])
-    rows_per_chunk = _rows_per_chunk(row_index.numel(), out.device)
+    rows_at_once = _rows_at_once(row_index.numel(), out.device)
     with torch.no_grad():
-        for start in range(0, shape[0], rows_per_chunk):
-            stop = min(start + rows_per_chunk, shape[0])
+        for start in range(0, shape[0], rows_at_once):
+            stop = min(start + rows_at_once, shape[0])
             rows = torch.arange(start, stop, dtype=torch.int64, device=out.device) + offset[0]
             counter = rows.unsqueeze(1) * row_stride + row_index
             rows_of_out[start:stop].copy_(transform(mix(counter, key)).view(stop - start, *shape[1:]))
 
 
-def _rows_per_chunk(row_elements: int, device: torch.device) -> int:
-    return max(1, _CHUNK_ELEMENTS[device.type] // max(1, row_elements))
+def _rows_at_once(row_elements: int, device: torch.device) -> int:
+    return max(1, _TEMPORARY_ELEMENTS[device.type] // max(1, row_elements))
 
 
 def _merge_whole_dims(
     out: Tensor, global_shape: Sequence[int], offset: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Shape, global shape and offset of the same numbers in the same order, with a dimension that is not split merged into the one before.
+    """The same numbers in the same order, with a dimension that is not split merged into the one before it.
 
-    Keys [H, 2, N, d, R] of a single head would else be one row, and the temporaries as large as they are. Views that skip stay as they are.
+    Keys [H, 2, N, d, R] of a single head would else be one row, and the temporaries as large as they are. Views that
+    skip stay as they are.
     """
     merged = [(out.shape[0], global_shape[0], offset[0])]
     for dim in range(1, out.dim()):

@@ -1,6 +1,7 @@
 """The public codes' names and layouts, translated into ours: UltraMemV2's release (OLMo) and Meta's (lingua).
 
-Those of memory layers are their families'. The translation only renames, stacks, reorders, splits and reshapes, so it serves parameters, gradients and optimizer moments alike.
+Those of memory layers are their families'. The translation only renames, stacks, reorders, splits and reshapes, so it
+serves parameters, gradients and optimizer moments alike.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
     for name, tensor in tensors.items():
         match name.removeprefix("transformer.").split("."):
             case ["mem_blocks", layer, part, number] if part in names.stacked:
-                stack = stacks.setdefault(f"{memory_name(int(layer), model)}.{names.stacked[part]}", {})
+                stack = stacks.setdefault(f"{model.memory_name(int(layer))}.{names.stacked[part]}", {})
                 stack[int(number)] = tensor
             case ["mem_blocks", layer, table] if table in names.tables:
                 bank = model.memory_plan.views[int(layer)].bank
                 result[f"banks.{bank}.{names.tables[table]}"] = tensor
             case ["mem_blocks", layer, *part] if (ours := names.parameters.get(".".join(part))) is not None:
-                result[f"{memory_name(int(layer), model)}.{ours}"] = _converted(names, ours, tensor, model)
+                result[f"{model.memory_name(int(layer))}.{ours}"] = _converted(names, ours, tensor, model)
             case ["mem_blocks", _, *part] if ".".join(part) in names.unused:
                 continue
             case ["full_memory_layer", table] if table in names.tables:
@@ -76,8 +77,8 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     """Memory layers of Meta's release (PKM, Memory+, PEER) under our global names and in our layouts.
 
     Args:
-        tensors: by released name, `layers.<block>.feed_forward.<parameter>`; the memory stands in place of a block's feed-forward. A table
-            that layers share may appear under any or all of them.
+        tensors: by released name, `layers.<block>.feed_forward.<parameter>`; the memory stands in place of a block's
+            feed-forward. A table that layers share may appear under any or all of them.
         model: the same model's config.
 
     Raises:
@@ -99,7 +100,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
         if (table := names.tables.get(part)) is not None:
             result[f"banks.{views[layer].bank}.{table}"] = tensor
         elif (ours := names.parameters.get(part)) is not None:
-            result[f"{memory_name(layer, model)}.{ours}"] = _converted(names, ours, tensor, model)
+            result[f"{model.memory_name(layer)}.{ours}"] = _converted(names, ours, tensor, model)
         else:
             raise ValueError(f"{name} is not a parameter of a memory layer of kind {memory.kind} in Meta's release")
     return result
@@ -114,11 +115,6 @@ def _names_of(model: ModelConfig, release: str) -> ReleasedNames:
 def _converted(names: ReleasedNames, ours: str, tensor: Tensor, model: ModelConfig) -> Tensor:
     assert model.memory is not None
     return names.convert(ours, tensor, model.memory)
-
-
-def memory_name(layer: int, model: ModelConfig) -> str:
-    """The global name of a memory layer, which stands in the block that it reads at."""
-    return f"decoder.layers.{model.memory_spans[layer].read}.mlp.memory"
 
 
 def _in_mlp_slot(name: str, block: int, model: ModelConfig) -> str:
@@ -147,7 +143,7 @@ def _interleave_qkv(tensor: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _split_table(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The release has one table for all layers (UltraMem: one each), in the order of the layers; ours are split into banks."""
+    """The release has one table for all layers (UltraMem one each), in their order; ours are split into banks."""
     banks = model.memory_plan.banks
     for bank, rows in zip(banks, tensor.split([bank.num_rows for bank in banks]), strict=True):
         yield f"banks.{bank.index}.{name}", rows

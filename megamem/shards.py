@@ -12,7 +12,8 @@ from torch import Tensor
 def walk_shards(entries: Any) -> Iterator[tuple[Tensor, ShardedTensor]]:
     """Every shard of a `sharded_state_dict`, with the tensor of the chunk that it is (a view of).
 
-    A tensor has several shards where a checkpoint knows its parts apart, as the gate and up halves of a SwiGLU's first linear.
+    A tensor has several shards where a checkpoint knows its parts apart, as the gate and up halves of a SwiGLU's first
+    linear.
 
     Args:
         entries: nested dictionaries and lists, as `sharded_state_dict` returns them.

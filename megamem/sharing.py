@@ -1,8 +1,8 @@
 """Which layers read which rows of which tables (UltraMemV2, Table 7).
 
-A *bank* is the tables that a set of layers shares. How many rows it has, and which of them a layer sees, its family says. Where a grid of
-keys addresses them, N is the number of keys per side of a layer's own table, g the group size, L the number of layers with a memory. A
-"layer" is a memory layer here, counted from 0 over the blocks that have one.
+A *bank* is the tables that a set of layers shares. How many rows it has, and which of them a layer sees, its family
+says. Where a grid of keys addresses them, N is the number of keys per side of a layer's own table, g the group size, L
+the number of layers with a memory. A "layer" is a memory layer here, counted from 0 over the blocks that have one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class SharingConfig(Config):
     """Which layers read which tables (UltraMemV2, Table 7)."""
 
     pattern: Literal["none", "block", "ring", "no_ring", "all"] = "none"
-    """none: a private table per layer; block: `group` consecutive layers share one; ring, no_ring: every layer sees a window of `group` tables; all: one table of N^2 rows for all layers (Memory+)."""
+    """none: a private table per layer; block: `group` consecutive layers share one; ring, no_ring: every layer sees a
+    window of `group` tables; all: one table of N^2 rows for all layers (Memory+)."""
     group: Annotated[
         PositiveInt,
         EffectiveWhen(lambda c: c.pattern not in ("none", "all"), "sharing.pattern is block, ring or no_ring"),
@@ -41,11 +42,13 @@ class SharingConfig(Config):
         """
         if self.pattern != "none" and self.group > num_memory_layers:
             raise ValueError(
-                f"model.memory.sharing.group is {self.group}, more than the {num_memory_layers} memory layers that num_layers and placement give"
+                f"model.memory.sharing.group is {self.group}, more than the {num_memory_layers} memory layers that "
+                "num_layers and placement give"
             )
         if self.pattern == "block" and num_memory_layers % self.group:
             raise ValueError(
-                f"model.memory.sharing.group is {self.group}, which does not divide the {num_memory_layers} memory layers that num_layers and placement give"
+                f"model.memory.sharing.group is {self.group}, which does not divide the {num_memory_layers} memory "
+                "layers that num_layers and placement give"
             )
 
 
@@ -83,15 +86,17 @@ class SharingPlan:
         """The banks that the memory layers of one model chunk read.
 
         Raises:
-            ValueError: if a bank is also read by a layer outside of the chunk, because it would have to live on two pipeline stages.
+            ValueError: if a bank is also read by a layer outside of the chunk, because it would have to live on two
+                pipeline stages.
         """
         wanted = tuple(bank for bank in self.banks if set(bank.layers) & set(layers))
         for bank in wanted:
             outside = sorted(set(bank.layers) - set(layers))
             if outside:
                 raise ValueError(
-                    f"memory layers {bank.layers[0]}..{bank.layers[-1]} share memory bank {bank.index}, but only {layers.start}..{layers.stop - 1} are on one "
-                    "pipeline chunk: choose parallel.pipeline and parallel.virtual_pipeline so that a chunk's memory layers are a multiple of "
+                    f"memory layers {bank.layers[0]}..{bank.layers[-1]} share memory bank {bank.index}, but only "
+                    f"{layers.start}..{layers.stop - 1} are on one pipeline chunk: choose parallel.pipeline and "
+                    "parallel.virtual_pipeline so that a chunk's memory layers are a multiple of "
                     "model.memory.sharing.group (block sharing), or one chunk (any other)"
                 )
         return wanted
@@ -113,10 +118,10 @@ def common_bank(num_rows: int, num_layers: int) -> SharingPlan:
 
 
 def plan_grids(sharing: SharingConfig, num_keys: int, num_layers: int) -> SharingPlan:
-    """Banks and views of the `num_layers` memory layers of a model that retrieve from grids of `num_keys` keys per side.
+    """Banks and views of `num_layers` memory layers that retrieve from grids of `num_keys` keys per side.
 
-    A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed. Only with `all` does the
-    number of rows not grow with the layers.
+    A window of g tables of N^2 rows holds g N^2 rows, of which a square grid of floor(N sqrt(g))^2 is addressed. Only
+    with `all` does the number of rows not grow with the layers.
     """
     own_rows, group = num_keys**2, sharing.group
     grid = math.isqrt(own_rows * group) ** 2
@@ -140,7 +145,7 @@ def plan_grids(sharing: SharingConfig, num_keys: int, num_layers: int) -> Sharin
 
 
 def _window_start(sharing: SharingConfig, layer: int, num_layers: int) -> int:
-    """First table of a layer's window: the paper centres it (S4 is l-1 .. l+2), the release starts at the layer's own."""
+    """First table of a layer's window: centred in the paper (S4 is l-1 .. l+2), at l in the release."""
     start = layer - (sharing.group - 1) // 2 if sharing.window == "paper" else layer
     if sharing.pattern == "no_ring":
         return max(0, min(start, num_layers - sharing.group))

@@ -16,8 +16,9 @@ _ROUNDS = 4
 class KeyedShuffle:
     """A stateless bijection of an N x N grid of slots: a Feistel network whose halves are added modulo N.
 
-    Each round replaces (i, j) by (j, (i + F(j)) mod N) with F a keyed hash; that is invertible for every N, needs no table, no loop that
-    depends on the data and no host sync. A stored permutation would cost 8 bytes per slot and layer.
+    Each round replaces (i, j) by (j, (i + F(j)) mod N) with F a keyed hash; that is invertible for every N, needs no
+    table, no loop that depends on the data and no host sync. A stored permutation would cost 8 bytes per slot and
+    layer.
     """
 
     def __init__(self, num_keys: int, *, seed: int, name: str) -> None:
@@ -35,12 +36,13 @@ class KeyedShuffle:
         """
         i, j = slots // self.num_keys, slots % self.num_keys
         for key in self._keys:
-            # Bits 1..63 of the hash: int64 remainders of negative numbers would still be in range, but cost a correction.
+            # Bits 1..63 of the hash: int64 remainders of negative numbers would still be in range, but cost a
+            # correction.
             i, j = j, (i + ((mix(j, key) >> 1) & 0x3FFFFFFFFFFFFFFF) % self.num_keys) % self.num_keys
         return i * self.num_keys + j
 
 
 def random_permutation(num_slots: int, *, seed: int, name: str) -> Tensor:
-    """A stored permutation of [0, num_slots), int64: the released layers' shuffle, for weights that were trained with one."""
+    """The released layers' shuffle, for weights trained with it: a stored permutation of [0, num_slots), int64."""
     hashes = mix(torch.arange(num_slots, dtype=torch.int64), key_of(seed, name, "shuffle"))
     return torch.argsort(hashes, stable=True)

@@ -16,8 +16,8 @@ from megamem.inputs import Inputs
 class SideStream:
     """Starts a branch of a block and hands out what joins it.
 
-    Backward runs on the streams of forward: autograd makes the streams wait for each other wherever a gradient passes from one to the other,
-    and the caller's stream for all of them at the end.
+    Backward runs on the streams of forward: autograd makes the streams wait for each other wherever a gradient passes
+    from one to the other, and the caller's stream for all of them at the end.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:

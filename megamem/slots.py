@@ -1,6 +1,7 @@
 """Where in the backbone a memory acts.
 
-A family of memories names the slot, `megamem.backbone` gives the slot its module, and nothing else of the model asks where a memory stands.
+A family of memories names the slot, `megamem.backbone` gives the slot its module, and nothing else of the model asks
+where a memory stands.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 class Slot(Enum):
     """Where a memory acts, and what its layer's `forward` is given.
 
-    n is the normalised input of a block's feed-forward, [t, b, D] of this rank's tokens; heads are those of this tensor-parallel rank, of all s tokens of its
-    context-parallel rank. `inputs` are always those of the first argument's tokens.
+    n is the normalised input of a block's feed-forward, [t, b, D] of this rank's tokens; heads are those of this
+    tensor-parallel rank, of all s tokens of its context-parallel rank. `inputs` are always those of the first
+    argument's tokens.
     """
 
     BESIDE = "beside"
@@ -32,12 +34,13 @@ class Slot(Enum):
     SKIP = "skip"
     """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
     VALUES = "values"
-    """`forward(values, inputs, hidden)` returns what attention takes for its values [s, b, g, d]; `hidden` is attention's normalised input [t, b, D]."""
+    """`forward(values, inputs, hidden)` returns attention's values [s, b, g, d]; `hidden` is its input [t, b, D]."""
     HEADS = "heads"
-    """`forward(heads, inputs)` returns what joins the outputs of the heads [s, b, n, d] before the output projection."""
+    """`forward(heads, inputs)` returns what is added to the heads' outputs [s, b, n d] before the output projection."""
     BLOCK = "block"
-    """h + Mem(heads): the memory takes the place of the output projection and of the feed-forward, and is all that such a block adds to the residual stream
-    (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of all ranks together are as wide as h. The model's blocks are counted with it."""
+    """h + Mem(heads): the memory takes the place of the output projection and of the feed-forward, and is all that such
+    a block adds to the residual stream (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of
+    all ranks together are as wide as h. The model's blocks are counted with it."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Which block a memory reads at, and after which one its output joins the residual stream.
 
-Blocks count from 0. In UltraMemV2 and Memory+ a memory reads and adds in the same block; UltraMem reads the normalised input of block
-a's feed-forward and adds after block b >= a, so that the blocks between do not wait for it (skip insertion).
+Blocks count from 0. In UltraMemV2 and Memory+ a memory reads and adds in the same block; UltraMem reads the normalised
+input of block a's feed-forward and adds after block b >= a, so that the blocks between do not wait for it (skip
+insertion).
 """
 
 from __future__ import annotations
@@ -10,20 +11,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megamem.memory_config import PlacementConfig
 
 _KEY = "model.memory.placement.spans"
-
-
-class Placement(Protocol):
-    """Which blocks have a memory, as `model.memory.placement` says it."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def blocks(self) -> tuple[int, ...] | None: ...
-    @property
-    def spans(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,8 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     """The spans written `a:b/c:d/...`, in the release's notation.
 
     Raises:
-        ValueError: if the text is not of that form, a span ends before it begins, or two of them read at the same block or out of order.
+        ValueError: if the text is not of that form, a span ends before it begins, or two of them read at the same block
+            or out of order.
     """
     spans = []
     for part in text.split("/"):
@@ -54,7 +48,8 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     for span in spans:
         if span.add < span.read:
             raise ValueError(
-                f"{_KEY} is {text!r}, where {span.read}:{span.add} adds before it reads: the second block of a pair is the same or a later one"
+                f"{_KEY} is {text!r}, where {span.read}:{span.add} adds before it reads: the second block of a pair is "
+                "the same or a later one"
             )
     for before, after in itertools.pairwise(spans):
         if after.read <= before.read:
@@ -65,7 +60,7 @@ def parse_spans(text: str) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def count_memory_layers(placement: Placement, num_layers: int) -> int:
+def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
     """How many memory layers a model of `num_layers` blocks has.
 
     Raises:
@@ -75,7 +70,8 @@ def count_memory_layers(placement: Placement, num_layers: int) -> int:
     if listed is None:
         if placement.every > num_layers:
             raise ValueError(
-                f"model.memory.placement.every is {placement.every}, more than num_layers = {num_layers}: no block would have a memory"
+                f"model.memory.placement.every is {placement.every}, more than num_layers = {num_layers}: no block "
+                "would have a memory"
             )
         return num_layers // placement.every
     last = max(span.add for span in listed)
@@ -84,12 +80,13 @@ def count_memory_layers(placement: Placement, num_layers: int) -> int:
             f"blocks is {list(placement.blocks or ())}" if placement.spans is None else f"spans is {placement.spans}"
         )
         raise ValueError(
-            f"model.memory.placement.{setting}, but block {last} is not one of num_layers = {num_layers}: they count from 0 to {num_layers - 1}"
+            f"model.memory.placement.{setting}, but block {last} is not one of num_layers = {num_layers}: they count "
+            f"from 0 to {num_layers - 1}"
         )
     return len(listed)
 
 
-def resolve_placement(placement: Placement, num_layers: int) -> tuple[Span, ...]:
+def resolve_placement(placement: PlacementConfig, num_layers: int) -> tuple[Span, ...]:
     """The memory layers of a model of `num_layers` blocks, in the order of the blocks that they read at.
 
     Raises:
@@ -100,7 +97,7 @@ def resolve_placement(placement: Placement, num_layers: int) -> tuple[Span, ...]
     return _listed(placement) or tuple(Span(block, block) for block in every)
 
 
-def _listed(placement: Placement) -> tuple[Span, ...] | None:
+def _listed(placement: PlacementConfig) -> tuple[Span, ...] | None:
     """The memory layers that the placement lists one by one; None for every n-th block."""
     if placement.spans is not None:
         return parse_spans(placement.spans)
@@ -110,5 +107,5 @@ def _listed(placement: Placement) -> tuple[Span, ...] | None:
 
 
 def pending_before(spans: Sequence[Span], block: int) -> tuple[Span, ...]:
-    """The spans whose output was computed in an earlier block than `block` and has not joined yet, in the order of their reads."""
+    """The spans that read before `block` and have not been added before it, in the order of their reads."""
     return tuple(span for span in spans if span.read < block <= span.add)

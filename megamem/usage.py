@@ -1,10 +1,10 @@
-"""How the memory of a run is used: coverage and evenness of the rows read, scores, size of the output, spectrum of the cores.
+"""How the memory of a run is used: rows read and how evenly, scores, size of the output, spectrum of the cores.
 
-Layers add to buffers on their device while they are observed. One reduction of the row counts over the ranks of a pipeline stage, one of
-all other figures over all ranks and one copy to the host then serve every layer and every figure.
+Layers add to buffers on their device while they are observed. Then row counts are reduced once over the ranks of a
+pipeline stage and all other figures once over all ranks, and one copy to the host serves every layer.
 
-Legend: T tokens of this rank, J rows read per token, H heads, K retrieved, C cores, R Tucker rank, D hidden size, M rows of the
-window of a bank that a layer sees.
+Legend: T tokens of this rank, J rows read per token, H heads, K retrieved, C cores, R Tucker rank, D hidden size, M
+rows of the window of a bank that a layer sees.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,16 @@ from torch import Tensor
 from megamem.memory_config import Observed
 from megamem.sharing import LayerView
 
+if TYPE_CHECKING:
+    from megamem.layers.layer import MemoryLayer
+
 # What a layer sums over its tokens: their number, and the token-weighted means below.
 _TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NUM_SUMS = 0, 1, 2, 3, 4, 5
-# Behind the sums, what the ranks of a stage share; behind these, the singular values.
+# After the sums, what the ranks of a stage share; after these, the singular values.
 _COVERAGE, _KL, _NUM_COLUMNS = _NUM_SUMS, _NUM_SUMS + 1, _NUM_SUMS + 2
 
 # Temporaries of the entropy are fp64 tensors of this many elements.
-_CHUNK_ELEMENTS = 1 << 22
+_SLICE_ELEMENTS = 1 << 22
 
 LayerMetrics: TypeAlias = dict[str, float | list[list[float]]]
 
@@ -62,50 +65,39 @@ class LayerUsage:
         in_window = ((rows - self.view.first_row) % self.num_bank_rows).flatten()
         # Integers: the order of the atomic additions does not show.
         self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
-        wide = out.double() if out.dtype == torch.float64 else out.float()
+        wide = out.to(torch.promote_types(out.dtype, torch.float32))
         top1, topk = (wide.new_zeros(()),) * 2 if scores is None else (scores[:, :, 0].mean(), scores.mean())
         means = (wide.new_ones(()), top1, topk, wide.mean(), wide.square().mean())
         self.sums += torch.stack([mean.double() for mean in means]) * out.shape[0]
 
 
-class ObservedLayer(Protocol):
-    """What is asked of a memory layer of any family."""
-
-    name: str
-    view: LayerView
-    num_bank_rows: int
-    cores: Tensor | None
-    usage: LayerUsage | None
-
-
 class UsageCollector:
-    """Observes all memory layers of a model; every rank has one for its own layers, and all of them use it at the same time."""
+    """Observes the memory layers of a model. Every rank has one for its own layers, and all act at the same time."""
 
     def __init__(
         self,
-        layers: Sequence[ObservedLayer],
+        layers: Sequence[MemoryLayer],
         *,
         num_blocks: int,
         observed: Observed,
         stage_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Allocate the counters: 4 bytes per layer and row of its window.
+        """Allocate the counters: 4 bytes per row of each window.
 
         Args:
             layers: this rank's.
             num_blocks: of the whole model.
             observed: what their family has to be observed.
             stage_group: all ranks of this pipeline stage (tensor, context and data parallel); each sees other tokens.
-            device: where the layers compute.
         """
         self.layers, self.num_blocks, self.observed = tuple(layers), num_blocks, observed
         self.stage_group, self.device = stage_group, device
         sizes = [layer.view.num_rows for layer in layers]
         self._counts = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._usages = [
-            LayerUsage(layer.view, layer.num_bank_rows, part)
-            for layer, part in zip(layers, self._counts.split(sizes), strict=True)
+            LayerUsage(layer.view, layer.num_bank_rows, counts)
+            for layer, counts in zip(layers, self._counts.split(sizes), strict=True)
         ]
 
     def start(self) -> None:
@@ -119,8 +111,10 @@ class UsageCollector:
 
         Returns:
             coverage: share of the rows of the layer's window that were read at least once.
-            kl_to_uniform: sum_i p_i log(p_i M) in nats, p_i the share of row i in all reads: 0 if even, log(M) if all reads hit one row.
-            top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores; only where rows have scores.
+            kl_to_uniform: sum_i p_i log(p_i M) in nats, p_i the share of row i in all reads: 0 if even, log(M) if all
+                reads hit one row.
+            top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores; only
+                where rows have scores.
             output_std: standard deviation of the layer's output over tokens and dimensions.
             singular_values: of each head's summed core, descending; only with Tucker cores.
         """
@@ -157,10 +151,7 @@ class UsageCollector:
 
     def _metrics(self, row: list[float]) -> LayerMetrics:
         means = [value / row[_TOKENS] for value in row[:_NUM_SUMS]]
-        metrics: LayerMetrics = {
-            "coverage": row[_COVERAGE],
-            "kl_to_uniform": row[_KL],
-        }
+        metrics: LayerMetrics = {"coverage": row[_COVERAGE], "kl_to_uniform": row[_KL]}
         if self.observed.scores:
             metrics |= {"top1_score": means[_TOP1], "topk_score": means[_TOPK]}
         metrics["output_std"] = math.sqrt(max(0.0, means[_OUT_SQUARE] - means[_OUT] ** 2))
@@ -178,18 +169,17 @@ def block_number(layer_name: str) -> int:
     return int(match[1])
 
 
-def _core_sum(layer: ObservedLayer) -> Tensor:
+def _core_sum(layer: MemoryLayer) -> Tensor:
     """[H, R, R], in at least fp32: what the first selection stage approximates by rank 1."""
     assert layer.cores is not None
-    cores = layer.cores.detach()
-    return (cores if cores.dtype == torch.float64 else cores.float()).sum(0)
+    return layer.cores.detach().to(torch.promote_types(layer.cores.dtype, torch.float32)).sum(0)
 
 
 def _kl_to_uniform(counts: Tensor) -> Tensor:
-    """KL divergence of the shares counts / sum(counts) from uniform: (sum c log c) / S - log S + log M; an fp64 scalar."""
+    """KL divergence of counts / sum(counts) from uniform, (sum c log c) / S - log S + log M: an fp64 scalar."""
     total = counts.sum().double()
     plogp = counts.new_zeros((), dtype=torch.float64)
-    for part in counts.split(_CHUNK_ELEMENTS):
-        wide = part.double()
+    for some in counts.split(_SLICE_ELEMENTS):
+        wide = some.double()
         plogp += torch.special.xlogy(wide, wide).sum()
     return plogp / total - total.log() + math.log(counts.numel())

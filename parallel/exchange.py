@@ -108,7 +108,7 @@ def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
 
     Score c weights the c-th of C equal shares of the columns, and rank r owns the r-th of G. Of lcm(C, G) equal slices,
     each has one score and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G) coefficients per row, those of slices
-    r n to r n + n - 1. A rank inside of one share gets one, and a rank whose columns straddle shares one for each slice.
+    r n to r n + n - 1. A rank within one share gets one, and a rank whose columns straddle shares one for each slice.
     """
     out: Tensor = _SpreadCoefficients.apply(coef, exchange)
     return out

@@ -27,7 +27,7 @@ _PEER_ERROR_TEXTS = (
     "nccl communicator was aborted",
 )
 
-_SIGNAL_HINTS = {
+_SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory?)",
     signal.SIGSEGV: " (a defect in native code)",
     signal.SIGBUS: " (/dev/shm full?)",
@@ -105,9 +105,9 @@ class Failure:
             message = f"rank {rank} exited with code {exitcode} before it returned a result"
             return cls(rank, FailureKind.ERROR, message, exit_code=exitcode or 1)
         number = -exitcode
-        kinds = {signal.SIGABRT: FailureKind.ABORTED, signal.SIGTERM: FailureKind.TERMINATED}
-        message = f"rank {rank} was killed by {signal_name(number)}{_SIGNAL_HINTS.get(number, '')}"  # type: ignore[call-overload]
-        return cls(rank, kinds.get(number, FailureKind.ERROR), message, signal_number=number)  # type: ignore[call-overload]
+        kinds: dict[int, FailureKind] = {signal.SIGABRT: FailureKind.ABORTED, signal.SIGTERM: FailureKind.TERMINATED}
+        message = f"rank {rank} was killed by {signal_name(number)}{_SIGNAL_HINTS.get(number, '')}"
+        return cls(rank, kinds.get(number, FailureKind.ERROR), message, signal_number=number)
 
 
 def is_peer_error(error: BaseException) -> bool:

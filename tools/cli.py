@@ -27,7 +27,8 @@ COMMAND_MODULES = (
     "tools.compare",
     "tools.config",
 )
-"""In the order of `--help`: train, data, evaluate, generate, bench, compare, config. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch in functions only."""
+"""In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
+when that is called, so that `--help` is fast."""
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; those of this process if None.
 
     Returns:
-        The exit code: 0 finished, 2 configuration or usage, 3 data, 4 checkpoint, 75 stopped early, 130 interrupted, 1 a defect.
+        The exit code: 0 finished, 2 configuration or usage, 3 data, 4 checkpoint, 75 stopped early, 130 interrupted,
+        1 a defect.
     """
     quiet_engine()
     try:
@@ -50,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SystemExit as request:
-        return request.code if isinstance(request.code, int) else 0 if request.code is None else 1
+        # From argparse, which exits with a number.
+        return int(request.code or 0)
     except UserError as error:
         print(f"megamem: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -89,10 +92,12 @@ def build_parser() -> argparse.ArgumentParser:
         description="Pretraining of memory-layer language models on Megatron-core.",
         epilog="`megamem COMMAND --help` explains a command. Exit codes: 0 finished, 2 configuration or usage, 3 data, "
         "4 checkpoint, 75 stopped early with a checkpoint saved (start it again to go on), 1 anything else.",
-        allow_abbrev=False,
     )
     parser.add_argument(
-        "--version", action=_VersionAction, help="show the versions of megamem and its engine, and exit"
+        "--version",
+        action="version",
+        version=", ".join(map(_version, ("megamem", "megatron-core", "torch"))),
+        help="show the versions of megamem and its engine, and exit",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMAND_MODULES:
@@ -100,33 +105,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _VersionAction(argparse.Action):
-    """`--version`, which reads package metadata only when asked."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *unused: Any) -> NoReturn:
-        versions = []
-        for package in ("megamem", "megatron-core", "torch"):
-            try:
-                versions.append(f"{package} {importlib.metadata.version(package)}")
-            except importlib.metadata.PackageNotFoundError:
-                versions.append(f"{package} (not installed)")
-        print(", ".join(versions))
-        parser.exit()
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} (not installed)"
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """An argument parser that names the nearest command or option, and takes `key=value` on either side of the options."""
+    """Names the nearest command or option in its errors, and takes `key=value` on either side of the options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, except that whatever is left over is settled here, where the options of this command are known."""
+        """As argparse does, but settles here what is left over, because the options of this command are known here."""
         parsed, extras = super().parse_known_args(args, namespace)
-        # argparse gives a `nargs="*"` positional only the first run of arguments: `CONFIG --nproc 4 a=1` would leave `a=1` over.
+        # argparse gives `nargs="*"` only the first arguments in a row: `CONFIG --nproc 4 a=1` leaves `a=1` over.
         late = [extra for extra in extras if "=" in extra and not extra.startswith("-")]
         if late and hasattr(parsed, "overrides"):
             parsed.overrides = [*parsed.overrides, *late]

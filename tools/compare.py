@@ -1,4 +1,4 @@
-"""`megamem compare`: train several models on the same tokens, one after the other, and set what came out side by side."""
+"""`megamem compare`: train several models on the same tokens, one after the other, and report them side by side."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ from tools.comparison import (
     with_seed,
     write_report,
 )
+from tools.parameter_table import padded_vocab_size
 from tools.ranks import at_least_one_rank, default_num_ranks, import_engine, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.run import RunFolder
 
 BASE_FILE = "base.yaml"
-"""A file of this name is what others build on: it may stand among the named files (`configs/compare/*.yaml`), and is no model."""
+"""A file of this name is what others build on, and no model; it may be among those named (`configs/compare/*.yaml`)."""
 
 _EPILOG = """\
 examples:
   megamem compare configs/compare/*.yaml --nproc 2
   megamem compare configs/compare/*.yaml --nproc 2 --report docs/comparison.md
-  megamem compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/short
+  megamem compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
 
-Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights; tokens, batches and their order are
-the same in all runs (data.seed, or else the configuration's own seed). The run of a model and a seed is in DIR/NAME/seed_N, a run folder as
-`megamem train` makes it. Finished runs are kept and interrupted ones resumed: after Ctrl-C, run the same command again. The report is
-written after every run. A file named base.yaml is what others build on, and is left out. Overrides hold for all models.
+Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights;
+tokens, batches and their order are the same in all runs (data.seed, or else the configuration's own seed). The run of a
+model and a seed is in DIR/NAME/seed_N, a run folder as `megamem train` makes it. Finished runs are kept and interrupted
+ones resumed: after Ctrl-C, run the same command again. The report is written after every run. A file named base.yaml is
+what others build on, and is left out. Overrides hold for all models.
 """
 
 # What may have changed since a run was made, because it moves no loss but by rounding.
@@ -56,10 +58,11 @@ _FREE_KEYS = ("name", "parallel.", "checkpoint.", "logging.", "data.num_workers"
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One model with one seed."""
+    """One model with one seed; its newest checkpoint lacks `steps_left` steps."""
 
     config: RunConfig
     folder: RunFolder
+    steps_left: int
 
     @property
     def label(self) -> str:
@@ -71,7 +74,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="train models on the same tokens, and report them side by side",
-        description="Train each configuration with each seed on the same tokens, and write a table and a plot of what came out.",
+        description="Train each configuration with each seed on the same tokens, and write a table and a plot of what "
+        "came out.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,7 +102,8 @@ def add_parser(subparsers: Any) -> None:
         "--report",
         type=Path,
         metavar="FILE",
-        help="markdown file to write, or to fill between its marks; the plot goes beside it (default: DIR/comparison.md)",
+        help="markdown file to write, or to fill between its marks; the plot goes beside it (default: "
+        "DIR/comparison.md)",
     )
     # Overrides that come after the options end up here.
     parser.set_defaults(func=run_compare, overrides=[])
@@ -133,25 +138,24 @@ def run_compare(args: argparse.Namespace) -> int:
     for model in figures:
         for name, departure in inequalities(model, figures[0]).items():
             print(f"warning: {model.name} has {departure:+.1%} {name} against {figures[0].name}", flush=True)
+    # Every folder is looked at before the first run starts, so that one that holds another comparison is found at once.
     plan = [
-        PlannedRun(with_seed(config, seed), RunFolder(args.run_dir / config.name / f"seed_{seed}"))
+        _plan_run(with_seed(config, seed), RunFolder(args.run_dir / config.name / f"seed_{seed}"))
         for seed in args.seeds
         for config in models
     ]
 
-    def write() -> None:
+    def write() -> dict[str, list[RunResult]]:
         results = _results(plan)
         text = report(
             models, figures, results, seeds=args.seeds, plot_name=path.with_suffix(".svg").name, command=_command(args)
         )
         write_report(path, text, svg(plot(figures, results)))
+        return results
 
-    # Every folder is looked at before the first run starts: an hour later would be a bad time to find another comparison in one.
-    steps_done = [_steps_done(run) for run in plan]
-    code = _train_all(plan, steps_done, num_ranks, write)
+    code = _train_all(plan, num_ranks, write)
     if code == 0:
-        write()
-        print(f"\n{table(figures, _results(plan))}\n\nreport: {path}\nplot: {path.with_suffix('.svg')}", flush=True)
+        print(f"\n{table(figures, write())}\n\nreport: {path}\nplot: {path.with_suffix('.svg')}", flush=True)
     return code
 
 
@@ -180,68 +184,62 @@ def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
     wanted = {path: nproc or default_num_ranks(config.parallel) for path, config in configs.items()}
     if len(set(wanted.values())) > 1:
         raise ConfigError(
-            "the models would run on different numbers of ranks, and their speeds would say nothing: choose one with --nproc ("
-            + ", ".join(f"{path}: {number}" for path, number in wanted.items())
-            + ")"
+            "the models would run on different numbers of ranks, and their speeds would say nothing: choose one with "
+            "--nproc (" + ", ".join(f"{path}: {number}" for path, number in wanted.items()) + ")"
         )
     return next(iter(wanted.values()))
 
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
     """The formulas' figures, for which the data has to be there: its tokenizer says how many rows the embedding has."""
-    from parallel.layout import padded_size
     from pretrain.data.dataset import check_blend
     from pretrain.run import model_vocab_size
 
     tokenizer = check_blend(models[0].data.datasets)
     return [
-        model_figures(config, padded_size(model_vocab_size(config.model, tokenizer), config.model.vocab_size_multiple))
+        model_figures(config, padded_vocab_size(config.model, model_vocab_size(config.model, tokenizer)))
         for config in models
     ]
 
 
-def _steps_done(run: PlannedRun) -> int:
-    """Steps of a run that its newest checkpoint holds.
-
-    Raises:
-        CheckpointError: the folder holds a run of something else.
-    """
+def _plan_run(config: RunConfig, folder: RunFolder) -> PlannedRun:
+    """Raises CheckpointError if the folder holds a run of something else."""
     from pretrain.checkpoint.folder import newest_complete
     from pretrain.config.loader import from_dict
     from pretrain.run import config_changes
 
-    saved, _ = newest_complete(run.folder.checkpoints)
+    saved, _ = newest_complete(folder.checkpoints)
     if saved is None:
-        return 0
+        return PlannedRun(config, folder, config.train.num_steps)
     before = from_dict(saved.config, f"the configuration in {saved.path}")
-    changes = [text for key, text in config_changes(before, run.config).items() if not key.startswith(_FREE_KEYS)]
+    changes = [text for key, text in config_changes(before, config).items() if not key.startswith(_FREE_KEYS)]
     if changes:
         raise CheckpointError(
-            f"{run.folder.path} holds a run of another comparison: {'; '.join(changes)}. Set it back, or use another --run-dir"
+            f"{folder.path} holds a run of another comparison: {'; '.join(changes)}. Set it back, or use another "
+            "--run-dir"
         )
-    return saved.step
+    return PlannedRun(config, folder, config.train.num_steps - saved.step)
 
 
-def _train_all(plan: Sequence[PlannedRun], steps_done: Sequence[int], num_ranks: int, write: Callable[[], None]) -> int:
+def _train_all(plan: Sequence[PlannedRun], num_ranks: int, write: Callable[[], object]) -> int:
     """Trains what is left of every run, and calls `write` after each.
 
     Returns:
         The exit code of the first run that did not finish, or 0.
     """
-    left = [run.config.train.num_steps - done for run, done in zip(plan, steps_done, strict=True)]
     steps, seconds = 0, 0.0
     for index, run in enumerate(plan):
         place = f"run {index + 1} of {len(plan)}: {run.label}"
-        if left[index] <= 0:
+        if run.steps_left <= 0:
             print(f"{place}: finished", flush=True)
             continue
-        remaining = time_left(steps, seconds, sum(steps for steps in left[index:] if steps > 0))
-        print(f"{place}: {left[index]} steps to go; {remaining} for this and the runs after it", flush=True)
+        remaining = time_left(steps, seconds, sum(max(0, later.steps_left) for later in plan[index:]))
+        print(f"{place}: {run.steps_left} steps to go; {remaining} for this and the runs after it", flush=True)
         started = time.monotonic()
         code = run_on_ranks(partial(train_rank, run.config, run.folder), num_ranks, log_dir=run.folder.logs)
         if code != 0:
             return code
-        steps, seconds = steps + left[index], seconds + time.monotonic() - started
+        steps, seconds = steps + run.steps_left, seconds + time.monotonic() - started
         write()
     return 0
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.validate import value_at
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
 from pretrain.errors import ConfigError
 
@@ -29,7 +29,7 @@ SAME = (
     "data.seed",
     "evaluation.max_sequences",
 )
-"""Keys that all models share: the tokens, their order, how they are cut into sequences and steps, and what is held out."""
+"""Keys that all models share: which tokens, in which order, sequences and steps, and which are held out."""
 
 TOLERANCE = 0.02
 """Active parameters and FLOPs per token may differ by this much before the report marks them."""
@@ -38,7 +38,7 @@ BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
 """Around the part of a report that is written anew; a page may say more before and after."""
 
 _NUM_BINS = 32
-# Share of the tokens at the start that does not decide how high the plot reaches: losses fall from ln(vocabulary) there.
+# The plot reaches as high as the losses after this share of the tokens: before, they fall steeply from ln(vocabulary).
 _STEEP_START = 0.25
 
 
@@ -92,17 +92,18 @@ def check_comparable(configs: Mapping[str, RunConfig]) -> None:
     (reference, first), *others = configs.items()
     for path, config in others:
         for key in SAME:
-            expected, found = (data_seed(c) if key == "data.seed" else value_at(c, key) for c in (first, config))
+            expected, found = (data_seed(c) if key == "data.seed" else attrgetter(key)(c) for c in (first, config))
             if expected != found:
                 raise ConfigError(
-                    f"{key} is {_shown(expected)} in {reference} and {_shown(found)} in {path}: models are compared on the same tokens, so set both alike "
-                    f"(an override, as in {key}=..., holds for all)"
+                    f"{key} is {_shown(expected)} in {reference} and {_shown(found)} in {path}: models are compared on "
+                    f"the same tokens, so set both alike (an override, as in {key}=..., holds for all)"
                 )
     paths: dict[str, str] = {}
     for path, config in configs.items():
         if config.name in paths:
             raise ConfigError(
-                f"{paths[config.name]} and {path} have the name {config.name}, which names the folder of their runs: give each its own"
+                f"{paths[config.name]} and {path} have the name {config.name}, which names the folder of their runs: "
+                "give each its own"
             )
         paths[config.name] = path
 
@@ -136,7 +137,7 @@ def inequalities(figures: ModelFigures, reference: ModelFigures) -> dict[str, fl
 
 def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
     """What a run reached; None if it has not been evaluated after its last step."""
-    rows = _rows(metrics)
+    rows = read_metrics(metrics)
     tokens_per_step = config.train.global_batch_size * config.train.sequence_length
     evaluations = [row for row in rows if row.get("validation_loss") is not None]
     steps = [row for row in rows if row.get("loss") is not None]
@@ -151,7 +152,8 @@ def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
     )
 
 
-def _rows(metrics: Path) -> list[dict[str, Any]]:
+def read_metrics(metrics: Path) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl`; none if there is no such file."""
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
 
 
@@ -219,8 +221,10 @@ def report(
         f", but for {', '.join(departing)} (departures in brackets)" if departing else ""
     )
     return f"""\
-{len(configs)} models on {num_tokens:,} tokens of {paths}: {steps}, {train.precision}, in the same order (seed {data_seed(configs[0])}).
-Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, with the lowest and the highest. {balance[0].upper() + balance[1:]}.{state}
+{len(configs)} models on {num_tokens:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
+(seed {data_seed(configs[0])}).
+Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, with the lowest and the highest. \
+{balance[0].upper() + balance[1:]}.{state}
 
 {table(figures, results)}
 
@@ -284,7 +288,7 @@ def binned(points: Sequence[Point], num_bins: int = _NUM_BINS) -> tuple[Point, .
     bins: dict[int, list[Point]] = {}
     for x, y in points:
         bins.setdefault(math.ceil(x / end * num_bins), []).append((x, y))
-    return tuple((fmean(x for x, _ in part), fmean(y for _, y in part)) for _, part in sorted(bins.items()))
+    return tuple((fmean(x for x, _ in held), fmean(y for _, y in held)) for _, held in sorted(bins.items()))
 
 
 def _means(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -305,7 +309,8 @@ def check_report(path: Path) -> None:
         raise ConfigError(f"--report is {path}: name a markdown file (.md); the plot goes beside it")
     if path.exists() and not _has_marks(path.read_text(encoding="utf-8")):
         raise ConfigError(
-            f"--report is {path}, which is there and has no lines {BEGIN} and {END} to write between: put them in, or name another file"
+            f"--report is {path}, which is there and has no lines {BEGIN} and {END} to write between: put them in, or "
+            "name another file"
         )
 
 

@@ -15,7 +15,6 @@ from megamem.config import ModelConfig
 from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from megamem.memory_config import MemoryConfig
-from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
@@ -26,10 +25,11 @@ from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs, table_bytes_per_token
 from pretrain.errors import ConfigError
-from tools.parameter_table import parameter_tables
+from tools.parameter_table import padded_vocab_size, parameter_tables
 
 _WIDTH = 100
-# `config show` measures initial outputs on so many layers, and on fewer where their retrieval, which has to be drawn, is large: some seconds.
+# `config show` measures initial outputs on so many layers, and on fewer where the weights of their retrieval are many,
+# because they have to be drawn: it takes some seconds.
 _MOST_MEASURED_LAYERS = 4
 _MEASURED_WEIGHTS = 1 << 23
 _MEASURES = {
@@ -63,14 +63,16 @@ def add_parser(subparsers: Any) -> None:
         "--layers",
         type=int,
         metavar="N",
-        help="measure the initial outputs of so many memory layers (default: 4, fewer where their keys are many: some seconds)",
+        help="measure the initial outputs of so many memory layers (default: 4, fewer where their keys are many: some "
+        "seconds)",
     )
     show.add_argument("--keys", action="store_true", help="list every key there is with type, default and help instead")
     show.set_defaults(func=run_show)
     check = actions.add_parser(
         "check",
         help="say whether a configuration can run",
-        description="Load a configuration and check it as `megamem train` does before it starts. Exits with 2 if it cannot run.",
+        description="Load a configuration and check it as `megamem train` does before it starts. Exits with 2 if it "
+        "cannot run.",
     )
     check.add_argument("config", metavar="CONFIG", help="YAML file")
     check.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
@@ -82,8 +84,8 @@ def add_parser(subparsers: Any) -> None:
     table = actions.add_parser(
         "table",
         help="print parameters and costs of configurations as Markdown",
-        description="Print Markdown tables of parameters by part, operations and table reads per token, beside the figures of UltraMemV2's "
-        "paper for the models that it has. docs/parameters.md holds the output for configs/.",
+        description="Print Markdown tables of parameters by part, operations and table reads per token, beside the "
+        "figures of UltraMemV2's paper for the models that it has. docs/parameters.md holds the output for configs/.",
     )
     table.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files")
     table.set_defaults(func=run_table)
@@ -93,8 +95,9 @@ def _add_width_parser(actions: Any) -> None:
     width = actions.add_parser(
         "ffn-width",
         help="solve for the feed-forward width at equal cost",
-        description="Print the model.ffn_hidden_size at which CONFIG costs what another configuration costs, or a given figure. "
-        "Keys, top-K and sharing can thus be compared at equal computation: set them, and let the feed-forward pay.",
+        description="Print the model.ffn_hidden_size at which CONFIG costs what another configuration costs, or a "
+        "given figure. Keys, top-K and sharing can thus be compared at equal computation: set them, and let the "
+        "feed-forward pay.",
     )
     width.add_argument("config", metavar="CONFIG", help="YAML file")
     width.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
@@ -105,8 +108,8 @@ def _add_width_parser(actions: Any) -> None:
         "--match",
         choices=("flops", "active", "core"),
         default="flops",
-        help="what is to be equal: forward FLOPs per token at the sequence length of CONFIG (default), active parameters, or of those "
-        "all but embeddings and values read, as the paper counts its larger models",
+        help="what is to be equal: forward FLOPs per token at the sequence length of CONFIG (default), active "
+        "parameters, or of those all but embeddings and values read, as the paper counts its larger models",
     )
     width.add_argument(
         "--multiple", type=int, default=64, metavar="M", help="round to a multiple of M, and of parallel.tensor (64)"
@@ -157,8 +160,8 @@ def run_ffn_width(args: argparse.Namespace) -> int:
         other = load_config(args.like)
         if (other.model.vocab_size is None) != (config.model.vocab_size is None):
             raise ConfigError(
-                f"only one of {args.config} and {args.like} has model.vocab_size, which they need to be compared: "
-                "give it in both, or in neither"
+                f"only one of {args.config} and {args.like} has model.vocab_size, which they need to be compared: give "
+                "it in both, or in neither"
             )
         target, source = _measure(args.match, other, config.train.sequence_length)(other.model), args.like
     elif args.target <= 0:
@@ -174,14 +177,15 @@ def run_ffn_width(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.config}: {error}") from error
     print(f"model.ffn_hidden_size: {solved.width}")
     print(
-        f"# {_MEASURES[args.match]}: {solved.value:,.0f}, {100 * solved.residual:+.3f} % of {solved.target:,.0f} ({source})"
+        f"# {_MEASURES[args.match]}: {solved.value:,.0f}, {100 * solved.residual:+.3f} % of {solved.target:,.0f} "
+        f"({source})"
     )
     print(f"# the multiple of {multiple} nearest to {solved.exact:.1f}")
     return 0
 
 
 def _measure(match: str, config: RunConfig, sequence_length: int) -> Measure:
-    rows = padded_size(config.model.vocab_size or 0, config.model.vocab_size_multiple)
+    rows = padded_vocab_size(config.model)
     if match == "flops":
         return flops_measure(rows, sequence_length)
     return active_measure(rows) if match == "active" else core_measure()
@@ -202,7 +206,7 @@ class Section:
 
 
 def extra_sections(config: RunConfig, measured_layers: int | None = None) -> list[Section]:
-    """What a reader of a configuration wants to know besides its keys. Each further summary is one more element.
+    """What a reader of a configuration wants to know besides its keys.
 
     Args:
         config: of any kind.
@@ -230,10 +234,8 @@ def _pipeline_section(config: RunConfig) -> Section:
         raise ConfigError(str(error)) from error
     lines = []
     for stage in range(parallel.pipeline):
-        held = [
-            _chunk_text(chunk) for chunk in chunks_of_stage(chunks, pipeline=parallel.pipeline, pipeline_rank=stage)
-        ]
-        lines.append(f"stage {stage}: {'; '.join(held)}")
+        held = chunks_of_stage(chunks, pipeline=parallel.pipeline, pipeline_rank=stage)
+        lines.append(f"stage {stage}: {'; '.join(map(_chunk_text, held))}")
     return Section("pipeline (blocks count from 0)", tuple(lines))
 
 
@@ -253,12 +255,12 @@ def _length_section(config: RunConfig) -> Section:
 def _model_section(config: RunConfig) -> Section:
     """Parameters, operations and table reads by the closed formulas."""
     model, train = config.model, config.train
-    counts = count_parameters(model, padded_size(model.vocab_size or 0, model.vocab_size_multiple))
-    parts = [f"{name}: {count:,}" for name, count in counts.parts.items()]
-    lines = [*parts, f"total: {counts.total:,}", f"active per token: {counts.active:,}"]
+    rows = padded_vocab_size(model)
+    counts = count_parameters(model, rows)
+    lines = [f"{name}: {count:,}" for name, count in counts.parts.items()]
+    lines += [f"total: {counts.total:,}", f"active per token: {counts.active:,}"]
     if model.vocab_size is None:
         lines.append("(without embedding and output projection: model.vocab_size is left to the tokenizer)")
-    rows = padded_size(model.vocab_size or 0, model.vocab_size_multiple)
     lines.append(f"forward MFLOPs per token: {forward_flops_per_token(model, rows, train.sequence_length) / 1e6:,.2f}")
     if model.memory is not None:
         element = 2 if train.precision == "bf16" else 4
@@ -274,12 +276,12 @@ def _initialisation_section(
     from megamem.initial_outputs import measure_initial_outputs
 
     weights_per_layer = max(1, memory_layer_costs(model).retrieval // model.num_memory_layers)
+    few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_WEIGHTS // weights_per_layer))
+    most_layers = few if measured_layers is None else measured_layers
     try:
         with warnings.catch_warnings():
             # Of Megatron, about optional packages.
             warnings.simplefilter("ignore")
-            few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_WEIGHTS // weights_per_layer))
-            most_layers = few if measured_layers is None else measured_layers
             measured = measure_initial_outputs(model, seed=seed, most_layers=most_layers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -299,8 +301,8 @@ def _initialisation_section(
             figures.append(f"of its feed-forward measured {layer.ffn_std:.4g}")
         lines.append(f"memory of block {layer.block}: {', '.join(figures)}")
     lines.append(
-        f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} random tokens of mean square 1, "
-        f"with the weights and the table rows that seed {seed} gives it"
+        f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} "
+        f"random tokens of mean square 1, with the weights and the table rows that seed {seed} gives it"
     )
     return Section(f"initialisation ({memory.initialised_by})", tuple(lines))
 
@@ -309,22 +311,13 @@ def key_lines() -> Iterator[str]:
     """Every key with type, default and help."""
     for doc in describe_fields(RunConfig):
         if doc.is_section:
-            yield f"\n{doc.key}: {doc.type}{_default_of_section(doc)}"
+            default = {None: ", default null", (): ", default []"}.get(doc.default, "")
+            yield f"\n{doc.key}: {doc.type}{default}"
         else:
             default = "required" if doc.default is MISSING else f"default {dump_scalar(doc.default)}"
             yield f"{doc.key}: {doc.type}, {default}"
-        yield from textwrap.wrap(_help(doc), _WIDTH, initial_indent="    ", subsequent_indent="    ")
-
-
-def _default_of_section(doc: FieldDoc) -> str:
-    if doc.default is None:
-        return ", default null"
-    return ", default []" if doc.default == () else ""
-
-
-def _help(doc: FieldDoc) -> str:
-    condition = f" Only where {doc.effective_when}." if doc.effective_when else ""
-    return f"{doc.doc}{condition}"
+        condition = f" Only where {doc.effective_when}." if doc.effective_when else ""
+        yield from textwrap.wrap(doc.doc + condition, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def explained_lines(config: RunConfig) -> Iterator[str]:

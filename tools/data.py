@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import DataError
 
 if TYPE_CHECKING:
     from pretrain.data.manifest import PreparedDataset
-    from pretrain.data.sources import BadDocumentLog
 
 _INPUTS_HELP = (
-    "files or directories, or the name python-stdlib (the sources of this Python's standard library). Directories are read in "
-    "full, sorted by path; names that start with a dot are left out. *.jsonl and *.json are JSON lines (also .gz and .zst), *.parquet is parquet, "
-    "and every other file is one document of UTF-8 text"
+    "files or directories, or the name python-stdlib (the sources of this Python's standard library). Directories are "
+    "read in full, sorted by path; names that start with a dot are left out. *.jsonl and *.json are JSON lines (also "
+    ".gz and .zst), *.parquet is parquet, and every other file is one document of UTF-8 text"
 )
 
 _PREPARE_EPILOG = """\
@@ -26,8 +24,8 @@ examples:
   megamem data prepare corpus/*.jsonl.zst --field content --tokenizer llama/tokenizer.json --output data/web
   megamem data prepare dump.parquet --output data/dump --max-bad 100
 
-The output is a folder that `data.datasets` of a run configuration names by its path. It appears when it is complete: a preparation that is
-killed leaves nothing that opens. Asking for the same data set again does nothing.
+The output is a folder that `data.datasets` of a run configuration names by its path. It appears when it is complete: a
+preparation that is killed leaves nothing that opens. Asking for the same data set again does nothing.
 """
 
 _TOKENIZER_EPILOG = """\
@@ -44,8 +42,8 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register `data` and its subcommands; each sets `func`, which takes the parsed arguments and returns the exit code."""
+def add_parser(subparsers: Any) -> None:
+    """Adds `data` to the commands of `megamem`."""
     parser = subparsers.add_parser("data", help="prepare corpora, train tokenizers, inspect data sets")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_prepare(commands)
@@ -53,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     _add_inspect(commands)
 
 
-def _add_command(commands: argparse._SubParsersAction, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
     return commands.add_parser(
         name,
         help=summary,
@@ -71,11 +69,12 @@ def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="skip and count up to N bad documents (broken JSON, not UTF-8, a truncated archive counts once) before giving up (default: 0)",
+        help="skip and count up to N bad documents (broken JSON, not UTF-8, a truncated archive counts once) before "
+        "giving up (default: 0)",
     )
 
 
-def _add_prepare(commands: argparse._SubParsersAction) -> None:
+def _add_prepare(commands: Any) -> None:
     parser = _add_command(commands, "prepare", "tokenise documents into a data set to train on", _PREPARE_EPILOG)
     _add_input_arguments(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
@@ -83,7 +82,8 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
         "--tokenizer",
         default="bytes",
         metavar="SPEC",
-        help="bytes (256 byte values and an end-of-document token; the default), a Hugging Face tokenizer.json, or a folder with one",
+        help="bytes (256 byte values and an end-of-document token; the default), a Hugging Face tokenizer.json, or a "
+        "folder with one",
     )
     parser.add_argument(
         "--eod-token",
@@ -103,7 +103,7 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(func=run_prepare)
 
 
-def _add_tokenizer(commands: argparse._SubParsersAction) -> None:
+def _add_tokenizer(commands: Any) -> None:
     parser = _add_command(commands, "tokenizer", "train a byte-level BPE tokenizer on documents", _TOKENIZER_EPILOG)
     _add_input_arguments(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json to write")
@@ -118,7 +118,7 @@ def _add_tokenizer(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(func=run_tokenizer)
 
 
-def _add_inspect(commands: argparse._SubParsersAction) -> None:
+def _add_inspect(commands: Any) -> None:
     parser = _add_command(commands, "inspect", "show what a prepared data set holds, and check it", _INSPECT_EPILOG)
     parser.add_argument("path", type=Path, metavar="DIR", help="prepared data set")
     parser.add_argument(
@@ -134,70 +134,65 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(func=run_inspect)
 
 
-def run_prepare(arguments: argparse.Namespace) -> int:
+def run_prepare(args: argparse.Namespace) -> int:
     """`megamem data prepare`. Raises DataError."""
     from pretrain.data.prepare import prepare
     from pretrain.data.tokenizer import load_tokenizer
 
     started = time.monotonic()
     result = prepare(
-        arguments.inputs,
-        arguments.output,
-        load_tokenizer(arguments.tokenizer, arguments.eod_token),
-        field_name=arguments.field,
-        validation_fraction=arguments.validation_fraction,
-        seed=arguments.seed,
-        max_bad=arguments.max_bad,
-        num_workers=arguments.workers,
-        overwrite=arguments.overwrite,
+        args.inputs,
+        args.output,
+        load_tokenizer(args.tokenizer, args.eod_token),
+        field_name=args.field,
+        validation_fraction=args.validation_fraction,
+        seed=args.seed,
+        max_bad=args.max_bad,
+        num_workers=args.workers,
+        overwrite=args.overwrite,
     )
     if result.was_already_there:
-        print(f"{arguments.output} is already complete: nothing to do.")
+        print(f"{args.output} is already complete: nothing to do.")
     else:
-        print(f"Prepared {arguments.output} in {time.monotonic() - started:.1f} s.")
+        print(f"Prepared {args.output} in {time.monotonic() - started:.1f} s.")
     print(_summary(result.dataset))
     return 0
 
 
-def run_tokenizer(arguments: argparse.Namespace) -> int:
+def run_tokenizer(args: argparse.Namespace) -> int:
     """`megamem data tokenizer`. Raises DataError."""
     from pretrain.data.sources import BadDocumentLog, list_files, read_documents
     from pretrain.data.tokenizer import train_bpe
 
-    if arguments.output.exists() and not arguments.overwrite:
-        raise DataError(f"{arguments.output} exists. Choose another --output, or pass --overwrite to replace it.")
-    bad_documents = BadDocumentLog(arguments.max_bad)
-    total_bytes = sum(file.size_bytes for file in list_files(arguments.inputs))
-    documents = read_documents(arguments.inputs, field_name=arguments.field, bad_documents=bad_documents)
-    tokenizer = train_bpe(
-        (document.text for document in documents), arguments.vocab_size, arguments.output, total_bytes=total_bytes
-    )
+    if args.output.exists() and not args.overwrite:
+        raise DataError(f"{args.output} exists. Choose another --output, or pass --overwrite to replace it.")
+    bad_documents = BadDocumentLog(args.max_bad)
+    total_bytes = sum(file.size_bytes for file in list_files(args.inputs))
+    documents = read_documents(args.inputs, field_name=args.field, bad_documents=bad_documents)
+    tokenizer = train_bpe(documents, args.vocab_size, args.output, total_bytes=total_bytes)
     print(
-        f"Wrote {arguments.output}: {tokenizer.vocab_size} ids, documents end with {tokenizer.eod_token} (id {tokenizer.eod})."
+        f"Wrote {args.output}: {tokenizer.vocab_size} ids, documents end with {tokenizer.eod_token} (id "
+        f"{tokenizer.eod})."
     )
-    if tokenizer.vocab_size < arguments.vocab_size:
-        print(f"The documents have no more pairs to merge: {arguments.vocab_size} ids were asked for.")
-    _print_skipped(bad_documents)
-    return 0
-
-
-def _print_skipped(bad_documents: BadDocumentLog) -> None:
+    if tokenizer.vocab_size < args.vocab_size:
+        print(f"The documents have no more pairs to merge: {args.vocab_size} ids were asked for.")
     if bad_documents.num_bad:
         print(f"Skipped {bad_documents.num_bad} bad documents:")
         print("\n".join(f"  {example}" for example in bad_documents.examples))
+    return 0
 
 
-def run_inspect(arguments: argparse.Namespace) -> int:
+def run_inspect(args: argparse.Namespace) -> int:
     """`megamem data inspect`. Raises DataError."""
     from pretrain.data.manifest import open_dataset
 
-    dataset = open_dataset(arguments.path)
-    print(json.dumps(json.loads(dataset.manifest.to_json()), indent=2) if arguments.json else _summary(dataset))
-    if arguments.verify:
+    dataset = open_dataset(args.path)
+    print(dataset.manifest.to_json().rstrip() if args.json else _summary(dataset))
+    if args.verify:
         dataset.verify()
         print("Every byte is as it was written.")
-    if arguments.documents > 0:
-        _print_documents(dataset, arguments.split, arguments.documents)
+    if args.documents > 0:
+        _print_documents(dataset, args.split, args.documents)
     return 0
 
 
@@ -218,8 +213,8 @@ def _summary(dataset: PreparedDataset) -> str:
     ]
     for name, split in manifest.splits.items():
         lines.append(
-            f"  {name:<11} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_bytes:,} bytes of text "
-            f"({split.num_bytes / split.num_tokens:.2f} per token)"
+            f"  {name:<11} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_bytes:,} bytes "
+            f"of text ({split.num_bytes / split.num_tokens:.2f} per token)"
         )
     lines.append(f"  left out    {manifest.num_empty:,} empty documents, {manifest.num_skipped:,} bad ones")
     lines += [f"    {example}" for example in manifest.skipped_examples]

@@ -10,6 +10,7 @@ from typing import Any
 from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
 from tools.ranks import at_least_one_rank, fewest_ranks, run_on_ranks, started_world_size
 
 _EPILOG = """\
@@ -18,9 +19,9 @@ examples:
   megamem eval runs/quickstart --without-memory
   megamem eval runs/quickstart --step 200 --nproc 2 --json
 
-Every held-out token is predicted once; tokens that end a document count in the loss and have no bytes. gzip and xz compress the same documents,
-one after the other. The model runs on one rank per process with data parallelism, whatever layout it was trained on, or with
---own-layout on that one (for models that do not fit).
+Every held-out token is predicted once; tokens that end a document count in the loss and have no bytes. gzip and xz
+compress the same documents, one after the other. The ranks are data-parallel, whatever layout the model was trained on,
+or with --own-layout have that one (for models that do not fit).
 """
 
 
@@ -51,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Evaluates and prints."""
-    from pretrain.errors import ConfigError
     from pretrain.restore import find_checkpoint, saved_config
     from pretrain.run import RunFolder
 
@@ -68,6 +68,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def evaluate_rank(config: RunConfig, checkpoint: Path, without_memory: bool, as_json: bool) -> None:
     """What one rank does."""
+    from pretrain.callbacks import evaluation_row
     from pretrain.data.dataset import check_blend
     from pretrain.data.held_out import HeldOutDataset, compression_baselines
     from pretrain.evaluate import evaluate
@@ -92,10 +93,7 @@ def evaluate_rank(config: RunConfig, checkpoint: Path, without_memory: bool, as_
             baselines = compression_baselines(config.data.datasets)
             row = {
                 "checkpoint": str(checkpoint),
-                "validation_loss": result.loss,
-                "bits_per_byte": result.bits_per_byte,
-                "validation_tokens": result.num_tokens,
-                "validation_bytes": result.num_bytes,
+                **evaluation_row(result),
                 **{f"{name} bits_per_byte": value for name, value in baselines.items()},
             }
             print(json.dumps(row) if as_json else _table(row, without_memory, baselines), flush=True)
@@ -104,7 +102,8 @@ def evaluate_rank(config: RunConfig, checkpoint: Path, without_memory: bool, as_
 def _table(row: dict[str, Any], without_memory: bool, baselines: dict[str, float]) -> str:
     subject = "this model without its memory" if without_memory else "this model"
     lines = [
-        f"{row['checkpoint']}: {row['validation_loss']:.4f} nats per token over {row['validation_tokens']:,} held-out tokens ({row['validation_bytes']:,} bytes)",
+        f"{row['checkpoint']}: {row['validation_loss']:.4f} nats per token over {row['validation_tokens']:,} held-out "
+        f"tokens ({row['validation_bytes']:,} bytes)",
         "bits per byte on the held-out documents:",
         f"  {subject:30} {row['bits_per_byte']:.4f}",
         *(f"  {name:30} {value:.4f}" for name, value in baselines.items()),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.errors import ConfigError
 from tools.ranks import at_least_one_rank, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -67,7 +68,6 @@ def run_generate(args: argparse.Namespace) -> int:
     """Prints the prompt and what follows it."""
     from pretrain.config.layout_rules import layout_problems
     from pretrain.config.parse import join_problems
-    from pretrain.errors import ConfigError
     from pretrain.generate import Sampling
     from pretrain.restore import find_checkpoint, saved_config
     from pretrain.run import RunFolder

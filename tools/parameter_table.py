@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megamem.config import ModelConfig
 from megamem.retrieval.config import RetrievalConfig
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops_per_token
+from pretrain.costs.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops
 from pretrain.errors import ConfigError
 
 _BF16_BYTES = 2
@@ -65,7 +66,8 @@ def parameter_tables(configs: Sequence[RunConfig]) -> str:
     for config in configs:
         if config.model.vocab_size is None:
             raise ConfigError(
-                f"model.vocab_size of {config.name} is left to the tokenizer, so that its parameters are not known: give model.vocab_size"
+                f"model.vocab_size of {config.name} is left to the tokenizer, so that its parameters are not known: "
+                "give model.vocab_size"
             )
     costs = [
         "model",
@@ -81,27 +83,26 @@ def parameter_tables(configs: Sequence[RunConfig]) -> str:
         "table bytes read",
     ]
     parts = ["model", *(part.replace("_", " ") for part in _counts(configs[0]).parts), "keys per side", "FFN width"]
-    return "\n\n".join(
-        (_markdown(costs, [_costs(config) for config in configs]), _markdown(parts, [_parts(c) for c in configs]))
-    )
+    return "\n\n".join((_markdown(costs, map(_costs, configs)), _markdown(parts, map(_parts, configs))))
 
 
 def memory_share(config: RunConfig) -> float:
     """The memory's share of the forward pass, without output projection and attention scores."""
-    return memory_flops_per_token(config.model) / (2 * _counts(config).core)
+    return memory_flops(config.model).total / (2 * _counts(config).core)
 
 
 def _counts(config: RunConfig) -> ParameterCounts:
-    return count_parameters(config.model, _padded_vocab_size(config))
+    return count_parameters(config.model, padded_vocab_size(config.model))
 
 
-def _padded_vocab_size(config: RunConfig) -> int:
-    return padded_size(config.model.vocab_size or 0, config.model.vocab_size_multiple)
+def padded_vocab_size(model: ModelConfig, vocab_size: int = 0) -> int:
+    """Rows of the embedding, if there are `vocab_size` token ids where the model leaves them to the tokenizer."""
+    return padded_size(model.vocab_size or vocab_size, model.vocab_size_multiple)
 
 
 def _costs(config: RunConfig) -> list[str]:
     counts, paper = _counts(config), PAPER.get(config.name, PaperFigures("", ""))
-    flops = forward_flops_per_token(config.model, _padded_vocab_size(config), config.train.sequence_length)
+    flops = forward_flops_per_token(config.model, padded_vocab_size(config.model), config.train.sequence_length)
     has_memory = config.model.memory is not None
     return [
         config.name,
@@ -138,6 +139,6 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:,.2f}M" if count else ""
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

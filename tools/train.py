@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+from tools.comparison import read_metrics
+from tools.parameter_table import padded_vocab_size
 from tools.ranks import at_least_one_rank, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -22,8 +24,9 @@ examples:
   megamem train configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 2
   torchrun --nproc-per-node 8 -m tools.cli train CONFIG
 
-The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes on from there, bit for bit
-as if it had never stopped; the layout may differ. Ctrl-C or SIGTERM ends the step, saves and exits with 75: run the same command again.
+The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes
+on from there, bit for bit as if it had never stopped; the layout may differ. Ctrl-C or SIGTERM ends the step, saves and
+exits with 75: run the same command again.
 """
 
 
@@ -32,7 +35,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a model, or go on with a run",
-        description="Train a model. Starts its own ranks on this machine, or uses those that torchrun or Slurm started.",
+        description="Train a model. Starts its own ranks on this machine, or uses those that torchrun or Slurm "
+        "started.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -63,8 +67,6 @@ def run_train(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     started = started_world_size()
     if started is not None and args.nproc is not None and args.nproc != started:
-        from pretrain.errors import ConfigError
-
         raise ConfigError(f"--nproc is {args.nproc}, but {started} ranks were started already: leave --nproc out")
     num_ranks = started or args.nproc or default_num_ranks(config.parallel)
     validate(config, num_ranks)
@@ -98,32 +100,34 @@ def _headline(run: Run) -> str:
     """The run in two lines, what `auto` chose, and who steps the tables if that is the host."""
     from kernels.implementations import describe
     from kernels.select import resolve
-    from parallel.layout import padded_size
     from pretrain.costs.formulas import count_parameters
-    from pretrain.run import model_vocab_size
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
-    counts = count_parameters(model, padded_size(model_vocab_size(model, run.tokenizer), model.vocab_size_multiple))
+    counts = count_parameters(model, padded_vocab_size(model, run.tokenizer.vocab_size))
     offload = run.optimizer.describe_offload()
     kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)
     context = f"context {layout.context} x " if layout.context > 1 else ""
     kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""
     return (
-        f"{run.config.name}: {counts.total / 1e6:.1f}M parameters ({kind}), {counts.active / 1e6:.2f}M active per token\n"
-        f"{run.groups.world_size} ranks (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data {run.groups.data_size}), {train.precision}, "
+        f"{run.config.name}: {counts.total / 1e6:.1f}M parameters ({kind}), {counts.active / 1e6:.2f}M active per "
+        "token\n"
+        f"{run.groups.world_size} ranks (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data "
+        f"{run.groups.data_size}), {train.precision}, "
         f"{train.num_steps} steps of {run.tokens_per_step:,} tokens{kernels}" + (f"\n{offload}" if offload else "")
     )
 
 
 def _closing(run: Run) -> str:
     """What the run reached, where it is, and what to try next."""
-    last = _last_evaluation(run.folder)
-    result = (
-        f"validation loss {last['validation_loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte on {last['validation_bytes']:,} held-out bytes\n"
-        if last
-        else ""
-    )
+    evaluations = [row for row in read_metrics(run.folder.metrics) if "validation_loss" in row]
+    result = ""
+    if evaluations:
+        last = evaluations[-1]
+        result = (
+            f"validation loss {last['validation_loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte "
+            f"on {last['validation_bytes']:,} held-out bytes\n"
+        )
     path = run.folder.path
     return (
         f"{result}run folder: {path} (config.yaml, metrics.jsonl, checkpoints/, logs/)\n"
@@ -131,13 +135,3 @@ def _closing(run: Run) -> str:
         f"      megamem generate {path} --prompt 'def __init__(self'\n"
         f"      megamem train ... train.num_steps={2 * run.config.train.num_steps} goes on with this run"
     )
-
-
-def _last_evaluation(folder: RunFolder) -> dict[str, Any] | None:
-    rows = (
-        [json.loads(line) for line in folder.metrics.read_text(encoding="utf-8").splitlines()]
-        if folder.metrics.exists()
-        else []
-    )
-    evaluations = [row for row in rows if "validation_loss" in row]
-    return evaluations[-1] if evaluations else None

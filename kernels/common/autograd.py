@@ -1,4 +1,4 @@
-"""What the autograd ops of the gathers share: how they are called under `torch.compile`, and the gradient that a table hands to autograd.
+"""What the autograd ops of the gathers share: their calls under `torch.compile`, and the gradients of their tables.
 
 Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
@@ -14,10 +14,10 @@ from kernels.segment_accumulate.op import SegmentAccumulate
 
 
 def apply_gather(gather: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """`gather.apply(*arguments)`; where `torch.compile` traces, as a call that it leaves alone if a table carries a `main_grad`.
+    """`gather.apply(*arguments)`, which `torch.compile` does not trace if a table carries a `main_grad`.
 
-    Backward then writes to an attribute of a parameter, and returns a sparse tensor: neither can be traced. With `fullgraph=True` that is an
-    error, which says so.
+    Backward then writes to an attribute of a parameter, and returns a sparse tensor: neither can be traced. With
+    `fullgraph=True` that is an error, which says so.
     """
     if torch.compiler.is_compiling() and any(isinstance(a, Tensor) and hasattr(a, "main_grad") for a in arguments):
         out: Tensor = _apply_untraced(gather, *arguments)
@@ -27,7 +27,8 @@ def apply_gather(gather: type[torch.autograd.Function], *arguments: Any) -> Tens
 
 
 @torch.compiler.disable(
-    reason="backward of a gather adds to the main_grad of its table, which cannot be traced: compile without fullgraph=True"
+    reason="backward of a gather adds to the main_grad of its table, which cannot be traced: "
+    "compile without fullgraph=True"
 )
 def _apply_untraced(gather: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     out: Tensor = gather.apply(*arguments)
@@ -35,18 +36,12 @@ def _apply_untraced(gather: type[torch.autograd.Function], *arguments: Any) -> T
 
 
 def table_gradient(
-    table: Tensor,
-    ids: Tensor,
-    coef: Tensor,
-    vec: Tensor,
-    bins: Tensor | None = None,
-    *,
-    accumulate: SegmentAccumulate,
+    table: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None, *, accumulate: SegmentAccumulate
 ) -> Tensor:
     """What backward of a gather returns for its table.
 
-    Under Megatron's DDP the gradient is added to `table.main_grad` and the result is an empty sparse tensor, which costs nothing and
-    still lets the DDP hook fire; otherwise it is the dense gradient.
+    Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
+    nothing, and DDP's hook still fires. Otherwise it is the dense gradient.
 
     Args:
         table: [rows, W], the parameter.

@@ -1,4 +1,4 @@
-"""Entries that belong to different sums of one token (the virtual blocks of implicit value expansion).
+"""Entries that belong to different sums of one token: its bins, the virtual blocks of implicit value expansion.
 
 Legend: T tokens, J rows read per token, C column groups, W columns, B bins.
 """
@@ -28,7 +28,8 @@ def sort_by_bin(ids: Tensor, coef: Tensor, bins: Tensor, num_bins: int) -> tuple
         num_bins: B.
 
     Returns:
-        ids [T, J] and coef [T, J, C] reordered; positions [T, C, B] of each bin's first entry among the T C J entries of [T, C, J].
+        ids [T, J] and coef [T, J, C] reordered; the position [T, C, B] of each bin's first entry, counted over
+        [T, C, J].
     """
     num_tokens, num_rows_read, num_groups = coef.shape
     bins, order = bins.sort(dim=1, stable=True)

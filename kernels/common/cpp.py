@@ -1,8 +1,8 @@
 """The ops' kernels in C++: compiles an op's `cpu.cpp` once per machine, loads it, and calls its functions with tensors.
 
-A library lies in a cache folder under a name that is a hash of the source, the flags, the compiler and the machine's instruction set, so
-that machines which share a home do not load each other's. Nothing of PyTorch is compiled in, so its version does not enter. Processes
-that start together take turns: the first compiles, the others find the library.
+A library's name in the cache folder is a hash of the source, the flags, the compiler and the machine's instruction set,
+so machines that share a home do not load each other's. Nothing of PyTorch is compiled in, so its version does not
+enter. Processes that start together take turns: the first compiles, the others find the library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TYPES = {
 _MAX_ENTRIES = 2**31
 # Without fused multiply-adds the bits are the same on every machine; the loops wait for memory anyway.
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
-# Linked without -fopenmp: the OpenMP calls find the library that torch has loaded, and share its threads instead of starting a second pool.
+# Linked without -fopenmp: the OpenMP calls find the library that torch has loaded, and share its threads.
 _LINK = ("-shared",)
 
 
@@ -65,23 +65,33 @@ def library(op: str) -> ctypes.CDLL:
         raise KernelUnavailableError(
             "the memory kernels in C++ need a compiler, and there is none: install g++, set CXX, or use torch"
         )
-    return _load(build(op, cache_folder(), path))
+    built = build(op, cache_folder(), path)
+    try:
+        # Now and not lazily: an OpenMP call that nothing provides would otherwise end the process at its first use.
+        return ctypes.CDLL(str(built), mode=os.RTLD_NOW)
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"{built} does not load ({error}): use the implementation torch, or remove the file to compile it again"
+        ) from error
 
 
 def call(op: str, function: str, *arguments: Tensor | int | None) -> None:
-    """Runs `megamem_<function>` of an op's `cpu.cpp`: a tensor is passed as the address of its first element, None as a null pointer,
-    a number in 64 bits, and after all of them the number of threads."""
-    converted: list[ctypes.c_void_p | ctypes.c_int64] = [
+    """Runs `megamem_<function>` of an op's `cpu.cpp`.
+
+    A tensor is passed as the address of its first element, None as a null pointer, a number in 64 bits; after all of
+    them comes the number of threads.
+    """
+    converted = (
         ctypes.c_int64(argument)
         if isinstance(argument, int)
         else ctypes.c_void_p(None if argument is None else argument.data_ptr())
         for argument in (*arguments, torch.get_num_threads())
-    ]
+    )
     getattr(library(op), f"megamem_{function}")(*converted)
 
 
 def types_of(rows: Tensor, operand: Tensor) -> tuple[int, Tensor]:
-    """The number of the types, and the operand, contiguous, converted where its type has no number."""
+    """The number of the two types, and the operand, contiguous; where the types have no number, as the rows' type."""
     if (rows.dtype, operand.dtype) not in _TYPES:
         operand = operand.to(rows.dtype)
     if (rows.dtype, operand.dtype) not in _TYPES:
@@ -92,11 +102,7 @@ def types_of(rows: Tensor, operand: Tensor) -> tuple[int, Tensor]:
 
 
 def check_rows(rows: Tensor, ids: Tensor) -> None:
-    """Refuses tables and ids that the C++ cannot read.
-
-    Raises:
-        ValueError: they are on a device, strided or too many.
-    """
+    """Raises ValueError for a table on a device or with strides, and for too many ids."""
     if rows.device.type != "cpu":
         raise ValueError(
             f"the memory kernels in C++ take tensors on the CPU, and the table is on {rows.device}: use triton or torch"
@@ -104,7 +110,8 @@ def check_rows(rows: Tensor, ids: Tensor) -> None:
     check_contiguous(rows)
     if ids.numel() >= _MAX_ENTRIES:
         raise ValueError(
-            f"{ids.numel()} rows are read at once, and the memory kernels in C++ count to 2^31: use smaller microbatches"
+            f"{ids.numel()} rows are read at once, and the memory kernels in C++ count to 2^31: use smaller "
+            "microbatches"
         )
 
 
@@ -128,20 +135,15 @@ def build(op: str, folder: Path, compiler_path: str) -> Path:
                 os.replace(built, target)
     except OSError as error:
         raise KernelUnavailableError(
-            f"cannot write the compiled memory kernels into {folder} ({error}): set MEGAMEM_CACHE_DIR to a folder of yours"
+            f"cannot write the compiled memory kernels into {folder} ({error}): set MEGAMEM_CACHE_DIR to a folder of "
+            "yours"
         ) from error
     return target
 
 
 def _key(op: str, compiler_path: str) -> str:
-    facts = (
-        *(path.read_text(encoding="utf-8") for path in (source(op), _HEADER)),
-        *_COMPILE,
-        *_LINK,
-        compiler_path,
-        platform.machine(),
-        _instruction_set(),
-    )
+    sources = (path.read_text(encoding="utf-8") for path in (source(op), _HEADER))
+    facts = (*sources, *_COMPILE, *_LINK, compiler_path, platform.machine(), _instruction_set())
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 
@@ -162,16 +164,7 @@ def _run(command: Sequence[str]) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise KernelUnavailableError(
-            f"the memory kernels in C++ do not compile here (set CXX to another compiler, or use the implementation torch): "
+            "the memory kernels in C++ do not compile here (set CXX to another compiler, or use the implementation "
+            "torch): "
             f"{' '.join(command)}\n{finished.stderr[-2000:]}"
         )
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    try:
-        # Now and not lazily: an OpenMP call that nothing provides would otherwise end the process at its first use.
-        return ctypes.CDLL(str(path), mode=os.RTLD_NOW)
-    except OSError as error:
-        raise KernelUnavailableError(
-            f"{path} does not load ({error}): use the implementation torch, or remove the file to compile it again"
-        ) from error

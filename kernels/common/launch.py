@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def sum_dtype(rows: Tensor) -> tl.dtype:
-    """What rows of this type are added up in."""
+    """The dtype of sums of such rows."""
     return tl.float64 if rows.dtype == torch.float64 else tl.float32
 
 

@@ -1,4 +1,4 @@
-"""Entries sorted by row, once for all tables that are read by the same ids."""
+"""The sort cache: entries are sorted by row once for all tables that are read by the same ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ATTRIBUTE = "_megamem_row_order"
 def shared_order(ids: Tensor, num_rows: int, sort: Callable[[Tensor, int], Order]) -> Order:
     """`sort(ids, num_rows)`, or what it returned when it was last called for this tensor.
 
-    Values and pre-values are read by one tensor of ids, and the backward pass of each wants them sorted. The result is kept on the tensor
-    itself, so it lives as long as the graph that needs it; a tensor written to in between is sorted again. While `torch.compile` traces,
-    nothing is kept: it merges equal calls itself.
+    Values and pre-values are read by one tensor of ids, and the backward pass of each wants them sorted. The result is
+    kept on that tensor, so it lives as long as the graph that needs it; a tensor written to in between is sorted again.
+    `torch.compile` merges equal calls itself, so nothing is kept while it traces.
 
     Args:
         ids: [T, J].

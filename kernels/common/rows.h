@@ -1,11 +1,12 @@
-// What the memory kernels in C++ have in common: the types of rows and operands, vectors of sums, and asking for rows ahead of time.
+// What the memory kernels in C++ have in common: the types of rows and operands, vectors of sums, and asking for rows
+// ahead of time.
 //
 // Legend: T tokens, J rows read per token, M = T J entries, C column groups, W columns (C divides W), B bins.
 // Entry e is row ids[e] for token e / J, coefficients coef[e C .. e C + C), bins bins[e] (0 where bins is null).
 //
-// A plain C interface: no header of PyTorch, so it compiles in seconds and serves every version of it. Every element is summed by one
-// thread in the order of the entries, and no multiply-add is fused that would round otherwise (-ffp-contract=off): the bits depend neither on
-// the number of threads nor on the width of the machine's vectors.
+// A plain C interface: no header of PyTorch, so it compiles in seconds and serves every version of it. Every element is
+// summed by one thread in the order of the entries, and no multiply-add is fused that would round otherwise
+// (-ffp-contract=off): the bits depend neither on the number of threads nor on the width of the machine's vectors.
 
 #pragma once
 
@@ -59,7 +60,8 @@ struct sum_of<double> {
 };
 
 constexpr int64_t kCacheLine = 64;
-// Entries between asking for a row and using it: a row takes about 10 ns, an access to memory that misses the TLB too 100 to 200.
+// Entries between asking for a row and using it: a row takes about 10 ns, an access to memory that misses the TLB too
+// 100 to 200.
 constexpr int64_t kAhead = 24;
 
 // Asks for a row, in the second level of cache: more lines can be on their way there than to the first.
@@ -71,8 +73,8 @@ __attribute__((always_inline)) inline void prefetch_row(const void* row, int64_t
   __builtin_prefetch(first + bytes - 1, 0, 2);
 }
 
-// Elements at a time: as many of fp32 as a register of this machine holds, and half as many where there are fewer. A vector of more than a
-// register has no place but memory: GCC would load and store a sum at every addition to it.
+// Elements at a time: as many of fp32 as a register of this machine holds, and half as many where there are fewer. A
+// vector of more than a register has no place but memory: GCC would load and store a sum at every addition to it.
 #if defined(__AVX512F__)
 constexpr int64_t kLanes = 16;
 #elif defined(__AVX2__)

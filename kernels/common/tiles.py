@@ -1,7 +1,7 @@
-"""How the Triton kernels cut their work: a closed form of widths and counts, so that every rank launches the same kernels.
+"""How the Triton kernels cut their work: a closed form of widths and counts, so that all ranks launch the same kernels.
 
-Nothing is timed at run time. A search would have to be bounded, cached and agreed on between ranks, and the kernels wait for memory: what
-matters is how wide the loads are, and how many are under way at once.
+Nothing is timed at run time. Autotuning would have to be bounded, cached and agreed on between ranks, and the kernels
+wait for memory: what matters is how wide the loads are, and how many are under way at once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _WARP = 32
 _MAX_COLUMNS = 1024
 # Fewer programs than a GPU can keep in flight: then each takes more entries at once.
 _FEW_PROGRAMS = 256
-# Entries for which a program of its own, and a row of scratch, still pay.
+# Fewer entries than this do not pay for a program of their own, and a row of scratch.
 _MIN_SPLIT = 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of a table's rows that one program has in registers."""
+    """Rows and columns of a table that one program has in registers."""
 
     entries: int
     """Rows, a power of two."""
@@ -34,7 +34,7 @@ class Tile:
 
 
 def columns_of(width: int) -> int:
-    """The widest power of two of which at most a quarter is masked, so that rows are read in one piece where that wastes little."""
+    """The widest power of two that masks at most a quarter: rows are read whole where that wastes little."""
     columns = _MAX_COLUMNS
     while columns > 8 and -(-width // columns) * columns * 3 > width * 4:
         columns //= 2
@@ -45,9 +45,9 @@ def gather_tile(width: int, num_reads: int, num_programs: int, per_thread: int =
     """Of `gather_sum` and `gather_dot`.
 
     Args:
-        width: columns of a coefficient group.
+        width: of a column group.
         num_reads: J.
-        num_programs: there would be with one program per token and column group.
+        num_programs: with one program per token and column group.
         per_thread: elements of a tile.
     """
     columns = columns_of(width)
@@ -59,13 +59,13 @@ def gather_tile(width: int, num_reads: int, num_programs: int, per_thread: int =
 def pair_tile(width: int, num_reads: int, num_programs: int) -> Tile:
     """Of both halves of `gather_pair`, forward and backward; arguments as of `gather_tile`.
 
-    Half a tile, because a program may have the rows of two coefficient groups, or the bins of its entries, in registers as well.
+    Half a tile: a program may have the rows of two column groups, or the bins of its entries, in registers as well.
     """
     return gather_tile(width, num_reads, num_programs, _PER_THREAD // 2)
 
 
 def split_length(num_tokens: int, num_reads: int) -> int:
-    """Entries of a token that one program of `gather_pair` takes: all of them, unless there are too few tokens to keep a GPU busy."""
+    """Entries of a token that one program of `gather_pair` takes: all, unless few tokens would leave a GPU idle."""
     if num_tokens >= _FEW_PROGRAMS:
         return num_reads
     num_splits = -(-_FEW_PROGRAMS // max(1, num_tokens))
@@ -73,21 +73,21 @@ def split_length(num_tokens: int, num_reads: int) -> int:
 
 
 def split_sum_tile(width: int) -> tuple[int, int]:
-    """Columns and warps of a program that adds up what the parts of a token have in scratch: 16 bytes of fp32 per thread."""
+    """Columns and warps of a program that adds up the splits of a token: 16 bytes of fp32 per thread."""
     columns = min(256, columns_of(width))
     return columns, max(1, columns // (4 * _WARP))
 
 
 def accumulate_tile(width: int) -> Tile:
-    """Of `segment_accumulate`: fewer entries, because all of a tile wait for its longest run."""
+    """Of `segment_accumulate`: fewer entries, because a tile takes as long as its longest run."""
     columns = columns_of(width)
     return Tile(max(1, min(32, 4 * _WARP * _PER_THREAD // 2 // columns)), columns, 4)
 
 
 def run_length(num_entries: int) -> int:
-    """Entries of one row that a program adds up one after the other; the sums of longer runs are added up in the same way.
+    """Entries of one row that a program adds up one after the other; partial sums are then added up in the same way.
 
-    Its inverse bounds the scratch memory, its length the time of a row that every token reads.
+    Longer runs need less scratch memory, shorter ones less time for a row that every token reads.
     """
     return 32 if num_entries <= 1 << 18 else 128 if num_entries <= 1 << 22 else 512
 

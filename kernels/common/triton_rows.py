@@ -1,6 +1,6 @@
-"""What the Triton kernels of the gathers are made of: products and weighted sums of some table rows of one token, by one program.
+"""What the Triton kernels of the gathers are made of: one program's products and weighted sums of a token's rows.
 
-Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A tile holds ENTRIES rows and COLUMNS columns of each.
+Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A tile is ENTRIES rows and COLUMNS columns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def products_of_rows(
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """<table[row], x[t, b]> in the columns of `group`, tile by tile along the row: [ENTRIES]. `row`, `present` and (if B > 1) `b` are [ENTRIES]."""
+    """<table[row], x[t, b]> in the columns of `group`: [ENTRIES], as `row`, `present` and, if B > 1, `b`."""
     PER_GROUP: tl.constexpr = W // C
     products = tl.zeros([ENTRIES], SUM)
     for start in range(0, PER_GROUP, COLUMNS):
@@ -66,10 +66,10 @@ def sum_of_rows(
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """sum_{first <= j < last, bins[t, j] = b} coef[t, j, group] act(products[t, j]) table[ids[t, j]] in `columns` of `group`: [COLUMNS].
+    """sum_{first <= j < last, bins[t, j] = b} coef[t, j, group] act(products[t, j]) table[ids[t, j]]: [COLUMNS].
 
-    Without an ACTIVATION there are no products. Rows are read once, and all elements of a tile are added up in registers before they are
-    added together.
+    In `columns` of `group`. Without an ACTIVATION there are no products. Every element of a tile has a sum of its own
+    in registers; these are added up at the end.
     """
     PER_GROUP: tl.constexpr = W // C
     sums = tl.zeros([ENTRIES, COLUMNS], SUM)

@@ -13,8 +13,8 @@ from torch import Tensor
 def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
     """Products of gathered table rows with a vector of their token, one per column group.
 
-    out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]> with x seen as [T, B, W], and group c being columns
-    [c W/C, (c + 1) W/C)
+    out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]> with x seen as [T, B, W], and group c being
+    columns [c W/C, (c + 1) W/C)
 
     Args:
         table: [rows, W], floating point.

@@ -1,4 +1,4 @@
-"""`gather_dot`: its signature, and the autograd op. The table's gradient goes straight into Megatron's fp32 `main_grad`."""
+"""`gather_dot`: its signature, and the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
 
 from __future__ import annotations
 

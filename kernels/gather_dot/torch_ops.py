@@ -1,4 +1,4 @@
-"""`gather_dot` in PyTorch: batched products, in chunks of tokens whose rows stay in cache.
+"""`gather_dot` in PyTorch: batched products, in slices of tokens whose rows stay in cache.
 
 Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.bins import vectors_of_entries
-from kernels.common.chunks import token_chunks
+from kernels.common.slices import token_slices
 
 
 def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
@@ -17,13 +17,13 @@ def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins:
     num_tokens, num_rows_read = ids.shape
     per_group = (num_groups, table.shape[1] // num_groups)
     out = x.new_empty(num_tokens, num_rows_read, num_groups)
-    for chunk in token_chunks(num_tokens, num_rows_read * table.shape[1]):
-        rows = table[ids[chunk]].view(-1, num_rows_read, *per_group)
+    for tokens in token_slices(num_tokens, num_rows_read * table.shape[1]):
+        rows = table[ids[tokens]].view(-1, num_rows_read, *per_group)
         if bins is None:
-            vectors = x[chunk].reshape(rows.shape[0], 1, *per_group)
-            out[chunk] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
+            vectors = x[tokens].reshape(rows.shape[0], 1, *per_group)
+            out[tokens] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
         else:
-            vectors = vectors_of_entries(x[chunk], bins[chunk], table.shape[1]).view(rows.shape)
+            vectors = vectors_of_entries(x[tokens], bins[tokens], table.shape[1]).view(rows.shape)
             # In bf16 every product would be rounded before it is added.
-            out[chunk] = (rows * vectors.to(torch.promote_types(vectors.dtype, torch.float32))).sum(-1)
+            out[tokens] = (rows * vectors.to(torch.promote_types(vectors.dtype, torch.float32))).sum(-1)
     return out

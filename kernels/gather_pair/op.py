@@ -1,4 +1,4 @@
-"""`gather_pair`: its signature, and the autograd op. The tables' gradients go straight into Megatron's fp32 `main_grad`."""
+"""`gather_pair`: its signature, and the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GatherPair: TypeAlias = Callable[..., Tensor]
 
 
 def differentiable(gather_pair: Pair, segment_accumulate: SegmentAccumulate) -> GatherPair:
-    """The function of `kernels.gather_pair.naive.gather_pair` with gradients. Between the passes it keeps the products."""
+    """`kernels.gather_pair.naive.gather_pair` of one implementation. For backward it keeps the products."""
 
     def with_gradients(*operands: Any) -> Tensor:
         return apply_gather(_GatherPair, *PairOperands(*operands), *gather_pair, segment_accumulate)

@@ -36,7 +36,8 @@ SCHEMA = (
 class PairGradients(NamedTuple):
     """What backward of a pair gathers.
 
-    The tables' gradients follow: `segment_accumulate` of `products` with x, and of `coef` with the gradient of the result.
+    The tables' gradients follow: `segment_accumulate` of `products` with x, and of `coef` with the gradient of the
+    result.
     """
 
     scores: Tensor

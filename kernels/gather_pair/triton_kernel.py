@@ -2,9 +2,9 @@
 
 Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns, B bins, S splits.
 
-As in split-K, the entries of a token are cut into splits of SPLIT entries, one per program. A program writes the products of
-all its entries, and then sums the rows of the other table with them. What several splits add to one sum goes to scratch, and
-`sum_of_splits_kernel` adds it up.
+As in split-K, the entries of a token are cut into splits of SPLIT entries, one per program. A program writes the
+products of all its entries, and then sums the rows of the other table with them. What several splits add to one sum
+goes to scratch, and `sum_of_splits_kernel` adds it up.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def gather_pair_kernel(
         columns = tile % COLUMN_TILES * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
         in_row = columns < PER_GROUP
         total = sum_of_rows(
-            values, ids, scores, products, bins, t, b, group, columns, in_row, first, last, J, C, V, B, ACTIVATION, SUM_ENTRIES, SUM_COLUMNS, SUM
+            values, ids, scores, products, bins, t, b, group, columns, in_row, first, last, J, C, V, B,
+            ACTIVATION, SUM_ENTRIES, SUM_COLUMNS, SUM,
         )  # fmt: skip
         tl.store(out + b * V + group * PER_GROUP + columns, total.to(out.dtype.element_ty), mask=in_row)
 
@@ -137,7 +138,8 @@ def gather_pair_gradients_kernel(
         columns = start + tl.arange(0, SUM_COLUMNS)
         in_row = columns < P
         total = sum_of_rows(
-            pre_values, ids, grad_products, products, bins, t, 0, 0, columns, in_row, first, last, J, 1, P, 1, None, SUM_ENTRIES, SUM_COLUMNS, SUM
+            pre_values, ids, grad_products, products, bins, t, 0, 0, columns, in_row, first, last, J, 1, P, 1,
+            None, SUM_ENTRIES, SUM_COLUMNS, SUM,
         )  # fmt: skip
         tl.store(grad_x + columns, total.to(grad_x.dtype.element_ty), mask=in_row)
 

@@ -1,6 +1,7 @@
 """`gather_pair` in Triton, as custom ops of PyTorch: nothing waits for the device.
 
-Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns, B bins, S splits of a token.
+Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns, B bins, S splits of a
+token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Launch:
 
 
 def launch_of(tokens: int, reads: int, dot_width: int, sum_width: int) -> Launch:
-    """For T tokens with J reads; widths of a column group of the table whose products are made, and of the one summed."""
+    """For T tokens with J reads; widths of a column group of the first table read and of the second."""
     split = split_length(tokens, reads)
     num_splits = max(1, -(-reads // split))
     dot, sums = (pair_tile(width, split, tokens * num_splits) for width in (dot_width, sum_width))

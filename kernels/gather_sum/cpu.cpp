@@ -57,26 +57,27 @@ struct Sums<bf16, kLanes> {
   // The product of two values of bf16 is exact in fp32: fused with the sum it has the same bits.
   static void add_product(lanes<float>& sum, bf16 scale, lanes<float> columns) {
 #if defined(__AVX512F__)
-    sum = reinterpret_cast<lanes<float>>(_mm512_fmadd_ps(_mm512_set1_ps(widen(scale)), reinterpret_cast<__m512>(columns),
-                                                         reinterpret_cast<__m512>(sum)));
+    sum = reinterpret_cast<lanes<float>>(_mm512_fmadd_ps(
+        _mm512_set1_ps(widen(scale)), reinterpret_cast<__m512>(columns), reinterpret_cast<__m512>(sum)));
 #elif defined(__AVX2__) && defined(__FMA__)
-    sum = reinterpret_cast<lanes<float>>(_mm256_fmadd_ps(_mm256_set1_ps(widen(scale)), reinterpret_cast<__m256>(columns),
-                                                         reinterpret_cast<__m256>(sum)));
+    sum = reinterpret_cast<lanes<float>>(_mm256_fmadd_ps(
+        _mm256_set1_ps(widen(scale)), reinterpret_cast<__m256>(columns), reinterpret_cast<__m256>(sum)));
 #else
     sum += widen(scale) * columns;
 #endif
   }
 };
 
-// Vectors of sums that stay in registers: half of AVX-512's 32, or all that fit into others' 16 beside what is added to them.
+// Vectors of sums that stay in registers: half of AVX-512's 32, or all that fit into others' 16 beside what is added to
+// them.
 #ifdef __AVX512F__
 constexpr int64_t kMostVectors = 16;
 #else
 constexpr int64_t kMostVectors = 12;
 #endif
 
-// The weighted sum of kCount x Unit::kColumns columns from `first` on. The last of them end with column n at the latest: they may be some of
-// the columns before, whose sums are then made twice.
+// The weighted sum of kCount x Unit::kColumns columns from `first` on. The last of them end with column n at the
+// latest: they may be some of the columns before, whose sums are then made twice.
 template <class Unit, int64_t kCount, class Row, class Operand, class Sum>
 inline void sum_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t first, int64_t n) {
   constexpr int64_t kColumns = Unit::kColumns, kBytes = kCount * kColumns * sizeof(Row);
@@ -101,7 +102,8 @@ inline void sum_some(int64_t count, Sum* out, const Reads<Row, Operand>& reads, 
   sum_in_registers<Unit, kMost>(out, reads, first, n);
 }
 
-// Columns [0, n) of a token's weighted sum in `kMost` x Unit::kColumns columns per pass over its rows; n is at least Unit::kColumns.
+// Columns [0, n) of a token's weighted sum in `kMost` x Unit::kColumns columns per pass over its rows; n is at least
+// Unit::kColumns.
 template <class Unit, int64_t kMost, class Row, class Operand, class Sum>
 inline void sum_in_passes(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
   for (int64_t first = 0; first < n; first += kMost * Unit::kColumns) {
@@ -126,8 +128,8 @@ inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
 
 // out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c]
 template <class Row, class Operand>
-void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, const int64_t* bins, void* out_at, int64_t T, int64_t J,
-              int64_t C, int64_t W, int64_t B, int64_t threads) {
+void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, const int64_t* bins, void* out_at,
+                int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
   using Sum = typename sum_of<Row>::type;
   const Row* table = static_cast<const Row*>(table_at);
   const Operand* coef = static_cast<const Operand*>(coef_at);
@@ -140,8 +142,10 @@ void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, c
     for (int64_t t = 0; t < T; ++t) {
       if (bins == nullptr) {
         for (int64_t c = 0; c < C; ++c)
-          sum_columns(sums.data() + c * per_group,
-                      Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M - 1, coef + t * J * C + c, J, C, W}, per_group);
+          sum_columns(
+              sums.data() + c * per_group,
+              Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M - 1, coef + t * J * C + c, J, C, W},
+              per_group);
       } else {
         std::fill(sums.begin(), sums.end(), Sum(0));
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
@@ -158,8 +162,9 @@ void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, c
 
 }  // namespace
 
-extern "C" void megamem_gather_sum(int64_t types, const void* table, const int64_t* ids, const void* coef, const int64_t* bins, void* out,
-                                   int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
+extern "C" void megamem_gather_sum(int64_t types, const void* table, const int64_t* ids, const void* coef,
+                                   const int64_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
+                                   int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
     gather_sum<decltype(row), decltype(operand)>(table, ids, coef, bins, out, T, J, C, W, B, threads);
   });

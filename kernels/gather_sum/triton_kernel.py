@@ -1,6 +1,7 @@
 """`gather_sum` in Triton.
 
-Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A program makes some columns of a token's sum.
+Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A program makes some columns of a token's
+sum.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from kernels.common.checks import check_top_k
 def list_topk(scores: Tensor, top_k: int) -> Tensor:
     """Positions of the K best entries of each list, best first.
 
-    The larger score comes first; of equal scores (0 and -0 are equal) the one with the smaller position. NaN is larger than everything and
-    equal to NaN: an entry that is not a number is retrieved, so that it is seen in the loss, and every position is one of the list.
+    The larger score comes first; of equal scores (0 and -0 are equal) the one with the smaller position. NaN is larger
+    than everything and equal to NaN: an entry that is not a number is retrieved, so that it is seen in the loss, and
+    every position is one of the list.
 
     Args:
         scores: [..., N], floating point.

@@ -1,4 +1,4 @@
-"""`list_topk` in PyTorch. On CPU its selection among groups, then inside the best of them; by distinct keys where scores are equal.
+"""`list_topk` in PyTorch. On CPU groups are selected first, then entries of the best; equal scores by distinct keys.
 
 Legend: L lists, N entries of a list, K kept, S entries of a group.
 """
@@ -18,9 +18,9 @@ _LARGEST = 2**31 - 1
 def list_topk(scores: Tensor, top_k: int) -> Tensor:
     """The function of `kernels.list_topk.naive.list_topk`.
 
-    `topk` leaves the order of equal scores undefined. So one entry more than asked for is selected: if all K + 1 scores differ, the
-    selection is unique. Lists with equal ones, which products in bf16 nearly always make, are selected again by keys that all differ.
-    Whether there are such lists decides what runs, so devices, which would have to be waited for, sort.
+    `topk` leaves the order of equal scores undefined. So one entry more than asked for is selected: if all K + 1 scores
+    differ, the selection is unique. Lists with equal scores, which products in bf16 nearly always have, are selected
+    again by keys that all differ. To know whether there are any would mean to wait for a device, so devices sort.
     """
     num_entries = scores.shape[-1]
     check_top_k(top_k, num_entries)
@@ -38,7 +38,6 @@ def list_topk(scores: Tensor, top_k: int) -> Tensor:
 
 
 def _best_of_tied(scores: Tensor, top_k: int) -> Tensor:
-    """The function of `list_topk`, whatever the scores [L, N]."""
     if scores.dtype == torch.float64:
         # No room for the position beside the score.
         return _first_of_sorted(scores, top_k)
@@ -50,7 +49,7 @@ def _first_of_sorted(scores: Tensor, top_k: int) -> Tensor:
 
 
 def _distinct_keys(scores: Tensor) -> Tensor:
-    """[..., N] int64, in our order of the scores: the bits of a score, of which negative ones are flipped, above the position from the end."""
+    """[..., N] int64 in the scores' order: a score's bits (flipped where negative) above the position from the end."""
     # -0 + 0 is 0.
     wide = scores.float() + 0.0
     bits = wide.view(torch.int32)
@@ -61,8 +60,8 @@ def _distinct_keys(scores: Tensor) -> Tensor:
 def _unordered_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores [..., N] with their positions, in descending order, equal ones in any.
 
-    They lie in the `count` groups with the largest maxima, because every other group has that many scores above its own. Groups of
-    S = sqrt(N / count) leave 2 sqrt(N count) entries to select from.
+    They lie in the `count` groups with the largest maxima, because every other group has that many scores above its
+    own. Groups of S = sqrt(N / count) leave 2 sqrt(N count) entries to select from.
     """
     num_entries = scores.shape[-1]
     group_size = math.isqrt(num_entries // count)

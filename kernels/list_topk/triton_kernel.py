@@ -1,13 +1,15 @@
 """Selection in Triton: scores as integers in their order, a threshold by bisection, and a sort of what lies above it.
 
-A list's best K entries are found in two kernels. The first holds all keys of a list in registers and bisects for a threshold that between K
-and `capacity` of them reach (exactly K in the worst case), and writes these to a scratch row. The second sorts the row.
-`collect_best` is the first one's core; this file's kernels run it on lists, those of `tucker_topk` and `product_topk` on their candidates.
+A list's best K entries are found in two kernels. The first holds all keys of a list in registers and bisects for a
+threshold that between K and `capacity` of them reach (exactly K in the worst case), and writes these to a scratch row.
+The second sorts the row. `collect_best` is the first one's core; this file's kernels run it on lists, those of
+`tucker_topk` and `product_topk` on their candidates.
 
-The tile that holds a list has a column per thread (Triton's own layout then puts it there), so that maxima and running counts of columns
-cost no exchange between threads.
+The tile that holds a list has a column per thread (Triton's own layout then puts it there), so that maxima and running
+counts of columns cost no exchange between threads.
 
-Legend: T tokens, H heads, N keys per side, R Tucker rank, K kept, A x B the tile that holds a list, Q the scratch row's capacity.
+Legend: T tokens, H heads, N keys per side, R Tucker rank, K kept, A x B the tile that holds a list, Q the scratch row's
+capacity.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def ordered_key(score):
 
 @triton.jit
 def _lower_bound(keys, TOP_K: tl.constexpr):
-    """A key that at least K entries reach: the smallest of the maxima of at least K groups, or of any entry where there are too few groups."""
+    """A key that at least K entries reach: the smallest of K or more groups' maxima, or of all entries."""
     ROWS: tl.constexpr = keys.shape[0]
     WIDTH: tl.constexpr = keys.shape[1]
     if ROWS * WIDTH < 2 * TOP_K:
@@ -53,8 +55,9 @@ def _lower_bound(keys, TOP_K: tl.constexpr):
 def _above(keys, positions, TOP_K: tl.constexpr, CAPACITY: tl.constexpr):
     """A mask of between K and `CAPACITY` entries with the best K among them.
 
-    Two bisections over integers, so that they end, and end alike everywhere: for the largest key that K entries reach, and, if it is shared by too many,
-    for the last position among these. Either stops as soon as few enough are left, which is nearly always in the first.
+    Two bisections over integers, so that they end, and end alike everywhere: for the largest key that K entries reach,
+    and, if it is shared by too many, for the last position among these. Either stops as soon as few enough are left,
+    which is nearly always in the first.
     """
     low = _lower_bound(keys, TOP_K)
     high = tl.max(keys).to(tl.int64)
@@ -128,7 +131,7 @@ def _compare_pairs(entries, DISTANCE: tl.constexpr, STEP: tl.constexpr, LAST: tl
 
 @triton.jit
 def sorted_positions(scratch, num_lists, first_list, LISTS: tl.constexpr, LOG_CAPACITY: tl.constexpr):
-    """The positions in scratch rows [first_list, first_list + LISTS), best first: [LISTS, CAPACITY] int32, of which the first K count."""
+    """[LISTS, CAPACITY] int32: positions in the rows from `first_list` on, best first; the first K count."""
     CAPACITY: tl.constexpr = 1 << LOG_CAPACITY
     lists = first_list + tl.arange(0, LISTS)
     offsets = lists.to(tl.int64)[:, None] * CAPACITY + tl.arange(0, CAPACITY)[None, :]
@@ -156,7 +159,7 @@ def collect_lists_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program per (t, h) and side: keys ranked by <scores, direction>, or by the score where there is no direction (RANK 0)."""
+    """One program per (t, h) and side: keys ranked by <scores, direction>, or with RANK 0 by the score."""
     program = tl.program_id(0)
     side = tl.program_id(1)
     head = program % num_heads
@@ -205,7 +208,7 @@ def sort_slots_kernel(
     LOG_CAPACITY: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """The row and the column of the k-th best candidate of list l, whose position is a M + b for row a and column b of stage 1."""
+    """The row and column of the k-th best candidate of list l; its position a M + b is row a, column b of stage 1."""
     first_list = tl.program_id(0) * LISTS
     positions = sorted_positions(scratch, num_lists, first_list, LISTS, LOG_CAPACITY)
     lists = (first_list + tl.arange(0, LISTS))[:, None]

@@ -1,6 +1,7 @@
-"""How the selections' Triton kernels are launched: what they can do, the stage that ranks keys, and the sort that ends both stages.
+"""Launches what the selections share in Triton: the stage that ranks keys, and the sort that ends both stages.
 
-Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K kept, Q the scratch row's capacity.
+Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K kept, Q the
+scratch row's capacity.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def lists_per_program(row_capacity: int) -> int:
 
 
 def check_supported(scores: Tensor, num_entries: int, top_k: int) -> None:
-    """Refuses what the kernels cannot do.
+    """Raises for what the kernels cannot do.
 
     Args:
         scores: of the keys.
@@ -48,8 +49,8 @@ def check_supported(scores: Tensor, num_entries: int, top_k: int) -> None:
         raise TypeError(f"the retrieval kernels take float32 scores, not {scores.dtype}: use train.kernels=naive")
     if num_entries > MAX_ENTRIES or top_k > MAX_TOP_K:
         raise ValueError(
-            f"the retrieval kernels keep at most {MAX_TOP_K} of at most {MAX_ENTRIES} entries, not {top_k} of {num_entries}: "
-            "lower model.memory.row_top_k_limit or top_k, or use train.kernels=naive"
+            f"the retrieval kernels keep at most {MAX_TOP_K} of at most {MAX_ENTRIES} entries, not {top_k} of "
+            f"{num_entries}: lower model.memory.row_top_k_limit or top_k, or use train.kernels=naive"
         )
 
 

@@ -15,7 +15,8 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     """Two-stage selection of the best sums of a row and a column score (UltraMemV2, Eq. 3-4), not differentiable.
 
     Stage 1 keeps the M best rows and columns, stage 2 the K best of their M x M sums. Both in the order of
-    `kernels.list_topk.naive.list_topk`, where the position of a candidate is a M + b for the a-th best row and the b-th best column.
+    `kernels.list_topk.naive.list_topk`, where the position of a candidate is a M + b for the a-th best row and the b-th
+    best column.
 
     Args:
         row_scores: [T, H, N].
@@ -24,7 +25,8 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
         top_k: K <= M^2.
 
     Returns:
-        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved slots, [2, T, H, K]. int64, best first.
+        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved slots, [2, T, H, K].
+        int64, best first.
 
     Raises:
         ValueError: if M or K is out of range.

@@ -1,7 +1,9 @@
-"""`product_topk` in PyTorch: on CPU, of the sums of two sorted lists only those that can be among the best are computed. As a custom op, which
-hides from tracing what depends on the data.
+"""`product_topk` in PyTorch: on CPU only sums that can be among the best are computed.
 
-Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, Q candidates, about K ln K.
+A custom op, which hides from tracing what depends on the data.
+
+Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, Q candidates,
+about K ln K.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common.chunks import token_chunks
+from kernels.common.slices import token_slices
 from kernels.list_topk.torch_ops import list_topk
 from kernels.product_topk.op import empty_result
 
@@ -22,9 +24,9 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     best_rows, best_columns = row_scores.gather(2, row_ids), column_scores.gather(2, column_ids)
     row_places, column_places = candidate_places(row_top_k, top_k, row_scores.device)
     best = torch.empty(num_tokens, num_heads, top_k, dtype=torch.int64, device=row_scores.device)
-    for chunk in token_chunks(num_tokens, num_heads * len(row_places)):
-        sums = best_rows[chunk].index_select(2, row_places) + best_columns[chunk].index_select(2, column_places)
-        best[chunk] = list_topk(sums, top_k)
+    for tokens in token_slices(num_tokens, num_heads * len(row_places)):
+        sums = best_rows[tokens].index_select(2, row_places) + best_columns[tokens].index_select(2, column_places)
+        best[tokens] = list_topk(sums, top_k)
     slots = torch.stack((row_ids.gather(2, row_places[best]), column_ids.gather(2, column_places[best])))
     return torch.stack((row_ids, column_ids)), slots
 
@@ -33,9 +35,10 @@ product_topk.register_fake(empty_result)
 
 
 def candidate_places(row_top_k: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Places a and b in the sorted lists, [Q] each, of the pairs with (a + 1)(b + 1) <= K, in the order of a M + b; on devices, of all pairs.
+    """Places a and b in the sorted lists, [Q] each, of the pairs with (a + 1)(b + 1) <= K, in the order of a M + b.
 
-    Every other pair has K pairs before it: see README.md. To learn how many are left, a device would have to be waited for.
+    Every other pair has K pairs before it: see README.md. On devices all pairs: counting these would wait for the
+    device.
     """
     pair = torch.arange(row_top_k**2, device=device)
     row_places, column_places = pair // row_top_k, pair % row_top_k

@@ -1,7 +1,7 @@
 """`product_topk` in Triton: of the sums of two sorted lists, only those near their heads are computed.
 
-Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, S the power of two that holds
-sqrt(K), WIDTH the one that holds M, Q the scratch row's capacity.
+Legend: T tokens, H heads, N keys per side, M rows (and columns) kept by the first stage, K retrieved, S the power of
+two that holds sqrt(K), WIDTH the one that holds M, Q the scratch row's capacity.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def collect_sums_kernel(
     STRIP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program per (t, h): the candidates (a, b) with (a + 1)(b + 1) <= K, of which the best K and some others go into the scratch row.
+    """One program per (t, h): of the candidates with (a + 1)(b + 1) <= K the best K and some others to scratch.
 
-    The smaller of a + 1 and b + 1 is at most sqrt(K), so they lie in two strips: a < S with every b, and b < S with every other a. The
-    tile holds one below the other: a line is a place below S, a column any other place.
+    The smaller of a + 1 and b + 1 is at most sqrt(K), so they lie in two strips: a < S with every b, and b < S with
+    every other a. The tile holds one below the other: a line is a place below S, a column any other place.
     """
     program = tl.program_id(0)
     start = (program // num_heads).to(tl.int64) * stride_t + (program % num_heads).to(tl.int64) * stride_h

@@ -1,4 +1,5 @@
-// segment_accumulate in C++: entries are put into buckets of neighbouring rows, and every bucket is added up in the order of its entries.
+// segment_accumulate in C++: entries are put into buckets of neighbouring rows, and every bucket is added up in the
+// order of its entries.
 
 #include "../common/rows.h"
 
@@ -16,10 +17,11 @@ inline void add_product(Sum* row, const Operand* vector, Sum scale, int64_t n) {
   add_scaled(row, vector, scale, n);
 }
 
-// Some columns of the entries of one bucket: accumulator[ids[e], first .. last) += coef[e, c] vec[e / J, bins[e], first .. last)
+// Columns [first, last) of the entries of one bucket: accumulator[ids[e]] += coef[e, c] vec[e / J, bins[e]]
 template <class Row, class Operand>
-void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef, const Operand* vec, const int64_t* bins,
-                       const int32_t* order, int64_t count, int64_t first, int64_t last, int64_t J, int64_t C, int64_t W, int64_t B) {
+void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef, const Operand* vec,
+                       const int64_t* bins, const int32_t* order, int64_t count, int64_t first, int64_t last,
+                       int64_t J, int64_t C, int64_t W, int64_t B) {
   using Sum = typename sum_of<Row>::type;
   const int64_t per_group = W / C;
   for (int64_t i = 0; i < count; ++i) {
@@ -42,8 +44,9 @@ struct Task {
 };
 
 template <class Row, class Operand>
-void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* bins, const int32_t* order,
-                const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
+void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* bins,
+                        const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J,
+                        int64_t C, int64_t W, int64_t B, int64_t threads) {
   // A bucket of more than its share (hot rows) is split by columns, which changes no sum.
   constexpr int64_t kColumns = 64;
   const int64_t share = M / (4 * threads) + 1;
@@ -58,42 +61,46 @@ void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef,
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
   for (int64_t i = 0; i < num_tasks; ++i) {
     const int64_t start = starts[tasks[i].bucket], count = starts[tasks[i].bucket + 1] - start;
-    accumulate_bucket(static_cast<Row*>(accumulator), ids, static_cast<const Operand*>(coef), static_cast<const Operand*>(vec), bins,
-                      order + start, count, tasks[i].first, tasks[i].last, J, C, W, B);
+    accumulate_bucket(static_cast<Row*>(accumulator), ids, static_cast<const Operand*>(coef),
+                      static_cast<const Operand*>(vec), bins, order + start, count, tasks[i].first, tasks[i].last, J,
+                      C, W, B);
   }
 }
 
 }  // namespace
 
-extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* bins,
-                                           const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J, int64_t C,
-                                           int64_t W, int64_t B, int64_t threads) {
+extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int64_t* ids, const void* coef,
+                                           const void* vec, const int64_t* bins, const int32_t* order,
+                                           const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J,
+                                           int64_t C, int64_t W, int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
-    segment_accumulate<decltype(row), decltype(operand)>(accumulator, ids, coef, vec, bins, order, starts, num_buckets, M, J, C, W, B, threads);
+    segment_accumulate<decltype(row), decltype(operand)>(accumulator, ids, coef, vec, bins, order, starts, num_buckets,
+                                                         M, J, C, W, B, threads);
   });
 }
 
-// Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries within each:
-// order [M], and starts [num_buckets + 1], where each bucket's entries begin.
-extern "C" void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M, int64_t num_buckets, int64_t shift,
-                                     int64_t threads) {
-  // Each thread counts, and later places, a contiguous part of the entries: one after the other within every bucket.
+// Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries
+// within each: order [M], and starts [num_buckets + 1], where each bucket's entries begin.
+extern "C" void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M,
+                                     int64_t num_buckets, int64_t shift, int64_t threads) {
+  // Each thread counts, and later places, a contiguous run of the entries: one after the other within every bucket.
   std::vector<int64_t> next(threads * num_buckets, 0);
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
-  for (int64_t part = 0; part < threads; ++part)
-    for (int64_t e = M * part / threads; e < M * (part + 1) / threads; ++e) ++next[part * num_buckets + (ids[e] >> shift)];
+  for (int64_t thread = 0; thread < threads; ++thread)
+    for (int64_t e = M * thread / threads; e < M * (thread + 1) / threads; ++e)
+      ++next[thread * num_buckets + (ids[e] >> shift)];
   int64_t total = 0;
   for (int64_t bucket = 0; bucket < num_buckets; ++bucket) {
     starts[bucket] = total;
-    for (int64_t part = 0; part < threads; ++part) {
-      const int64_t count = next[part * num_buckets + bucket];
-      next[part * num_buckets + bucket] = total;
+    for (int64_t thread = 0; thread < threads; ++thread) {
+      const int64_t count = next[thread * num_buckets + bucket];
+      next[thread * num_buckets + bucket] = total;
       total += count;
     }
   }
   starts[num_buckets] = total;
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
-  for (int64_t part = 0; part < threads; ++part)
-    for (int64_t e = M * part / threads; e < M * (part + 1) / threads; ++e)
-      order[next[part * num_buckets + (ids[e] >> shift)]++] = static_cast<int32_t>(e);
+  for (int64_t thread = 0; thread < threads; ++thread)
+    for (int64_t e = M * thread / threads; e < M * (thread + 1) / threads; ++e)
+      order[next[thread * num_buckets + (ids[e] >> shift)]++] = static_cast<int32_t>(e);
 }

@@ -8,7 +8,8 @@ from torch import Tensor
 from kernels.common import cpp
 from kernels.common.row_order import shared_order
 
-# Buckets of entries by row: enough that the pages of one bucket's rows stay in the TLB, few enough that their counters stay in cache.
+# Buckets of entries by row: enough that the pages of one bucket's rows stay in the TLB, few enough that their counters
+# stay in cache.
 _MAX_BUCKETS_LOG2 = 12
 
 
@@ -49,7 +50,7 @@ def _segment_accumulate(
 
 
 def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None) -> None:
-    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, in the order of the entries and with its bits."""
+    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, with its bits."""
     if ids.numel() == 0:
         return
     order, starts = shared_order(ids, accumulator.shape[0], _bucket_order)

@@ -1,4 +1,4 @@
-"""`segment_accumulate`: its signature. It has no gradient: it makes those of tables (`kernels.common.autograd.table_gradient`)."""
+"""`segment_accumulate`: its signature. It has no gradient: it makes those of tables (`table_gradient`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SegmentAccumulate(Protocol):
-    """See `kernels.segment_accumulate.naive.segment_accumulate`; of contiguous accumulators, the same bits in every run."""
+    """See `kernels.segment_accumulate.naive`. Accumulators are contiguous; every run gives the same bits."""
 
     def __call__(
         self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, bins: Tensor | None = None

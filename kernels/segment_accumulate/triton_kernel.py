@@ -1,17 +1,19 @@
 """`segment_accumulate` in Triton: entries are sorted by row, and each row of the accumulator is written by one program.
 
-Legend: M entries (T tokens x J reads), C column groups, W columns, B bins, L the longest run that is added up in one go.
+Legend: M entries (T tokens x J reads), C column groups, W columns, B bins, L the longest run that is added up in one
+go.
 
-A run longer than L is cut where its position is a multiple of L. The first partial sum of a run goes to the accumulator,
-the others to scratch: partial q of the next level is the sum of the entries from q L on, and exists only if its run began
-before. The kernel is then launched on these partial sums as it was on the entries, level by level, until one launch sees
-them all. At level l an item stands for the L^l entries from q L^l =: p on. Because the rows S are sorted, one comparison
-tells what it is:
+A run longer than L is cut where its position is a multiple of L. The first partial sum of a run goes to the
+accumulator, the others to scratch: partial q of the next level is the sum of the entries from q L on, and exists only
+if its run began before. The kernel is then launched on these partial sums as it was on the entries, level by level,
+until one launch sees them all. At level l an item stands for the L^l entries from q L^l =: p on. Because the rows S are
+sorted, one comparison tells what it is:
 
     it exists            if  S[p] = S[p - (1 + L + ... + L^(l - 1))]
     it continues item q-1 if  S[p] = S[p - (1 + L + ... + L^l)]
 
-So nothing is scanned, no shape depends on the data, there are no atomics, and the order of additions depends on M alone.
+So nothing is scanned, no shape depends on the data, there are no atomics, and the order of additions depends on M
+alone.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def _segment_accumulate(
                 SUM=sum_dtype(accumulator),
                 num_warps=tile.num_warps,
             )
-        # A partial sum belongs to a run that began before it: the first does not exist, so one alone needs no further level.
+        # A partial sum belongs to a run that began before it: the first does not exist, so one alone needs no further
+        # level.
         if num_longer <= 1:
             return
         partials, num_items = longer_partials, num_longer

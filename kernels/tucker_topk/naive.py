@@ -19,9 +19,9 @@ def tucker_topk(
 ) -> tuple[Tensor, Tensor]:
     """Two-stage selection on the Tucker-scored grid (UltraMemV2, Eq. 6-7 and 16), not differentiable.
 
-    Stage 1 ranks rows by <u, S_row> and columns by <v, S_col> and keeps M of each. Stage 2 scores the M x M candidates by
-    S_row[i] C S_col[j] and keeps the best K. Both in the order of `kernels.list_topk.naive.list_topk`, where the position of a candidate
-    is a M + b for the a-th best row and the b-th best column.
+    Stage 1 ranks rows by <u, S_row> and columns by <v, S_col> and keeps M of each. Stage 2 scores the M x M candidates
+    by S_row[i] C S_col[j] and keeps the best K. Both in the order of `kernels.list_topk.naive.list_topk`, where the
+    position of a candidate is a M + b for the a-th best row and the b-th best column.
 
     Args:
         row_scores: [T, H, N, R].
@@ -33,12 +33,14 @@ def tucker_topk(
         top_k: K <= M^2.
 
     Returns:
-        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved slots, [2, T, H, K]. int64, best first.
+        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved slots, [2, T, H, K].
+        int64, best first.
 
     Raises:
         ValueError: if M or K is out of range.
     """
-    # Products and sums are rounded one by one, in the order of r, here as in every implementation: equal bits select equal keys.
+    # Products and sums are rounded one by one, in the order of r, here as in every implementation: equal bits select
+    # equal keys.
     ranks = range(core_sum.shape[1])
     row_ids = list_topk(_sum(row_scores[..., r] * u[:, r, None] for r in ranks), row_top_k)
     column_ids = list_topk(_sum(column_scores[..., r] * v[:, r, None] for r in ranks), row_top_k)

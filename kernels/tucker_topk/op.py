@@ -1,4 +1,4 @@
-"""`tucker_topk`: its signature. The selection has no gradient; PyTorch differentiates the scores of what it selects."""
+"""`tucker_topk`: its signature. It has no gradient: PyTorch differentiates the scores of what it selects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TuckerTopk(Protocol):
 def empty_result(
     row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Room for the result, and all of it that `torch.compile` wants to know: no shape depends on the data."""
+    """The result, not filled yet; also the ops' fake for `torch.compile`."""
     num_tokens, num_heads = row_scores.shape[:2]
     stage_ids = row_scores.new_empty(2, num_tokens, num_heads, row_top_k, dtype=torch.int64)
     return stage_ids, stage_ids.new_empty(2, num_tokens, num_heads, top_k)

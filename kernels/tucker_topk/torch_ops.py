@@ -1,16 +1,19 @@
-"""`tucker_topk` in PyTorch, in chunks of tokens whose candidates stay in cache; as a custom op, which hides from tracing what depends on the data.
+"""`tucker_topk` in PyTorch, in slices of tokens whose candidates stay in cache.
+
+A custom op, which hides from tracing what depends on the data.
 
 Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from kernels.common.chunks import token_chunks
+from kernels.common.slices import token_slices
 from kernels.list_topk.torch_ops import list_topk
 from kernels.tucker_topk.op import empty_result
 
@@ -25,8 +28,8 @@ def tucker_topk(
     column_ids = list_topk(key_ranks(column_scores, v), row_top_k)
     rows, columns = gather_keys(row_scores, row_ids), gather_keys(column_scores, column_ids)
     best = torch.empty(num_tokens, num_heads, top_k, dtype=torch.int64, device=rows.device)
-    for chunk in token_chunks(num_tokens, num_heads * row_top_k**2):
-        best[chunk] = list_topk(grid_scores(rows[chunk], core_sum, columns[chunk]).flatten(2), top_k)
+    for tokens in token_slices(num_tokens, num_heads * row_top_k**2):
+        best[tokens] = list_topk(grid_scores(rows[tokens], core_sum, columns[tokens]).flatten(2), top_k)
     slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
     return torch.stack((row_ids, column_ids)), slots
 
@@ -43,7 +46,7 @@ def key_ranks(scores: Tensor, direction: Tensor) -> Tensor:
 
 
 def grid_scores(rows: Tensor, core_sum: Tensor, columns: Tensor) -> Tensor:
-    """Scores of all pairs of the candidates rows [T, H, M, R] and columns [T, H, M, R], [T, H, M, M]; rounded as `key_ranks`."""
+    """Scores [T, H, M, M] of all pairs of the rows and columns [T, H, M, R]; rounded as `key_ranks`."""
     rank = core_sum.shape[1]
     # One contiguous tensor per r: with r innermost, no loop over candidates would be vectorised.
     row, column = rows.movedim(3, 0).contiguous(), columns.movedim(3, 0).contiguous()
@@ -57,8 +60,4 @@ def gather_keys(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def _sum_in_order(terms: Iterable[Tensor]) -> Tensor:
-    iterator = iter(terms)
-    total = next(iterator)
-    for term in iterator:
-        total += term
-    return total
+    return functools.reduce(Tensor.add_, terms)

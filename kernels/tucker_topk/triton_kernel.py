@@ -1,7 +1,7 @@
 """`tucker_topk` in Triton: the grid of candidates of a token and head lives in the registers of one program.
 
-Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved, WIDTH the power of two
-that holds M, Q the scratch row's capacity.
+Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved,
+WIDTH the power of two that holds M, Q the scratch row's capacity.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def collect_grid_kernel(
 ):
     """One program per (t, h): scores the M x M candidates, and writes the best K and some others into the scratch row.
 
-    The threads form a grid of their own, THREADS_ACROSS wide, and each takes the candidates of several rows with several columns, so that
-    it loads few of either.
+    The threads form a grid of their own, THREADS_ACROSS wide, and each takes the candidates of several rows with
+    several columns, so that it loads few of either.
     """
     program = tl.program_id(0)
     head = program % num_heads

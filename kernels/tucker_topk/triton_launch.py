@@ -1,7 +1,7 @@
-"""`tucker_topk` in Triton, as a custom op of PyTorch: `torch.compile` takes it as it is, and nothing waits for the device.
+"""`tucker_topk` in Triton, as a custom op of PyTorch: nothing waits for the device.
 
-Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved, WIDTH the power of two
-that holds M, Q the scratch row's capacity.
+Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved,
+WIDTH the power of two that holds M, Q the scratch row's capacity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the rest of the house knows of a family of memories."""
+"""The record of a family of memories: all that the rest of the house knows of it."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -45,7 +46,7 @@ class LayerCosts:
         return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def _as_it_is(part: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
+def _as_it_is(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     return tensor
 
 
@@ -56,7 +57,8 @@ class ReleasedNames:
     Attributes:
         parameters: our names by the released ones.
         tables: the same of the tables.
-        stacked: our names of parameters that the release has as one each per number, `<released>.<number>`; stacked along a new first axis.
+        stacked: our names of parameters that the release numbers, `<released>.<number>`; stacked along a new first
+            axis.
         unused: parameters that the release has and does not use.
         convert: a released tensor in our layout, given our name for it and the layer's config.
     """
@@ -70,21 +72,22 @@ class ReleasedNames:
 
 @dataclass(frozen=True)
 class Family(Generic[C]):
-    """One family, for everybody else. What needs its config alone (tables, rows, what can be observed) the config itself says.
+    """One family. What needs its config alone (tables, rows, what can be observed) the config itself says.
 
     Attributes:
         config: its config, whose `kind` has the family's name as its default.
-        layer: gives the class of its layers when asked for; a function, because torch and Megatron take seconds to load.
+        layer_path: of the class of its layers, `module:Class`; a path, because torch and Megatron take seconds to load.
         costs: of one layer with this view in a model of this hidden size.
-        distribution: that a layer's parameter is drawn from, given its own name; None for buffers, and for what the layer's `calibrate` sets.
-        table_std: standard deviation of a bank's tables, given the root mean square of what the layers that read it calibrated (sigma_s);
-            None where they calibrate nothing.
+        distribution: that a layer's parameter is drawn from, given its own name; None for buffers, and for what the
+            layer's `calibrate` sets.
+        table_std: standard deviation of a bank's tables, given the root mean square of the sigma_s that its layers
+            calibrated, or None where they calibrate nothing.
         slot: where its layers act; None: around the feed-forward, as `placement` says of each.
         released: the layer's names in public codes, by the code's name.
     """
 
     config: type[C]
-    layer: Callable[[], type[MemoryLayer]]
+    layer_path: str
     costs: Callable[[C, LayerView, int], LayerCosts]
     distribution: Callable[[str, C, ModelConfig], Distribution | None]
     table_std: Callable[[C, ModelConfig, float | None], float]
@@ -98,6 +101,11 @@ class Family(Generic[C]):
         assert isinstance(kind, str)
         return kind
 
+    def layer(self) -> type[MemoryLayer]:
+        """The class of its layers."""
+        found: type[MemoryLayer] = pkgutil.resolve_name(self.layer_path)
+        return found
+
 
 ULTRAMEMV2_RELEASE, META_RELEASE = "ultramemv2", "meta"
-"""The public codes: UltraMemV2's (OLMo), which also has UltraMem and Memory+, and Meta's (lingua)."""
+"""The releases: UltraMemV2's code (OLMo), which also has UltraMem and Memory+, and Meta's (lingua)."""

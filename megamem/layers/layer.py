@@ -1,4 +1,4 @@
-"""What every memory layer has in common, whatever its family: its place in the model, its bank, and what is asked of it.
+"""The base of every memory layer: its place in the model, its bank, and what is asked of it.
 
 Legend: s sequence length and b sequences of this rank, D hidden size.
 """
@@ -19,10 +19,9 @@ from megamem.bank import TableLookup
 from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
 from megamem.inputs import Inputs
-from megamem.losses import AuxiliaryLosses
+from megamem.losses import AuxiliaryLosses, begin_losses
 from megamem.memory_config import MemoryConfig
-from megamem.parameters import ReducedOver, declare
-from megamem.placement import parameter_device
+from megamem.parameters import ReducedOver, declare, parameter_device
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage
 
@@ -30,8 +29,8 @@ from megamem.usage import LayerUsage
 class MemoryLayer(MegatronModule):
     """Reads rows of a bank for every token, and makes of them what the memory adds to the residual stream.
 
-    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; so Megatron sums their
-    gradients over those too. The tables belong to the model and are reached through `lookup`.
+    The weights are replicated over tensor-parallel ranks, each of which sees its own share of the sequence; so Megatron
+    sums their gradients over those too. The tables belong to the model and are reached through `lookup`.
 
     Attributes:
         cores: [C, H, R, R], the Tucker cores; None in layers without.
@@ -58,14 +57,13 @@ class MemoryLayer(MegatronModule):
 
         Args:
             config: Megatron's config of the model.
-            memory: this layer's config, of its own family.
-            view: the window of the bank that this layer sees.
+            memory: of the layer's own family.
+            view: the window of the bank that this layer sees, which wraps around at its `num_bank_rows`.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
             kernels: of retrieval.
-            num_bank_rows: rows of the bank, at which the window wraps around.
-            name: the layer's global name, which keys what it draws by itself.
-            seed: the run's seed.
-            token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this rank holds all of them.
+            name: the layer's global name, which with the seed keys what it draws by itself.
+            token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this
+                rank holds all of them.
         """
         super().__init__(config=config)
         self.name = name
@@ -80,34 +78,29 @@ class MemoryLayer(MegatronModule):
 
     @abstractmethod
     def _build(self, hidden_size: int, seed: int) -> None:
-        """Allocate this variant's weights and buffers."""
+        """Allocate the family's weights and buffers."""
 
     @abstractmethod
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """The memory's contribution to the residual stream.
+        """The memory's output for what its slot gives it (`megamem.slots`). What it reads it shows to `observe`.
 
-        What it reads it shows to `observe`.
-
-        Args:
-            hidden: [s, b, D], the normalised input of the block's feed-forward.
-            inputs: the tokens behind it.
-
-        Returns:
-            [s, b, D].
+        Around the feed-forward both are [s, b, D], and `hidden` is the feed-forward's normalised input.
         """
 
     def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:
-        """Count what was read while the run observes it: once per microbatch, for the first forward of a recomputed block runs without
-        gradients, as does evaluation. See `LayerUsage.record` for the arguments."""
+        """Count what was read while the run observes it; arguments as of `LayerUsage.record`.
+
+        Once per microbatch: the first forward of a recomputed block runs without gradients, as does evaluation.
+        """
         if self.usage is not None and torch.is_grad_enabled():
             self.usage.record(rows, scores, out)
 
     def calibrate(self, seed: int) -> ScoreCalibration | None:
-        """Set what depends on other weights of the layer, once these are drawn; what it measured of its scores, where it measures them."""
+        """Set what depends on other weights, once these are drawn; returns what it measured of its scores, if so."""
         return None
 
     def predicted_std(self, model: ModelConfig, table_std: float, seed: int) -> float | None:
-        """Standard deviation of the output at initialisation by a formula of the family's paper; None: there is none."""
+        """Standard deviation of the initial output by the formula of the family's paper; None: there is none."""
         return None
 
     @classmethod
@@ -119,3 +112,14 @@ class MemoryLayer(MegatronModule):
         # Gains and biases are not decayed.
         declare(weight, "retrieval" if len(shape) > 1 else "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
         return weight
+
+
+def begin_step(layers: Sequence[MemoryLayer]) -> None:
+    """To be called once per optimizer step for the layers of a chunk, before its first microbatch; never at evaluation.
+
+    Refreshes what the family keeps between steps, and restarts the auxiliary losses. Each takes one decomposition for
+    all layers: on a GPU every call waits for the device.
+    """
+    if layers:
+        type(layers[0]).refresh(layers)
+    begin_losses([(layer.losses, layer.cores) for layer in layers if layer.losses is not None])

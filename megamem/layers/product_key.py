@@ -19,9 +19,9 @@ from megamem.retrieval.retrieved import Retrieved
 class ProductKeyLayer(RetrievalLayer):
     """Product-key retrieval with softmax weights, and an optional projection of the summed values.
 
-    As released there is no shuffle: slot i N + j is row i N + j of the table. Every head has its own queries. Two releases disagree on the
-    rest, so it is configured: UltraMemV2's public code normalises the queries and has no biases, Meta's has biases and no norm. Neither
-    normalises the keys (the former computes it and drops the result).
+    As released there is no shuffle: slot i N + j is row i N + j of the table. Every head has its own queries. Two
+    releases disagree on the rest, so it is configured: UltraMemV2's public code normalises the queries and has no
+    biases, Meta's has biases and no norm. Neither normalises the keys (the former computes it and drops the result).
     """
 
     memory: ProductKeyConfig
@@ -52,15 +52,14 @@ class ProductKeyLayer(RetrievalLayer):
         )
 
     def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column scores of the tokens `x` [T, D], each [T, H, N]: the products of Eq. 3, with keys as they are."""
+        """Row and column scores, [T, H, N] each, of the tokens `x` [T, D]: the products of Eq. 3, keys as they are."""
         heads, key_dim = self.memory.num_heads, self.memory.key_dim
         queries = F.linear(x, self.query_proj, self.query_bias).view(x.shape[0], 2 * heads, key_dim)
         if self.query_norm is not None:
             queries = rms_normalise(queries, self.query_norm, self.epsilon)
         # One product per (head, side): [2H, T, d] x [2H, d, N].
         products = torch.bmm(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2))
-        if products.dtype != torch.float64:
-            products = products.float()
+        products = products.to(torch.promote_types(products.dtype, torch.float32))
         rows, columns = products.view(heads, 2, x.shape[0], self.num_keys).permute(1, 2, 0, 3).unbind(0)
         return rows, columns
 

@@ -1,7 +1,7 @@
 """What layers have in common that retrieve from a grid of keys.
 
-Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, H heads, K retrieved, J = H K, C scores per entry,
-V value dim, P pre-value dim, B bins: sums per token, each with a projection of its own (mostly 1).
+Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, H heads, K retrieved, J = H K, C
+scores per entry, V value dim, P pre-value dim, B bins: sums per token, each with a projection of its own (mostly 1).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megamem.retrieval.retrieved import Retrieved
 class RetrievalLayer(MemoryLayer):
     """Retrieves K values per token and head and brings their weighted sum back to the residual stream.
 
-    A variant says how it retrieves (`retrieve`), which rows stand behind its slots (`locate`), what its pre-values are multiplied
-    with (`pre_input`) and how the sum is projected (`project`).
+    A variant says how it retrieves (`retrieve`), which rows stand behind its slots (`locate`), what its pre-values are
+    multiplied with (`pre_input`) and how the sum is projected (`project`).
     """
 
     memory: RetrievalConfig
@@ -42,7 +42,7 @@ class RetrievalLayer(MemoryLayer):
 
     @abstractmethod
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of the bank behind the slots of the grid, and the sum, in [0, B), that each one's value belongs to (None if B is 1)."""
+        """The rows of the bank behind the slots, and the bin of each one's value (None if B is 1)."""
 
     def pre_input(self, x: Tensor) -> Tensor | None:
         """What the pre-values are multiplied with, [T, P] of the tokens `x` [T, D]; None without pre-values."""

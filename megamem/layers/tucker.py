@@ -1,7 +1,7 @@
 """Memory layers with Tucker-decomposed retrieval: UltraMem and UltraMemV2 (UltraMemV2, sections 2 and 3; Eq. 6-9, 12).
 
-Legend: T tokens of this rank, D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim,
-M rows of the layer's window, e key expansion, B virtual blocks with a value projection each (e^2 or 1).
+Legend: T tokens of this rank, D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved,
+V value dim, M rows of the layer's window, e key expansion, B virtual blocks with a value projection each (e^2 or 1).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from megamem.shuffle import KeyedShuffle, random_permutation
 class TuckerLayer(RetrievalLayer):
     """Tucker-decomposed retrieval (TDQKR), a shuffle, and a value projection.
 
-    With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M slots, and block b's slots read the same M rows
-    (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own projection (`projected`, Eq. 9).
-    As released, the block of a slot comes from the shuffle and not from the key set (Eq. 10-11), and all blocks share their cores.
+    With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M slots, and block b's slots read
+    the same M rows (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own
+    projection (`projected`, Eq. 9). As released, the block of a slot comes from the shuffle and not from the key set
+    (Eq. 10-11), and all blocks share their cores.
     """
 
     memory: TuckerConfig
@@ -47,7 +48,7 @@ class TuckerLayer(RetrievalLayer):
         self.keys_norm = self._weight(memory.key_dim)
         self.cores = self._weight(memory.num_cores, heads, rank, rank)
         self.value_proj = self._weight(hidden_size, memory.num_value_projections * memory.value_dim)
-        wide = torch.float64 if self.config.params_dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(self.config.params_dtype, torch.float32)
         vectors = torch.zeros(heads, rank, dtype=wide, device=self.cores.device)
         self._initial_scores: tuple[int, ScoreCalibration] | None = None
         self.register_buffer("u", vectors)
@@ -58,7 +59,7 @@ class TuckerLayer(RetrievalLayer):
             self.register_buffer("permutation", permutation.to(self.cores.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TuckerLayer:
-        """Move and cast as any module does, but keep the singular vectors in fp32: they select, and their sign is compared over steps."""
+        """Keep the singular vectors in fp32 when the layer is cast: they select, with a sign kept over steps."""
         u, v = self.u, self.v
         super()._apply(fn, recurse)
         self.u, self.v = u.to(self.u.device), v.to(self.v.device)
@@ -80,7 +81,7 @@ class TuckerLayer(RetrievalLayer):
         )
 
     def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column scores of the tokens `x` [T, D], each [T, H, N, R]: queries and keys RMS-normalised, then Eq. 6.
+        """Row and column scores, [T, H, N, R] each, of the tokens `x` [T, D]: RMS-normalised queries and keys, Eq. 6.
 
         The queries are shared by the heads, as in the release.
         """
@@ -94,13 +95,12 @@ class TuckerLayer(RetrievalLayer):
         # One product per (side, rank): [2R, T, d] x [2R, d, H N].
         by_side_and_rank = normal_keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, memory.key_dim, heads * keys)
         products = torch.bmm(queries.transpose(0, 1), by_side_and_rank)
-        if products.dtype != torch.float64:
-            products = products.float()
+        products = products.to(torch.promote_types(products.dtype, torch.float32))
         rows, columns = products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1).unbind(0)
         return rows, columns
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Shuffled (Eq. 8), split into block and row of the window, moved to where the window starts, wrapped around the bank."""
+        """Shuffled (Eq. 8), split into virtual block and row, moved to the window's start, wrapped around the bank."""
         if self.shuffle is not None:
             slots = self.shuffle(slots)
         elif self.memory.shuffle == "table":
@@ -114,7 +114,7 @@ class TuckerLayer(RetrievalLayer):
 
     @property
     def score_gain(self) -> float:
-        """A score is a product of a row and a column score, and each of those of a query and a key: it grows with the square of both gains."""
+        """Both gains squared: a score is a row times a column score, and each is a query times a key."""
         # Host sync: at initialisation.
         return float(self.query_norm.mean() * self.keys_norm.mean()) ** 2
 
@@ -127,7 +127,7 @@ class TuckerLayer(RetrievalLayer):
 
     @torch.no_grad()
     def calibrate(self, seed: int) -> ScoreCalibration | None:
-        """The first singular vectors and, unless they are the release's constants, the gains at which the mean retrieved score is 1."""
+        """The first singular vectors and, unless released, the gains at which the mean retrieved score is 1."""
         self.u.zero_()
         self.v.zero_()
         self.refresh([self])

@@ -11,13 +11,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from megamem.config_base import EffectiveWhen, LossWeight
 from megamem.identity import Role
-from megamem.memory_config import (
-    Lookup,
-    LossWeights,
-    MemoryConfig,
-    Observed,
-    Table,
-)
+from megamem.memory_config import Lookup, LossWeights, MemoryConfig, Observed, Table
 from megamem.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
 
 Initialisation = Literal["paper", "matched", "released"]
@@ -28,7 +22,8 @@ class RetrievalConfig(MemoryConfig):
     """A layer that retrieves K rows per token and head, and adds up their values by score."""
 
     num_keys: PositiveInt = 64
-    """N: keys per side of one layer's own table, which has N^2 rows. Sharing a window of g tables raises a layer's keys to floor(N sqrt(g))."""
+    """N: keys per side of one layer's own table, which has N^2 rows. Sharing a window of g tables raises a layer's keys
+    to floor(N sqrt(g))."""
     key_dim: PositiveInt = 32
     """Dimension of one query and one key, per side (and Tucker rank)."""
     value_dim: PositiveInt = 64
@@ -36,11 +31,14 @@ class RetrievalConfig(MemoryConfig):
     top_k: PositiveInt = 16
     """K: values retrieved per token and head."""
     row_top_k_limit: PositiveInt = 128
-    """The most rows and columns kept by the first selection stage, which otherwise keeps K of each (UltraMemV2, section 4.1)."""
+    """The most rows and columns kept by the first selection stage, which otherwise keeps K of each (UltraMemV2, section
+    4.1)."""
     num_heads: PositiveInt = 1
-    """H: retrieval heads, each with its own keys and cores. With Tucker cores they share their queries (as released); with product keys each has its own."""
+    """H: retrieval heads, each with its own keys and cores. With Tucker cores they share their queries (as released);
+    with product keys each has its own."""
     key_balance_weight: LossWeight = 0.0
-    """Weight (beta) of the key-balance loss, Eq. 19, per layer, with selection frequencies that sum to 1 as released; 0: off, as in the paper."""
+    """Weight (beta) of the key-balance loss, Eq. 19, per layer, with selection frequencies that sum to 1 as released;
+    0: off, as in the paper."""
     sharing: SharingConfig = field(default_factory=SharingConfig)
     """Which layers share which tables."""
 
@@ -48,11 +46,13 @@ class RetrievalConfig(MemoryConfig):
         super().__post_init__()
         if self.row_top_k > self.expansion * self.num_keys:
             raise ValueError(
-                f"model.memory.num_keys is {self.num_keys}, but {self.row_top_k} rows are to be selected (the smaller of top_k and row_top_k_limit): raise num_keys or lower top_k"
+                f"model.memory.num_keys is {self.num_keys}, but {self.row_top_k} rows are to be selected (the smaller "
+                "of top_k and row_top_k_limit): raise num_keys or lower top_k"
             )
         if self.row_top_k**2 < self.top_k:
             raise ValueError(
-                f"model.memory.top_k is {self.top_k}, but row_top_k_limit = {self.row_top_k_limit} leaves a grid of {self.row_top_k**2} candidates: "
+                f"model.memory.top_k is {self.top_k}, but row_top_k_limit = {self.row_top_k_limit} leaves a grid of "
+                f"{self.row_top_k**2} candidates: "
                 f"raise row_top_k_limit to at least {math.isqrt(self.top_k - 1) + 1}"
             )
 
@@ -102,7 +102,7 @@ class RetrievalConfig(MemoryConfig):
 class TuckerConfig(RetrievalConfig):
     """Retrieval by Tucker-decomposed scores (TDQKR; UltraMem and UltraMemV2), always with a value projection."""
 
-    own_expansion: ClassVar[int] = 1
+    default_expansion: ClassVar[int] = 1
     """e of the family where key_expansion is null."""
 
     tucker_rank: PositiveInt = 2
@@ -110,15 +110,19 @@ class TuckerConfig(RetrievalConfig):
     num_cores: PositiveInt = 2
     """C: Tucker cores; core c weights its own V/C columns of the values (2 as released, 1 as in the paper's text)."""
     key_expansion: PositiveInt | None = None
-    """e: e times the keys per side address e^2 virtual blocks that read the same rows (Eq. 8); null: the family's own, 2 in UltraMem and else 1."""
+    """e: e times the keys per side address e^2 virtual blocks that read the same rows (Eq. 8); null: the family's own,
+    2 in UltraMem and else 1."""
     shuffle: Literal["keyed", "table", "none"] = "keyed"
-    """How the row/column topology is broken: a stateless keyed bijection, a stored permutation (8 bytes per slot and layer), or not at all."""
+    """How the row/column topology is broken: a stateless keyed bijection, a stored permutation (8 bytes per slot and
+    layer), or not at all."""
     initialisation: Initialisation = "paper"
-    """paper: sigma_V of Eq. 26 with calibrated score gain; matched: the same with the SwiGLU's true variance, a third of Eq. 25's; released: the public constants (as always with product keys)."""
+    """paper: sigma_V of Eq. 26 with calibrated score gain; matched: the same with the SwiGLU's true variance, a third
+    of Eq. 25's; released: the public constants (as always with product keys)."""
     tucker_penalty_weight: Annotated[
         LossWeight, EffectiveWhen(lambda c: c.tucker_rank > 1, "tucker_rank is above 1")
     ] = 0.0
-    """Weight (alpha) of the penalty on the cores' non-leading singular values, Eq. 17, per layer; 0: off, as in the paper."""
+    """Weight (alpha) of the penalty on the cores' non-leading singular values, Eq. 17, per layer; 0: off, as in the
+    paper."""
     tucker_penalty_margin: Annotated[
         NonNegativeFloat,
         Role.RUNNING,
@@ -130,14 +134,16 @@ class TuckerConfig(RetrievalConfig):
         super().__post_init__()
         if self.value_dim % self.num_cores:
             raise ValueError(
-                f"model.memory.value_dim is {self.value_dim}, which num_cores = {self.num_cores} does not divide: each core weights its own slice of the values"
+                f"model.memory.value_dim is {self.value_dim}, which num_cores = {self.num_cores} does not divide: each "
+                "core weights its own slice of the values"
             )
 
     def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
         super().check(hidden_size=hidden_size, num_memory_layers=num_memory_layers, has_experts=has_experts)
         if has_experts and self.initialisation == "matched":
             raise ValueError(
-                "model.memory.initialisation is matched, which is to the variance of a dense SwiGLU, but model.moe is set: use paper or released"
+                "model.memory.initialisation is matched, which is to the variance of a dense SwiGLU, but model.moe is "
+                "set: use paper or released"
             )
 
     @property
@@ -151,7 +157,7 @@ class TuckerConfig(RetrievalConfig):
 
     @property
     def expansion(self) -> int:
-        return self.key_expansion if self.key_expansion is not None else self.own_expansion
+        return self.key_expansion if self.key_expansion is not None else self.default_expansion
 
     @property
     @abstractmethod
@@ -182,7 +188,7 @@ class TuckerConfig(RetrievalConfig):
 class ProductKeyConfig(RetrievalConfig):
     """Retrieval by product keys (PKM, Memory+, PEER)."""
 
-    instead_of_that_width: ClassVar[str] = ""
+    width_advice: ClassVar[str] = ""
     """What else a family can do about a value_dim that is not hidden_size, for the message."""
 
     query_norm: bool = True
@@ -194,8 +200,8 @@ class ProductKeyConfig(RetrievalConfig):
         super().check(hidden_size=hidden_size, num_memory_layers=num_memory_layers, has_experts=has_experts)
         if not self.has_value_projection and self.value_dim != hidden_size:
             raise ValueError(
-                f"model.memory.value_dim is {self.value_dim}, but kind {self.kind} has no value projection: set it to hidden_size = {hidden_size}"
-                + self.instead_of_that_width
+                f"model.memory.value_dim is {self.value_dim}, but kind {self.kind} has no value projection: set it to "
+                f"hidden_size = {hidden_size}" + self.width_advice
             )
 
     @property

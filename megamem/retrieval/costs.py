@@ -1,7 +1,7 @@
 """Parameters and operations of layers that retrieve, by closed formulas.
 
-Legend: D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim, P pre-value dim, B virtual
-blocks with a projection each, M rows (and columns) kept by the first selection stage.
+Legend: D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved, V value dim, P
+pre-value dim, B virtual blocks with a projection each, M rows (and columns) kept by the first selection stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megamem.sharing import LayerView
 
 
 def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCosts:
-    """A layer with Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries, and D (B V + P) of projections.
+    """Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries; D (B V + P) of projections.
 
     The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores.
     """
@@ -30,7 +30,7 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
 
 
 def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> LayerCosts:
-    """A layer with product keys: d (2 H D + 2 H N) parameters of retrieval and its gain; D V of the value projection and D of the gate.
+    """Product keys: d (2 H D + 2 H N) parameters of retrieval and a gain; D V of the value projection, D of the gate.
 
     The candidate grid is M^2 sums. With biases every projection has one.
     """

@@ -19,12 +19,13 @@ def tucker_distributions(
     """The distributions of a layer with Tucker cores.
 
     Args:
-        released_gain_exponent: with `initialisation: released` the gains of queries and keys are key_dim to this power; else they are calibrated.
+        released_gain_exponent: with `initialisation: released` the gains of queries and keys are key_dim to this power;
+            else they are calibrated.
     """
 
-    def distribution(part: str, memory: TuckerConfig, model: ModelConfig) -> Distribution | None:
+    def distribution(name: str, memory: TuckerConfig, model: ModelConfig) -> Distribution | None:
         released = memory.initialisation == "released"
-        match part:
+        match name:
             case "query_proj":
                 return Normal(memory.key_dim**-0.5 if released else model.linear_std)
             case "keys":
@@ -42,7 +43,7 @@ def tucker_distributions(
                 return Constant(memory.key_dim**released_gain_exponent) if released else None
             case "u" | "v" | "permutation":
                 return None
-        raise AssertionError(f"no initial distribution is defined for the memory's {part}")
+        raise AssertionError(f"no initial distribution is defined for the memory's {name}")
 
     return distribution
 
@@ -55,10 +56,10 @@ def tucker_table_std(memory: TuckerConfig, model: ModelConfig, sigma_s: float | 
     return sigma_values(model, memory, sigma_s)
 
 
-def product_key_distribution(part: str, memory: ProductKeyConfig, model: ModelConfig) -> Distribution:
-    """The constants of both releases of product-key layers, which agree (where UltraMemV2's has V = D, the only case that it has)."""
+def product_key_distribution(name: str, memory: ProductKeyConfig, model: ModelConfig) -> Distribution:
+    """The constants of both releases, which agree (where UltraMemV2's has V = D, the only case that it has)."""
     width = model.hidden_size
-    match part:
+    match name:
         case "query_proj":
             return symmetric(math.sqrt(6 / (width + memory.num_queries * memory.key_dim)))
         case "keys":
@@ -71,7 +72,7 @@ def product_key_distribution(part: str, memory: ProductKeyConfig, model: ModelCo
             return symmetric(width**-0.5)
         case "value_bias":
             return symmetric(memory.value_dim**-0.5)
-    raise AssertionError(f"no initial distribution is defined for the memory's {part}")
+    raise AssertionError(f"no initial distribution is defined for the memory's {name}")
 
 
 def product_key_table_std(memory: ProductKeyConfig, model: ModelConfig, sigma_s: float | None) -> float:

@@ -15,17 +15,12 @@ from megamem.retrieval.retrieved import Retrieved
 
 
 def retrieve(
-    row_scores: Tensor,
-    column_scores: Tensor,
-    *,
-    row_top_k: int,
-    top_k: int,
-    select: ProductTopk = product_topk,
+    row_scores: Tensor, column_scores: Tensor, *, row_top_k: int, top_k: int, select: ProductTopk = product_topk
 ) -> Retrieved:
     """Top-K of the sums of a row and a column score, softmaxed within a head.
 
-    The K best sums lie among the K best rows and columns, so with M = K the selection is exact; a smaller M is an approximation that the
-    releases do not have. Gradients flow through the scores of the kept entries only.
+    The K best sums lie among the K best rows and columns, so with M = K the selection is exact; a smaller M is an
+    approximation that the releases do not have. Gradients flow through the scores of the kept entries only.
 
     Args:
         row_scores: [T, H, N].
@@ -40,9 +35,5 @@ def retrieve(
         rows, columns = slots.unbind(0)
     sums = kept_scores(row_scores.unsqueeze(3), rows) + kept_scores(column_scores.unsqueeze(3), columns)
     return Retrieved(
-        rows * num_keys + columns,
-        sums.softmax(2),
-        stage_ids[0],
-        stage_ids[1],
-        lambda: (row_scores, column_scores),
+        rows * num_keys + columns, sums.softmax(2), stage_ids[0], stage_ids[1], lambda: (row_scores, column_scores)
     )

@@ -46,9 +46,9 @@ def tucker_names(extra: Mapping[str, str] | None = None) -> ReleasedNames:
     )
 
 
-def _squeeze_singular_vectors(part: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
+def _squeeze_singular_vectors(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     """u and v carry two dimensions of size 1 there."""
-    return tensor.flatten(0, 1).squeeze(1) if part in ("u", "v") else tensor
+    return tensor.flatten(0, 1).squeeze(1) if name in ("u", "v") else tensor
 
 
 def meta_names(parameters: Mapping[str, str], tables: Mapping[str, str]) -> ReleasedNames:
@@ -56,7 +56,7 @@ def meta_names(parameters: Mapping[str, str], tables: Mapping[str, str]) -> Rele
     return ReleasedNames(parameters, tables, convert=_unflatten_keys)
 
 
-def _unflatten_keys(part: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
+def _unflatten_keys(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     """Keys are [2 H N, d] in Meta's release."""
     assert isinstance(memory, ProductKeyConfig)
-    return tensor.view(memory.num_heads, 2, -1, memory.key_dim) if part == "keys" else tensor
+    return tensor.view(memory.num_heads, 2, -1, memory.key_dim) if name == "keys" else tensor

@@ -1,6 +1,7 @@
 """What a retrieval hands to the lookup, and to whoever watches it.
 
-Legend: T tokens, H heads, N keys per side, C scores per entry (Tucker cores), M rows (and columns) kept by the first stage, K retrieved.
+Legend: T tokens, H heads, N keys per side, C scores per entry (Tucker cores), M rows (and columns) kept by the first
+stage, K retrieved.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ class Retrieved:
 
     Attributes:
         slots: [T, H, K], int64 positions row x N + column of the N x N grid, best first within a head.
-        scores: [T, H, K, C], the weights of the entries. Tucker: the score of each core; they sum to what the selection ordered by.
-            Product keys: the softmax of the summed scores within a head, C = 1.
+        scores: [T, H, K, C], the weights of the entries. Tucker: the score of each core; they sum to what the selection
+            ordered by. Product keys: the softmax of the summed scores within a head, C = 1.
         row_ids: [T, H, M], int64 rows kept by the first stage, best first.
         column_ids: [T, H, M], the columns.
-        stage_scores: what the first stage ranked rows and columns by, [T, H, N] each; differentiable, for the balance loss. Computed when
-            called, because nothing else needs them.
+        stage_scores: what the first stage ranked rows and columns by, [T, H, N] each; differentiable, for the balance
+            loss. Computed when called, because nothing else needs them.
     """
 
     slots: Tensor

@@ -1,6 +1,7 @@
 """Tucker-decomposed query-key retrieval, TDQKR (UltraMem; UltraMemV2, Eq. 6-7 and 16).
 
-Legend: T tokens, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by the first stage, K retrieved.
+Legend: T tokens, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by the first stage, K
+retrieved.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def retrieve(
 ) -> Retrieved:
     """Two-stage top-K on the Tucker-scored grid.
 
-    Stage 1 ranks rows by <u, S_row> and columns by <v, S_col>, the rank-1 approximation of the summed core, and keeps M of each. Stage 2
-    scores the M x M candidates exactly, s_c(i, j) = S_row[i] C_c S_col[j], and keeps the K with the largest sum over cores. Gradients
-    flow through the scores of the kept entries only.
+    Stage 1 ranks rows by <u, S_row> and columns by <v, S_col>, the rank-1 approximation of the summed core, and keeps M
+    of each. Stage 2 scores the M x M candidates exactly, s_c(i, j) = S_row[i] C_c S_col[j], and keeps the K with the
+    largest sum over cores. Gradients flow through the scores of the kept entries only.
 
     Args:
         row_scores: [T, H, N, R].
@@ -60,8 +61,9 @@ def retrieve(
 def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:
     """Leading singular vectors of the summed core, with the joint sign that stays closest to the vectors before.
 
-    The SVD leaves the joint sign of (u, v) open, and the sign selects which quadrant of the grid is searched: it must not flip between
-    steps. With no vectors before (all zero) the sign that makes sum(u) + sum(v) positive is taken, so that it depends on no library.
+    The SVD leaves the joint sign of (u, v) open, and the sign selects which quadrant of the grid is searched: it must
+    not flip between steps. With no vectors before (all zero) the sign that makes sum(u) + sum(v) positive is taken, so
+    that it depends on no library.
 
     Args:
         core_sum: [..., R, R], the cores summed over C; SVD runs in at least fp32.
@@ -71,7 +73,7 @@ def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tenso
     Returns:
         u and v, each [..., R], in the dtype of the vectors before.
     """
-    wide = core_sum if core_sum.dtype == torch.float64 else core_sum.float()
+    wide = core_sum.to(torch.promote_types(core_sum.dtype, torch.float32))
     # Host sync on GPUs: the SVD looks at its convergence.
     left, _, right = torch.linalg.svd(wide)
     u, v = left[..., :, 0], right[..., 0, :]

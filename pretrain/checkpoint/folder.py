@@ -6,10 +6,13 @@ disk. It is complete if its `state.json`, which is written last, lists files tha
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 import re
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ STATE_FILE = "state.json"
 _FORMAT = 1
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _WRITING_PREFIX = ".writing_"
+_PACKAGES = ("megamem", "torch", "megatron-core", "numpy", "triton", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def read_state(path: Path) -> SavedState:
     """
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        version = content["format"]
+        format_version = content["format"]
         state = SavedState(path, *(content[key] for key in ("run", "rng", "config", "versions", "files")))
         sizes = {str(name): int(size) for name, size in state.files.items()}
         step = state.step
@@ -110,9 +114,9 @@ def read_state(path: Path) -> SavedState:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its {STATE_FILE} cannot be read ({error})"
         ) from error
-    if version != _FORMAT:
+    if format_version != _FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {version}, and this version reads format {_FORMAT}: "
+            f"{path} has checkpoint format {format_version}, and this version reads format {_FORMAT}: "
             f"use the version that wrote it ({state.versions})"
         )
     if step_folder(path.parent, step).name != path.name:
@@ -180,6 +184,15 @@ def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_ev
             shutil.rmtree(path)
             removed.append(path)
     return removed
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what is installed of the packages that decide a checkpoint's contents, and of Python."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _step_of(path: Path) -> int:

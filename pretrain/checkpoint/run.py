@@ -14,7 +14,6 @@ from megamem.model import MemoryGPTModel
 from pretrain.build import unwrap
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.storage import load_tensors, save_tensors
-from pretrain.checkpoint.versions import package_versions
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError
@@ -64,7 +63,7 @@ def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
         # Random numbers of a step follow from these two; see `pretrain.loop.seed_step`.
         rng={"seed": config.seed, "step": state.step},
         config=to_dict(config),
-        versions=package_versions(),
+        versions=folders.package_versions(),
     )
     rules = config.checkpoint
     folders.remove_superseded(folder, state.step, keep_last=rules.keep_last, keep_every_steps=rules.keep_every_steps)

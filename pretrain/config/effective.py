@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from megamem.config_base import Config, field_specs
@@ -30,7 +31,7 @@ def _has_memory(run: RunConfig) -> bool:
     return run.model.memory is not None
 
 
-def _has_groups(run: RunConfig) -> bool:
+def _has_split_parameters(run: RunConfig) -> bool:
     return run.model.memory is not None or run.model.moe is not None
 
 
@@ -38,23 +39,22 @@ def _has_pre_values(run: RunConfig) -> bool:
     return run.model.memory is not None and run.model.memory.width("pre_values") > 0
 
 
+_OF_MEMORY = (
+    "parallel.overlap_memory",
+    "train.kernels",
+    "logging.memory_every_steps",
+    "optimizer.value_weight_decay",
+    "optimizer.value_clip_grad",
+    "optimizer.value_offload",
+    "optimizer.value_lr",
+    "optimizer.value_lr_multiplier",
+    "optimizer.value_lr_end_multiplier",
+    "optimizer.value_lr_decay_tokens",
+)
 RUN_RULES: tuple[CrossRule, ...] = (
-    CrossRule("parallel.memory", _has_groups, "model.memory or model.moe is set"),
-    CrossRule("parallel.overlap_memory", _has_memory, "model.memory is set"),
-    CrossRule("train.kernels", _has_memory, "model.memory is set"),
-    CrossRule("logging.memory_every_steps", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.value_weight_decay", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.value_clip_grad", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.value_offload", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.value_lr", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.value_lr_multiplier", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.value_lr_end_multiplier", _has_memory, "model.memory is set"),
-    CrossRule("optimizer.value_lr_decay_tokens", _has_memory, "model.memory is set"),
-    CrossRule(
-        "optimizer.pre_value_lr_multiplier",
-        _has_pre_values,
-        "model.memory has pre-values",
-    ),
+    CrossRule("parallel.memory", _has_split_parameters, "model.memory or model.moe is set"),
+    *(CrossRule(key, _has_memory, "model.memory is set") for key in _OF_MEMORY),
+    CrossRule("optimizer.pre_value_lr_multiplier", _has_pre_values, "model.memory has pre-values"),
 )
 
 
@@ -74,10 +74,8 @@ def ineffective_fields(config: Any) -> list[Ineffective]:
     if isinstance(config, RunConfig):
         for rule in RUN_RULES:
             if not rule.condition(config) and rule.key not in found:
-                owner: Any = config
-                *path, name = rule.key.split(".")
-                for segment in path:
-                    owner = getattr(owner, segment)
+                section, name = rule.key.rsplit(".", 1)
+                owner = attrgetter(section)(config)
                 at_default = getattr(owner, name) == field_specs(type(owner))[name].default()
                 found[rule.key] = Ineffective(rule.key, rule.reason, at_default)
     return list(found.values())

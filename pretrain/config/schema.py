@@ -1,6 +1,6 @@
 """The configuration of a run. The docstring under a field is its help text.
 
-See `megamem.config_base` for limits and conditional fields, and `megamem.identity.Role` for what may change at a resume.
+See `megamem.config_base` for limits and conditional fields, and `megamem.identity.Role` for what a resume may change.
 """
 
 from __future__ import annotations

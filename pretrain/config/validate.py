@@ -6,7 +6,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from operator import attrgetter
 
 from kernels.implementations import unavailable
 from parallel.devices import num_visible_gpus
@@ -28,19 +28,11 @@ def validate(config: RunConfig, world_size: int | None) -> None:
         ConfigError: naming every problem found, each with key, value and fix.
     """
     problems = [*layout_problems(config, world_size), *_batch(config, world_size), *_schedule(config)]
-    problems += _names(config)
-    problems += _packages(config)
+    problems += [*_names(config), *_packages(config)]
     if world_size is not None:
         problems += _kernels(config)
     if problems:
         raise ConfigError(join_problems(problems))
-
-
-def value_at(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
-    for segment in key.split("."):
-        config = getattr(config, segment)
-    return config
 
 
 def _batch(config: RunConfig, world_size: int | None) -> Iterator[str]:
@@ -111,7 +103,7 @@ def _packages(config: RunConfig) -> Iterator[str]:
     )
     for is_wanted, key, module, extra in wanted:
         if is_wanted and importlib.util.find_spec(module) is None:
-            value = str(value_at(config, key)).lower() if key == "logging.tensorboard" else value_at(config, key)
+            value = str(attrgetter(key)(config)).lower() if key == "logging.tensorboard" else attrgetter(key)(config)
             yield (
                 f'{key} is {value}, but {module} is not installed: pip install "megamem[{extra}]", or change the option'
             )

@@ -113,7 +113,7 @@ def forward_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence
     counts = count_parameters(model, padded_vocab_size)
     flops = 2.0 * (counts.attention + counts.ffn - counts.idle_experts + width * padded_vocab_size)
     flops += depth * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
-    return flops + memory_flops_per_token(model)
+    return flops + memory_flops(model).total
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,8 @@ class MemoryFlops:
         return self.keys + self.selection + self.projections + self.gather_dot + self.gather_sum
 
 
-def memory_flops_per_token(model: ModelConfig) -> float:
-    """The memory's share of `forward_flops_per_token`: queries, projections, retrieval and gathers."""
-    return memory_flops(model).total
-
-
 def memory_flops(model: ModelConfig) -> MemoryFlops:
-    """The same by part."""
+    """The memory's share of `forward_flops_per_token`: queries, projections, retrieval and gathers."""
     memory, own = model.memory, memory_layer_costs(model)
     reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
     pre_width = memory.width("pre_values") if memory is not None else 0

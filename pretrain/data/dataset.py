@@ -71,7 +71,7 @@ class StreamDataset(GPTDataset):
     """Fixed-length samples from an endless, reshuffled stream of documents.
 
     Every epoch holds each document once, in an order of its own; samples are cut from the concatenated epochs without a
-    gap, and are served in blocks of one epoch's worth, shuffled inside the block. All of it is a function of (seed,
+    gap, and are served in passes of one epoch's worth, each shuffled in itself. All of it is a function of (seed,
     position), so a longer stream begins with the shorter one.
     """
 
@@ -103,23 +103,23 @@ class StreamDataset(GPTDataset):
             self.index_split.name,
             self.config.sequence_length,
             self.config.random_seed,
-            self._num_blocks(),
+            self._num_passes(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
-    def _samples_per_block(self) -> int:
+    def _samples_per_pass(self) -> int:
         return (self._get_num_tokens_per_epoch() - 1) // self.config.sequence_length
 
-    def _num_blocks(self) -> int:
+    def _num_passes(self) -> int:
         assert self.num_samples is not None
-        return max(1, -(-self.num_samples // self._samples_per_block()))
+        return max(1, -(-self.num_samples // self._samples_per_pass()))
 
     def _build_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         from megatron.core.datasets import helpers
 
         tokens_per_epoch = self._get_num_tokens_per_epoch()
-        block, num_blocks = self._samples_per_block(), self._num_blocks()
-        num_samples = block * num_blocks
+        per_pass, num_passes = self._samples_per_pass(), self._num_passes()
+        num_samples = per_pass * num_passes
         num_epochs = -(-(num_samples * self.config.sequence_length + 1) // tokens_per_epoch)
         if num_epochs * len(self.indices) > _LARGEST_DOCUMENT_INDEX:
             raise DataError(
@@ -137,7 +137,10 @@ class StreamDataset(GPTDataset):
             tokens_per_epoch,
         )
         order = np.concatenate(
-            [self._random(_SAMPLE_STREAM, index).permutation(block) + index * block for index in range(num_blocks)]
+            [
+                self._random(_SAMPLE_STREAM, index).permutation(per_pass) + index * per_pass
+                for index in range(num_passes)
+            ]
         )
         return documents, samples[: num_samples + 1], order
 
@@ -214,10 +217,6 @@ def build_train_dataset(
     Raises:
         DataError: a data set that does not open or is too short for a sample, or a cache that cannot be written.
     """
-    if num_samples < 1 or sequence_length < 1:
-        raise DataError(
-            f"{num_samples} samples of {sequence_length} tokens cannot be trained on. Ask for at least one of each."
-        )
     datasets = [open_dataset(entry.path) for entry in entries]
     for dataset in datasets:
         _check_fits(dataset, sequence_length, tokenizer)

@@ -52,7 +52,10 @@ def microbatches(
     assert 0 <= data_rank < data_size
     assert micro_batch_size > 0
     assert start_sample >= 0
-    batches = _sample_numbers(len(dataset), start_sample, micro_batch_size, data_rank, data_size)
+    starts = range(
+        start_sample + data_rank * micro_batch_size, len(dataset) - micro_batch_size + 1, micro_batch_size * data_size
+    )
+    batches = (list(range(start, start + micro_batch_size)) for start in starts)
     if num_workers == 0:
         for numbers in batches:
             yield _stack([dataset[number] for number in numbers])
@@ -90,15 +93,6 @@ def on_device(batches: Iterator[Sample], device: torch.device) -> Iterator[Sampl
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _sample_numbers(
-    num_samples: int, start_sample: int, micro_batch_size: int, data_rank: int, data_size: int
-) -> Iterator[list[int]]:
-    first = start_sample + data_rank * micro_batch_size
-    while first + micro_batch_size <= num_samples:
-        yield list(range(first, first + micro_batch_size))
-        first += micro_batch_size * data_size
-
-
 def _stack(samples: Sequence[Sample]) -> Sample:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
@@ -117,12 +111,8 @@ class _Guarded(torch.utils.data.Dataset[Sample | DataError]):
 
 
 def _collate(samples: list[Sample | DataError]) -> Sample | DataError:
-    good: list[Sample] = []
-    for sample in samples:
-        if isinstance(sample, DataError):
-            return sample
-        good.append(sample)
-    return _stack(good)
+    good = [sample for sample in samples if not isinstance(sample, DataError)]
+    return next((sample for sample in samples if isinstance(sample, DataError)), None) or _stack(good)
 
 
 def _read_ahead(dataset: SampleSource, batches: Iterator[list[int]], num_workers: int) -> Iterator[Sample]:

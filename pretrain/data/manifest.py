@@ -33,7 +33,6 @@ MANIFEST_FILE = "manifest.json"
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
-_HASH_CHUNK_BYTES = 1 << 22
 _IDX_HEADER = b"MMIDIDX\0\0"
 TOKENIZER_INFO_FILE = "info.json"
 
@@ -174,11 +173,8 @@ def damaged(path: Path, what: str) -> DataError:
 
 def file_sha256(path: Path) -> str:
     """sha256 of a file, as hexadecimal digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:

@@ -278,6 +278,8 @@ def _check_vocabulary(result: TokenizedRecord, tokenizer: Tokenizer) -> None:
 
 def _ensure_both_splits(folder: Path, writers: dict[str, _SplitWriter], tokenizer: Tokenizer) -> None:
     """Give an empty split the document nearest to it, so that a small corpus can be trained on and evaluated."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
     empty = next((split for split in SPLITS if writers[split].num_documents == 0), None)
     if empty is None:
         return
@@ -289,32 +291,15 @@ def _ensure_both_splits(folder: Path, writers: dict[str, _SplitWriter], tokenize
     nearest = writers[full].extreme_score
     assert nearest is not None
     _, moved, moved_bytes = nearest
-    _rewrite_without(folder, writers, full, empty, moved, moved_bytes, tokenizer)
-
-
-def _rewrite_without(
-    folder: Path,
-    writers: dict[str, _SplitWriter],
-    full: str,
-    empty: str,
-    moved: int,
-    moved_bytes: int,
-    tokenizer: Tokenizer,
-) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    old = writers[full]
     for suffix in ("bin", "idx"):
         (folder / f"{full}.{suffix}").rename(folder / f"old.{suffix}")
     documents = IndexedDataset(str(folder / "old"))
+    # Text bytes per document are not stored, so the remainder keeps the sum.
+    remaining_bytes = writers[full].num_bytes - moved_bytes
     writers[full], writers[empty] = _SplitWriter(folder, full, tokenizer), _SplitWriter(folder, empty, tokenizer)
     for index in range(len(documents)):
-        if index == moved:
-            writers[empty].add(documents[index], moved_bytes, 0.0)
-        else:
-            writers[full].add(documents[index], 0, 0.0)
-    # Text bytes per document are not stored, so the remainder keeps the sum.
-    writers[full].num_bytes = old.num_bytes - moved_bytes
+        writers[empty if index == moved else full].add(documents[index], 0, 0.0)
+    writers[full].num_bytes, writers[empty].num_bytes = remaining_bytes, moved_bytes
     for writer in writers.values():
         writer.finish()
     del documents

@@ -31,7 +31,7 @@ PYTHON_STDLIB = "python-stdlib"
 _STDLIB_GENERATED_PREFIX = "_sysconfigdata"
 _STDLIB_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-_CHUNK_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 _MAX_LINE_BYTES = 256 << 20
 _ROWS_PER_READ = 256
 
@@ -72,14 +72,6 @@ class Record:
         if self.row == 0:
             return str(self.file.path)
         return f"{self.file.path}, {'row' if self.file.kind == 'parquet' else 'line'} {self.row}"
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document and where it came from (file, and line or row)."""
-
-    text: str
-    origin: str
 
 
 @dataclass
@@ -207,8 +199,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
     """Lines without their newline, each with the position reached in the file (bytes, compressed where it is)."""
     with path.open("rb") as stream:
         rest = b""
-        for chunk in _chunks(path, stream):
-            *lines, rest = (rest + chunk).split(b"\n")
+        for content in _contents(path, stream):
+            *lines, rest = (rest + content).split(b"\n")
             if len(rest) > _MAX_LINE_BYTES:
                 raise ValueError(f"a line is longer than {_MAX_LINE_BYTES >> 20} MiB; is this JSON lines?")
             position = stream.tell()
@@ -218,26 +210,27 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
             yield rest, stream.tell()
 
 
-def _chunks(path: Path, stream: BufferedReader) -> Iterator[bytes]:
+def _contents(path: Path, stream: BufferedReader) -> Iterator[bytes]:
+    """What the file holds, decompressed, read by read."""
     name = path.name.lower()
     if name.endswith(".zst"):
-        yield from _zstd_chunks(stream)
+        yield from _zstd_contents(stream)
         return
     reader = gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
     if name.endswith(".gz") and path.stat().st_size == 0:
         raise EOFError("an empty file is not a gzip archive")
     # read1, because read would throw away what it had decompressed when it meets the break in a truncated file.
-    while chunk := reader.read1(_CHUNK_BYTES):
-        yield chunk
+    while content := reader.read1(_READ_BYTES):
+        yield content
 
 
-def _zstd_chunks(stream: BufferedReader) -> Iterator[bytes]:
+def _zstd_contents(stream: BufferedReader) -> Iterator[bytes]:
     # The package's own stream reader takes a truncated file for a complete one, so frames are followed by hand.
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, inside_frame, num_frames = decompressor.decompressobj(), False, 0
-    while compressed := stream.read(_CHUNK_BYTES // 16):
+    while compressed := stream.read(_READ_BYTES // 16):
         while compressed:
             try:
                 yield frame.decompress(compressed)
@@ -345,8 +338,8 @@ def check_inputs_yielded(inputs: Sequence[str], num_documents_per_input: Sequenc
 
 def read_documents(
     inputs: Sequence[str], *, field_name: str = "text", bad_documents: BadDocumentLog | None = None
-) -> Iterator[Document]:
-    """Stream the non-empty documents of the inputs, in order, in this process.
+) -> Iterator[str]:
+    """Stream the texts of the non-empty documents of the inputs, in order, in this process.
 
     Args:
         inputs: files, directories, or `python-stdlib`.
@@ -366,5 +359,5 @@ def read_documents(
             continue
         if text:
             num_documents_per_input[record.file.input_index] += 1
-            yield Document(text, record.origin)
+            yield text
     check_inputs_yielded(inputs, num_documents_per_input)

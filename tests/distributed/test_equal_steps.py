@@ -54,7 +54,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pretrain.data.tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("equal_steps")
-    texts = (document.text for document in read_documents([PYTHON_STDLIB]))
+    texts = read_documents([PYTHON_STDLIB])
     tokenizer = train_bpe(texts, 4096, folder / "tokenizer.json", progress=False)
     prepare([PYTHON_STDLIB], folder / "data", tokenizer, validation_fraction=0.05, progress=False)
     return folder / "data"

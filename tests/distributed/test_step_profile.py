@@ -53,7 +53,7 @@ from tools.bench.step_profile import (
     measure_steps,
     profiled_steps,
 )
-from tools.bench.timeline import Intervals, Span, Timeline
+from tools.bench.timeline import Range, RangeTimes, Timeline
 
 NUM_STEPS = 2
 
@@ -98,7 +98,7 @@ class Profile:
         clean: whether no mark is left afterwards.
     """
 
-    intervals: Intervals
+    intervals: RangeTimes
     wall_s: float
     same: bool
     clean: bool
@@ -149,31 +149,31 @@ def test_parts_add_up_and_change_nothing(name: str, profiles: dict[str, Profile]
     assert all(seconds >= 0 for seconds in found.intervals.seconds.values())
     assert 0 < found.intervals.total_s <= found.wall_s
     assert found.intervals.num_steps == NUM_STEPS
-    assert {span.phase for span in found.intervals.seconds} <= set(PHASES)
-    assert {span.part for span in found.intervals.seconds} <= {"", *PARTS}
+    assert {where.phase for where in found.intervals.seconds} <= set(PHASES)
+    assert {where.part for where in found.intervals.seconds} <= {"", *PARTS}
 
 
-def per_step(found: Profile) -> Counter[Span]:
+def per_step(found: Profile) -> Counter[Range]:
     assert all(number % NUM_STEPS == 0 for number in found.intervals.entries.values())
-    return Counter({span: number // NUM_STEPS for span, number in found.intervals.entries.items()})
+    return Counter({where: number // NUM_STEPS for where, number in found.intervals.entries.items()})
 
 
-def passes(reads: int, *, has_pre: bool = True, paired: bool = True, recomputed: bool = False) -> Counter[Span]:
+def passes(reads: int, *, has_pre: bool = True, paired: bool = True, recomputed: bool = False) -> Counter[Range]:
     """How often the parts of `reads` lookups per step are entered; `paired` if they read values and pre-values in one."""
     gathers = {GATHER_PAIR} if has_pre and paired else {GATHER_SUM, GATHER_DOT} if has_pre else {GATHER_SUM}
     forward = {KEYS, SELECTION, SCORES, ROWS, WEIGHTING, OTHER} | gathers
     backward = forward - {SELECTION, ROWS}
-    counts = Counter({Span(FORWARD, part): reads for part in forward})
-    counts.update({Span(BACKWARD, part): reads for part in backward})
-    counts[Span(FORWARD, PROJECTIONS)] = 2 * reads
-    counts[Span(BACKWARD, PROJECTIONS)] = (2 if has_pre else 1) * reads
-    counts[Span(BACKWARD, TABLE_GRADIENT)] = (2 if has_pre else 1) * reads
+    counts = Counter({Range(FORWARD, part): reads for part in forward})
+    counts.update({Range(BACKWARD, part): reads for part in backward})
+    counts[Range(FORWARD, PROJECTIONS)] = 2 * reads
+    counts[Range(BACKWARD, PROJECTIONS)] = (2 if has_pre else 1) * reads
+    counts[Range(BACKWARD, TABLE_GRADIENT)] = (2 if has_pre else 1) * reads
     if recomputed:
-        counts.update({Span(BACKWARD, span.part): n for span, n in list(counts.items()) if span.phase == FORWARD})
+        counts.update({Range(BACKWARD, where.part): n for where, n in list(counts.items()) if where.phase == FORWARD})
     return counts
 
 
-def of_passes(counts: Counter[Span]) -> Counter[Span]:
+def of_passes(counts: Counter[Range]) -> Counter[Range]:
     return Counter({s: n for s, n in counts.items() if s.phase in (FORWARD, BACKWARD) and s.part not in ("", EXCHANGE)})
 
 
@@ -198,43 +198,43 @@ def of_passes(counts: Counter[Span]) -> Counter[Span]:
     ],
 )
 def test_every_part_is_entered_as_often_as_it_runs(
-    name: str, expected: Counter[Span], profiles: dict[str, Profile]
+    name: str, expected: Counter[Range], profiles: dict[str, Profile]
 ) -> None:
     assert of_passes(per_step(profiles[name])) == expected
 
 
 def test_phases_of_a_step(profiles: dict[str, Profile]) -> None:
     found = per_step(profiles["v2"])
-    phases = {span.phase: number for span, number in found.items() if not span.part}
+    phases = {where.phase: number for where, number in found.items() if not where.part}
     assert phases == {FORWARD: 2, BACKWARD: 2, REDUCTION: 1, CLIPPING: 3, OPTIMIZER: 1}
-    once = {span: number for span, number in found.items() if span.part and span.phase not in (FORWARD, BACKWARD)}
+    once = {where: number for where, number in found.items() if where.part and where.phase not in (FORWARD, BACKWARD)}
     assert once == {
-        Span(REST, SINGULAR_VECTORS): 1,
-        Span(REST, ZEROING): 1,
+        Range(REST, SINGULAR_VECTORS): 1,
+        Range(REST, ZEROING): 1,
         # Reduced, and divided by the number of tokens.
-        Span(REDUCTION, TABLE_REDUCTION): 2,
-        Span(OPTIMIZER, TABLE_STEP): 1,
+        Range(REDUCTION, TABLE_REDUCTION): 2,
+        Range(OPTIMIZER, TABLE_STEP): 1,
     }
-    assert Span(MESSAGES, "") in per_step(profiles["pipeline 2"])
+    assert Range(MESSAGES, "") in per_step(profiles["pipeline 2"])
 
 
 def test_without_a_memory_no_part_is_met(profiles: dict[str, Profile]) -> None:
     for name in ("dense", "experts"):
-        assert not any(span.part for span in profiles[name].intervals.seconds)
+        assert not any(where.part for where in profiles[name].intervals.seconds)
 
 
 def test_naive_gathers_keep_their_table_gradient_inside(profiles: dict[str, Profile]) -> None:
     found = of_passes(per_step(profiles["naive"]))
     expected = passes(8)
-    del expected[Span(BACKWARD, TABLE_GRADIENT)]
+    del expected[Range(BACKWARD, TABLE_GRADIENT)]
     assert found == expected
 
 
 def test_the_exchange_is_marked_in_both_passes(profiles: dict[str, Profile]) -> None:
     """Five collectives forward, four backward."""
     found = per_step(profiles["memory 2"])
-    assert (found[Span(FORWARD, EXCHANGE)], found[Span(BACKWARD, EXCHANGE)]) == (5 * 4, 4 * 4)
-    assert EXCHANGE not in {span.part for span in per_step(profiles["v2"])}
+    assert (found[Range(FORWARD, EXCHANGE)], found[Range(BACKWARD, EXCHANGE)]) == (5 * 4, 4 * 4)
+    assert EXCHANGE not in {where.part for where in per_step(profiles["v2"])}
 
 
 def test_models_are_gone_when_they_are_measured(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,12 +244,12 @@ def test_models_are_gone_when_they_are_measured(run_ranks: Any, monkeypatch: pyt
     def measured(config: RunConfig) -> tuple[int, int, int]:
         models: list[weakref.ref[Any]] = []
 
-        class Watched(step_profile.Contestant):
+        class Watched(step_profile.SyntheticRun):
             def __init__(self, *arguments: Any) -> None:
                 super().__init__(*arguments)
                 models.extend(weakref.ref(part) for part in (*self.chunks, self.optimizer, self.chunks[0].buffers[0]))
 
-        monkeypatch.setattr(step_profile, "Contestant", Watched)
+        monkeypatch.setattr(step_profile, "SyntheticRun", Watched)
         with joined(config) as groups:
             (times,) = measure_steps([config], groups, vocab_size=VOCAB_SIZE, rounds=3, steps_per_round=2)
         gc.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tools.bench.timeline import Span, Timeline
+from tools.bench.timeline import Range, Timeline
 
 
 def test_parts_take_the_time_of_their_work(gpu: torch.device) -> None:
@@ -27,7 +27,7 @@ def test_parts_take_the_time_of_their_work(gpu: torch.device) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found = timeline.end()
-    forward, backward = (found.seconds[Span(phase, "product")] for phase in ("forward", "backward"))
+    forward, backward = (found.seconds[Range(phase, "product")] for phase in ("forward", "backward"))
     # Two products each, beside which all else is small.
     assert forward + backward > 0.5 * whole[0].elapsed_time(whole[1]) / 1e3
-    assert found.entries[Span("backward", "product")] == 1
+    assert found.entries[Range("backward", "product")] == 1

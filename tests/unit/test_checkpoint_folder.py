@@ -13,7 +13,6 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pretrain.checkpoint import folder as folders
-from pretrain.checkpoint.versions import package_versions
 from pretrain.errors import CheckpointError
 
 
@@ -41,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_the_packages_that_wrote_it_are_named() -> None:
-    found = package_versions()
+    found = folders.package_versions()
     assert found["python"] == platform.python_version()
     for package in ("torch", "megatron-core", "numpy"):
         assert found[package] == version(package)

@@ -20,7 +20,7 @@ from megamem.bank import Bank
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.families.ultramem_v2.layer import UltraMemV2Layer
-from megamem.layers.step import begin_step
+from megamem.layers.layer import begin_step
 from megamem.losses import LOSS_NAMES, begin_losses, key_balance, tucker_penalty
 from megamem.released_names import from_released
 from megamem.sharing import BankSpec, LayerView

@@ -25,9 +25,8 @@ from megamem.families.registry import family_of
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initialisation import initialise
-from megamem.layers.layer import MemoryLayer
+from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.layers.product_key import ProductKeyLayer
-from megamem.layers.step import begin_step
 from megamem.layers.tucker import TuckerLayer
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec, LayerView

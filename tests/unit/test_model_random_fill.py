@@ -72,7 +72,7 @@ def test_the_fill_writes_into_views() -> None:
 def test_numbers_do_not_depend_on_the_chunk_of_the_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, rows = normal((37, 5, 3)), torch.tensor([30, 2, 2, 36])
     columns = torch.empty(37, 2, 3, dtype=torch.float64)
-    monkeypatch.setattr(random_fill, "_CHUNK_ELEMENTS", {"cpu": 40})
+    monkeypatch.setattr(random_fill, "_TEMPORARY_ELEMENTS", {"cpu": 40})
     assert torch.equal(normal((37, 5, 3)), whole)
     fill_normal(columns, seed=1, name="w", std=1.0, global_shape=(37, 5, 3), offset=(0, 3, 0))
     assert torch.equal(columns, whole[:, 3:])
@@ -88,7 +88,7 @@ def test_temporaries_are_bounded_whatever_the_shape(monkeypatch: pytest.MonkeyPa
         sizes.append(counter.numel())
         return mix(counter, key)
 
-    monkeypatch.setattr(random_fill, "_CHUNK_ELEMENTS", {"cpu": 40})
+    monkeypatch.setattr(random_fill, "_TEMPORARY_ELEMENTS", {"cpu": 40})
     monkeypatch.setattr(random_fill, "mix", count)
     normal((1, 2, 50, 3))
     assert max(sizes) <= 40

@@ -282,7 +282,7 @@ def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
     monkeypatch.setattr(saving.dist, "barrier", lambda: log.append("barrier"))
     monkeypatch.setattr(saving, "_entries", lambda *_: entries)
     monkeypatch.setattr(saving, "save_tensors", lambda tensors, path: log.append(("tensors", tensors, path.name)))
-    monkeypatch.setattr(saving, "package_versions", lambda: {"torch": "2"})
+    monkeypatch.setattr(saving.folders, "package_versions", lambda: {"torch": "2"})
     for name in ("start_writing", "complete", "remove_superseded"):
         monkeypatch.setattr(
             saving.folders, name, lambda *args, name=name, **keywords: log.append((name, args, keywords))

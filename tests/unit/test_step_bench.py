@@ -15,9 +15,9 @@ from pretrain.config.validate import validate
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.costs.step import GATHER_SUM, KEYS, part_costs
 from pretrain.errors import ConfigError
-from tools.bench.step import Contender, block, known_peak, ratios, turns, with_pairs
+from tools.bench.step import Contender, config_lines, known_peak, ratios, turns, with_pairs
 from tools.bench.step_profile import StepTimes
-from tools.bench.timeline import Intervals, Span
+from tools.bench.timeline import Range, RangeTimes
 from tools.cli import build_parser
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -84,19 +84,19 @@ def test_peaks_by_name() -> None:
 def times(step_s: float = 0.5) -> StepTimes:
     """Two marked steps of 0.6 s."""
     seconds = {
-        Span("forward", ""): 0.4,
-        Span("forward", KEYS): 0.1,
-        Span("backward", KEYS): 0.2,
-        Span("backward", GATHER_SUM): 0.06,
-        Span("optimizer", ""): 0.44,
+        Range("forward", ""): 0.4,
+        Range("forward", KEYS): 0.1,
+        Range("backward", KEYS): 0.2,
+        Range("backward", GATHER_SUM): 0.06,
+        Range("optimizer", ""): 0.44,
     }
-    entries = Counter({Span("forward", KEYS): 8, Span("backward", KEYS): 8})
-    return StepTimes((2 * step_s, step_s, 0.9 * step_s), Intervals(seconds, entries, 2))
+    entries = Counter({Range("forward", KEYS): 8, Range("backward", KEYS): 8})
+    return StepTimes((2 * step_s, step_s, 0.9 * step_s), RangeTimes(seconds, entries, 2))
 
 
 def test_a_block_says_where_the_time_went() -> None:
     config = config_of("quickstart.yaml")
-    lines = list(block("name", Contender(config, derived="from nothing"), times(), 4, 4096, 2.0))
+    lines = list(config_lines("name", Contender(config, derived="from nothing"), times(), 4, 4096, 2.0))
     text = "\n".join(lines)
     assert lines[:2] == ["name", "  derived: from nothing"]
     tflops = 2048 * training_flops_per_token(config.model, 4096, 256) / 0.5 / 4 / 1e12
@@ -121,7 +121,7 @@ def test_a_block_says_where_the_time_went() -> None:
 
 
 def test_a_model_without_memory_has_phases_only() -> None:
-    text = "\n".join(block("name", Contender(config_of("quickstart_dense.yaml")), times(), 1, 4096, None))
+    text = "\n".join(config_lines("name", Contender(config_of("quickstart_dense.yaml")), times(), 1, 4096, None))
     assert "the memory in it" not in text
     assert "derived" not in text
     assert "MFU unknown" in text

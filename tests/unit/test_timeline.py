@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tools.bench import timeline as module
-from tools.bench.timeline import Intervals, Span, Timeline
+from tools.bench.timeline import Range, RangeTimes, Timeline
 
 CPU = torch.device("cpu")
 
@@ -71,17 +71,17 @@ def test_time_belongs_to_what_was_entered_last(clock: Clock) -> None:
     clock.now += 32
     found = timeline.end()
     assert found.seconds == {
-        Span("rest", ""): 33,
-        Span("forward", ""): 2,
-        Span("forward", "outer"): 20,
-        Span("forward", "inner"): 8,
+        Range("rest", ""): 33,
+        Range("forward", ""): 2,
+        Range("forward", "outer"): 20,
+        Range("forward", "inner"): 8,
     }
-    assert found.entries == {Span("forward", ""): 1, Span("forward", "outer"): 1, Span("forward", "inner"): 1}
+    assert found.entries == {Range("forward", ""): 1, Range("forward", "outer"): 1, Range("forward", "inner"): 1}
     assert (found.total_s, found.num_steps) == (63, 1)
-    sums = Intervals()
+    sums = RangeTimes()
     sums.add(found)
     sums.add(found)
-    assert (sums.total_s, sums.num_steps, sums.entries[Span("forward", "inner")]) == (126, 2, 2)
+    assert (sums.total_s, sums.num_steps, sums.entries[Range("forward", "inner")]) == (126, 2, 2)
 
 
 def test_a_part_is_marked_in_backward_too(clock: Clock) -> None:
@@ -97,15 +97,15 @@ def test_a_part_is_marked_in_backward_too(clock: Clock) -> None:
     loss.backward()
     timeline.leave_phase()
     found = timeline.end()
-    assert {span: s for span, s in found.seconds.items() if s} == {
-        Span("forward", "inner"): 2,
-        Span("forward", "outer"): 4,
-        Span("forward", ""): 8,
-        Span("backward", "inner"): 20,
-        Span("backward", "outer"): 40,
-        Span("backward", ""): 80,
+    assert {where: s for where, s in found.seconds.items() if s} == {
+        Range("forward", "inner"): 2,
+        Range("forward", "outer"): 4,
+        Range("forward", ""): 8,
+        Range("backward", "inner"): 20,
+        Range("backward", "outer"): 40,
+        Range("backward", ""): 80,
     }
-    assert found.entries[Span("backward", "inner")] == found.entries[Span("backward", "outer")] == 1
+    assert found.entries[Range("backward", "inner")] == found.entries[Range("backward", "outer")] == 1
     assert x.grad is not None
     assert y.grad is not None
     torch.testing.assert_close(x.grad, x.detach().cos() * y.detach().cos() + 1)
@@ -135,7 +135,7 @@ def test_without_gradients_there_is_a_forward_pass_only(clock: Clock) -> None:
     with torch.no_grad():
         part(torch.ones(2, requires_grad=True))
     assert part(torch.ones(2)).grad_fn is None
-    assert timeline.end().entries == {Span("forward", "part"): 2}
+    assert timeline.end().entries == {Range("forward", "part"): 2}
 
 
 def test_marks_that_do_not_match_are_found() -> None:
@@ -184,5 +184,5 @@ def test_on_a_gpu_events_are_recorded_and_waited_for_once(monkeypatch: pytest.Mo
         timeline.leave("part")
         assert "wait" not in log[-3:]
         # Milliseconds.
-        assert timeline.end().seconds == {Span("rest", ""): 0.003, Span("rest", "part"): 0.005}
+        assert timeline.end().seconds == {Range("rest", ""): 0.003, Range("rest", "part"): 0.005}
     assert (log.count("new"), log.count("record"), log.count("wait")) == (4, 8, 2)

@@ -1,26 +1,27 @@
 """The retrieval cases of `megamem bench kernels`: the selections beside the products that make their scores.
 
-Legend: T tokens, H heads, N keys per side, d key dim, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved.
+Legend: T tokens, H heads, N keys per side, d key dim, R Tucker rank, M rows (and columns) kept by the first stage,
+K retrieved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from kernels.select import Kernels
+from kernels.select import Kernels, implementation_of
+from kernels.tucker_topk.torch_ops import gather_keys
 
 SCORES = "key scores"
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How one model retrieves; rank 0 stands for product keys, which have a query per head. Tucker's heads share theirs, one per rank."""
+    """How one model retrieves: by product keys, a query per head (rank 0), or by Tucker cores, a query per rank."""
 
     model: str
     keys: int
@@ -57,11 +58,7 @@ RETRIEVALS: Mapping[str, tuple[Retrieval, ...]] = {
 
 
 def contenders(
-    case: Retrieval,
-    dtype: torch.dtype,
-    tokens: int,
-    kernels: Kernels,
-    device: torch.device,
+    case: Retrieval, dtype: torch.dtype, tokens: int, kernels: Kernels, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
     """What is timed: the products alone, with a selection, and every selection alone.
 
@@ -72,16 +69,13 @@ def contenders(
         kernels: whose selection is measured, beside PyTorch's and what `torch.topk` does without a defined order.
         device: where.
     """
-    import torch
-
-    from kernels.select import implementation_of
-
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    # As the layers' key_scores: one product per side and rank, [2R, T, d] x [2R, d, H N]; or per head and side, [2H, T, d] x [2H, d, N].
+    # As the layers' key_scores: a product per side and Tucker rank, [2R, T, d] x [2R, d, H N]; or per head and side,
+    # [2H, T, d] x [2H, d, N].
     num_products, width = (2 * case.rank, case.heads * case.keys) if case.rank else (2 * case.heads, case.keys)
     queries, keys = normal(num_products, tokens, case.key_dim), normal(num_products, case.key_dim, width)
     core = torch.rand(case.heads, case.rank, case.rank, generator=generator, device=device)
@@ -117,7 +111,8 @@ def lines(case: Retrieval, dtype_name: str, tokens: int, seconds: Mapping[str, f
     """What is printed of one case: times, and their ratio to that of the products."""
     grid = f"{case.top_k} of {case.row_top_k} x {case.row_top_k}"
     found = [
-        f"\n{case.model}: {case.selection}, {dtype_name} products, {tokens} tokens x {case.heads} heads x {case.keys} keys per side, {grid}"
+        f"\n{case.model}: {case.selection}, {dtype_name} products, {tokens} tokens x {case.heads} heads x "
+        f"{case.keys} keys per side, {grid}"
     ]
     for name, best in seconds.items():
         rate = f" {case.score_flops(tokens) / best / 1e12:8.3f} TFLOP/s" if name == SCORES else ""
@@ -137,10 +132,6 @@ def _unordered_tucker(
     rows: Tensor, columns: Tensor, core: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """Tucker scores by `torch.topk` as it is."""
-    import torch
-
-    from kernels.tucker_topk.torch_ops import gather_keys
-
     row_ids = torch.einsum("thnr,hr->thn", rows, u).topk(row_top_k).indices
     column_ids = torch.einsum("thnr,hr->thn", columns, v).topk(row_top_k).indices
     grid = torch.einsum("thir,hrs,thjs->thij", gather_keys(rows, row_ids), core, gather_keys(columns, column_ids))

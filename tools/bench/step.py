@@ -1,28 +1,25 @@
-"""`megamem bench step`: where the time of a training step goes, beside a dense model and a mixture of experts of equal cost."""
+"""`megamem bench step`: where the time of a step goes, beside a dense model and a mixture of experts of equal cost."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
 
-from parallel.layout import padded_size
+import torch
+
+from parallel.groups import ParallelGroups
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.costs.equal_compute import flops_measure, solve_experts, solve_ffn_width
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.costs.step import PARTS, Cost, part_costs
 from pretrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from parallel.groups import ParallelGroups
-    from pretrain.costs.step import Cost
-    from tools.bench.step_profile import StepTimes
-    from tools.bench.timeline import Intervals
-
-STEP_OPTIONS = ("pair", "peak_tflops")
+from pretrain.session import relaid, session
+from tools.bench.step_profile import BACKWARD, FORWARD, PHASES, StepTimes, measure_steps
+from tools.bench.timeline import RangeTimes
+from tools.parameter_table import padded_vocab_size
 
 _PEAKS = (
     ("H100 PCIe", 756.0),
@@ -33,7 +30,7 @@ _PEAKS = (
     ("A100", 312.0),
     ("B200", 2250.0),
 )
-"""bf16 TFLOP/s without sparsity by a part of the device's name, from NVIDIA's data sheets; the first that fits counts."""
+"""bf16 TFLOP/s without sparsity, from NVIDIA's data sheets; the first whose name is part of the device's counts."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +48,6 @@ class Contender:
     like: str = ""
 
 
-def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `megamem bench step` alone reads."""
-    options = parser.add_argument_group("megamem bench step")
-    options.add_argument(
-        "--pair",
-        action="store_true",
-        help="also measure, for each configuration, a dense model of equal forward FLOPs per token, and a mixture of experts of as many "
-        "active and all parameters",
-    )
-    options.add_argument(
-        "--peak-tflops",
-        type=float,
-        metavar="X",
-        help="the device's peak in the run's precision, for MFU (default: known for bf16 on A100, H100, H200, B200)",
-    )
-
-
-def unread_step_options(args: argparse.Namespace) -> Iterator[str]:
-    """Options of the step's benchmark that were given."""
-    for name in STEP_OPTIONS:
-        if getattr(args, name) is not None and getattr(args, name) is not False:
-            yield f"--{name.replace('_', '-')}"
-
-
 def with_pairs(configs: Mapping[str, RunConfig], vocab_size: int) -> dict[str, Contender]:
     """Each configuration, and after it the two that it is to be compared with.
 
@@ -89,7 +62,8 @@ def with_pairs(configs: Mapping[str, RunConfig], vocab_size: int) -> dict[str, C
     for name, config in configs.items():
         if config.model.memory is None or config.model.moe is not None:
             raise ConfigError(
-                f"--pair compares models of a memory and a dense feed-forward with others, and {name} is none: leave out --pair, or the file"
+                f"--pair compares models of a memory and a dense feed-forward with others, and {name} is none: leave "
+                "out --pair, or the file"
             )
         contenders[name] = Contender(config)
         try:
@@ -106,7 +80,7 @@ def dense_pair(config: RunConfig, vocab_size: int) -> Contender:
     Raises:
         ValueError: no width can do it.
     """
-    measure = flops_measure(_rows(config, vocab_size), config.train.sequence_length)
+    measure = flops_measure(padded_vocab_size(config.model, vocab_size), config.train.sequence_length)
     dense = replace(config.model, memory=None)
     # As wide tiles as GPUs like, where the rounding is below a percent.
     multiple = math.lcm(64 if config.model.hidden_size >= 512 else 8, config.parallel.tensor)
@@ -118,25 +92,26 @@ def dense_pair(config: RunConfig, vocab_size: int) -> Contender:
             # Nothing is left to split.
             parallel=replace(config.parallel, memory=1),
         ),
-        f"model.ffn_hidden_size {solved.width} ({solved.exact:.1f} would be equal), forward FLOPs per token {solved.residual:+.2%}",
+        f"model.ffn_hidden_size {solved.width} ({solved.exact:.1f} would be equal), forward FLOPs per token "
+        f"{solved.residual:+.2%}",
     )
 
 
 def experts_pair(config: RunConfig, vocab_size: int) -> Contender:
-    """The same with Megatron's mixture of experts in place of memory and feed-forward: as many active parameters, and about as many in all.
+    """The same with experts in place of memory and feed-forward: as many active parameters, and about as many in all.
 
     Raises:
         ValueError: no mixture can do it.
     """
-    rows = _rows(config, vocab_size)
+    rows = padded_vocab_size(config.model, vocab_size)
     counts = count_parameters(config.model, rows)
     bare = replace(config.model, memory=None)
     solved = solve_experts(bare, rows, active=counts.active, total=counts.total, count_multiple=config.parallel.memory)
     moe = solved.moe
     return Contender(
         replace(config, model=replace(bare, moe=moe)),
-        f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters {solved.active_residual:+.2%}, "
-        f"all parameters {solved.total_residual:+.2%}",
+        f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters "
+        f"{solved.active_residual:+.2%}, all parameters {solved.total_residual:+.2%}",
     )
 
 
@@ -144,9 +119,6 @@ def bench_steps_rank(
     contenders: Mapping[str, Contender], vocab_size: int, rounds: int, steps: int, peak_tflops: float | None
 ) -> None:
     """What one rank does: one layout after the other, and on GPUs one configuration after the other."""
-    from pretrain.session import relaid, session
-    from tools.bench.step_profile import measure_steps
-
     first = next(iter(contenders.values())).config
     results: dict[str, StepTimes] = {}
     with session(first) as groups:
@@ -158,64 +130,60 @@ def bench_steps_rank(
             if configs[0].parallel != layout:
                 layout = configs[0].parallel
                 groups = relaid(configs[0], groups)
-            size = configs[0].model.vocab_size or vocab_size
-            measured = measure_steps(configs, groups, vocab_size=size, rounds=rounds, steps_per_round=steps)
+            measured = measure_steps(configs, groups, vocab_size=vocab_size, rounds=rounds, steps_per_round=steps)
             results |= dict(zip(names, measured, strict=True))
             _release_memory()
             if groups.is_main:
                 # At once: a later one may be too large for the device.
                 for name in names:
                     peak = peak_tflops or _peak_of(contenders[name].config, groups)
-                    lines = block(name, contenders[name], results[name], groups.world_size, vocab_size, peak)
+                    lines = config_lines(name, contenders[name], results[name], groups.world_size, vocab_size, peak)
                     print("", *lines, sep="\n", flush=True)
         if groups.is_main:
             print("", *ratios(contenders, {name: median(of.step_s) for name, of in results.items()}), sep="\n")
 
 
 def turns(contenders: Mapping[str, Contender], *, on_gpu: bool) -> list[list[str]]:
-    """Names that take turns: those of one layout and vocabulary on a CPU, whose load changes; on GPUs, which have little memory and one user, none."""
+    """Names that take turns: on a CPU, whose load changes, those of one layout; on GPUs, with less memory, none."""
     if on_gpu:
         return [[name] for name in contenders]
-    together: dict[tuple[ParallelConfig, int | None], list[str]] = {}
+    by_layout: dict[ParallelConfig, list[str]] = {}
     for name, contender in contenders.items():
-        together.setdefault((contender.config.parallel, contender.config.model.vocab_size), []).append(name)
-    return list(together.values())
+        by_layout.setdefault(contender.config.parallel, []).append(name)
+    return list(by_layout.values())
 
 
 def _release_memory() -> None:
     """Give back the memory of models that nobody needs any more; modules and their hooks refer to each other."""
-    import torch
-
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def _header(contenders: Mapping[str, Contender], groups: ParallelGroups, amount: str) -> Iterator[str]:
-    import torch
-
     on_gpu = groups.device.type == "cuda"
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads per rank"
     layouts = [contender.config.parallel for contender in contenders.values()]
     pipelined = any(layout.pipeline > 1 for layout in layouts)
     turn = "one after the other" if on_gpu else "in turns"
     yield (
-        f"{groups.world_size} rank{'s' * (groups.world_size > 1)}, {where}, torch {torch.__version__}; "
-        f"{amount} without marks and as many with them, {turn}"
+        f"{groups.world_size} rank{'s' * (groups.world_size > 1)}, {where}, torch {torch.__version__}; {amount} "
+        f"without marks and as many with them, {turn}"
     )
-    yield f"step: median (lowest .. highest) of the rounds without marks; parts: mean of the marked steps on rank 0{', of its pipeline stage' * pipelined}"
+    yield (
+        "step: median (lowest .. highest) of the rounds without marks; parts: mean of the marked steps on rank "
+        f"0{', of its pipeline stage' * pipelined}"
+    )
     if on_gpu and any(layout.memory > 1 and layout.overlap_memory for layout in layouts):
         yield "memories that run beside the feed-forward (parallel.overlap_memory) run after it in marked steps"
 
 
 def _peak_of(config: RunConfig, groups: ParallelGroups) -> float | None:
-    import torch
-
     known = groups.device.type == "cuda" and config.train.precision == "bf16"
     return known_peak(torch.cuda.get_device_name()) if known else None
 
 
-def block(
+def config_lines(
     name: str, contender: Contender, result: StepTimes, num_ranks: int, vocab_size: int, peak_tflops: float | None
 ) -> Iterator[str]:
     """The lines of one configuration.
@@ -228,10 +196,8 @@ def block(
         vocab_size: token ids where `model.vocab_size` is not set.
         peak_tflops: of one device; None: not known.
     """
-    from pretrain.costs.step import part_costs
-
     config, step_s = contender.config, median(result.step_s)
-    rows, train = _rows(config, vocab_size), config.train
+    rows, train = padded_vocab_size(config.model, vocab_size), config.train
     counts = count_parameters(config.model, rows)
     forward = forward_flops_per_token(config.model, rows, train.sequence_length)
     tokens = train.global_batch_size * train.sequence_length
@@ -240,44 +206,43 @@ def block(
     yield name
     if contender.derived:
         yield f"  derived: {contender.derived}"
-    yield f"  {counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active, {forward / 1e6:.2f} forward MFLOPs per token"
     yield (
-        f"  step {step_s * 1e3:.2f} ms ({min(result.step_s) * 1e3:.2f} .. {max(result.step_s) * 1e3:.2f}), {tokens / step_s:,.0f} tokens/s, "
-        f"{tflops:.3g} TFLOP/s per rank, {mfu}"
+        f"  {counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active, {forward / 1e6:.2f} forward "
+        "MFLOPs per token"
+    )
+    yield (
+        f"  step {step_s * 1e3:.2f} ms ({min(result.step_s) * 1e3:.2f} .. {max(result.step_s) * 1e3:.2f}), "
+        f"{tokens / step_s:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank, {mfu}"
     )
     yield from _phase_lines(result.marked, step_s)
     if config.model.memory is not None:
         yield from _memory_lines(result.marked, part_costs(config, num_ranks))
 
 
-def _phase_lines(marked: Intervals, step_s: float) -> Iterator[str]:
-    from tools.bench.step_profile import PHASES
-
+def _phase_lines(marked: RangeTimes, step_s: float) -> Iterator[str]:
     total = marked.total_s / marked.num_steps
     yield f"  {'marked step':32} {total * 1e3:10.2f} ms         ({total / step_s - 1:+.1%} on the step without marks)"
     for phase in PHASES:
-        seconds = sum(s for span, s in marked.seconds.items() if span.phase == phase) / marked.num_steps
+        seconds = sum(s for where, s in marked.seconds.items() if where.phase == phase) / marked.num_steps
         if seconds:
             yield f"    {phase:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%}"
 
 
-def _memory_lines(marked: Intervals, costs: Mapping[str, Cost]) -> Iterator[str]:
-    from pretrain.costs.step import PARTS
-    from tools.bench.step_profile import BACKWARD, FORWARD
-
+def _memory_lines(marked: RangeTimes, costs: Mapping[str, Cost]) -> Iterator[str]:
     total = marked.total_s / marked.num_steps
-    of_memory = sum(s for span, s in marked.seconds.items() if span.part) / marked.num_steps
+    of_memory = sum(s for where, s in marked.seconds.items() if where.part) / marked.num_steps
     yield f"  {'the memory in it':32} {of_memory * 1e3:10.2f} ms {of_memory / total:6.1%}   forward   backward  entered"
     for part in PARTS:
-        of_part = {span: s / marked.num_steps for span, s in marked.seconds.items() if span.part == part}
-        entries = sum(number for span, number in marked.entries.items() if span.part == part)
+        of_part = {where: s / marked.num_steps for where, s in marked.seconds.items() if where.part == part}
+        entries = sum(number for where, number in marked.entries.items() if where.part == part)
         if not of_part:
             continue
         seconds = sum(of_part.values())
-        phases = [sum(s for span, s in of_part.items() if span.phase == phase) * 1e3 for phase in (FORWARD, BACKWARD)]
+        phases = [sum(s for where, s in of_part.items() if where.phase == phase) * 1e3 for phase in (FORWARD, BACKWARD)]
         rate = _rate(costs[part], seconds) if part in costs else ""
         yield (
-            f"    {part:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%} {phases[0]:9.2f}  {phases[1]:9.2f}  {entries / marked.num_steps:7g}  {rate}"
+            f"    {part:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%} {phases[0]:9.2f}  {phases[1]:9.2f}  "
+            f"{entries / marked.num_steps:7g}  {rate}"
         ).rstrip()
 
 
@@ -302,7 +267,3 @@ def ratios(contenders: Mapping[str, Contender], step_s: Mapping[str, float]) -> 
 def known_peak(device_name: str) -> float | None:
     """bf16 TFLOP/s of a device by its name; None: not in the table."""
     return next((peak for part, peak in _PEAKS if part in device_name), None)
-
-
-def _rows(config: RunConfig, vocab_size: int) -> int:
-    return padded_size(config.model.vocab_size or vocab_size, config.model.vocab_size_multiple)

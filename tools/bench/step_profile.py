@@ -1,7 +1,8 @@
-"""Where the time of a training step goes: the marks of `tools.bench.timeline` put around the parts of a built run, and taken away again.
+"""Where the time of a training step goes: puts the marks of `tools.bench.timeline` around the parts of a built run.
 
-Nothing in the run knows of them. Phases come from Megatron's own timers (`config.timers`), from the gradient reduction and from the
-optimizer's methods; parts of the memory from the layers' methods, their kernels, the exchange and the tables' optimizer and gradient buffers.
+Nothing in the run knows of them, and they are taken away again. Phases come from Megatron's timers (`config.timers`),
+from the gradient reduction and from the optimizer's methods; parts of the memory from the layers' methods, their
+kernels, the exchange and the tables' optimizer and gradient buffers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
@@ -44,13 +47,13 @@ from pretrain.costs.step import (
     ZEROING,
 )
 from pretrain.optimizer import MemoryOptimizer
-from tools.bench.throughput import Contestant
-from tools.bench.timeline import Intervals, Timeline
+from tools.bench.synthetic_run import SyntheticRun
+from tools.bench.timeline import RangeTimes, Timeline
 
 FORWARD, BACKWARD, MESSAGES, REDUCTION = "forward", "backward", "pipeline messages", "gradient reduction"
 CLIPPING, OPTIMIZER, REST = "norm and clipping", "optimizer", "rest"
 PHASES = (FORWARD, BACKWARD, MESSAGES, REDUCTION, CLIPPING, OPTIMIZER, REST)
-"""The phases of a step, in the order of a report. What recomputes activations belongs to backward; zeroing gradients to the rest."""
+"""The phases of a step, in the order of a report. Recomputation belongs to backward, zeroing gradients to the rest."""
 
 
 @contextmanager
@@ -59,7 +62,8 @@ def marked_run(
 ) -> Iterator[None]:
     """Put marks around the parts of a run for as long as the context lasts.
 
-    Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile: intervals of two streams overlap.
+    Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile: times of two
+    streams would overlap.
 
     Args:
         chunks: this rank's model chunks.
@@ -69,12 +73,10 @@ def marked_run(
     with ExitStack() as undo:
         hooks = _Hooks(undo, timeline)
         hooks.add_phases(chunks, optimizer)
-        layers = [layer for chunk in chunks for layer in unwrap(chunk).memory_layers]
         for chunk in chunks:
             hooks.add_memory(chunk)
-        if any(unwrap(chunk).model_config.memory is not None for chunk in chunks):
+        if unwrap(chunks[0]).model_config.memory is not None:
             hooks.add_tables(chunks, optimizer)
-        if layers:
             hooks.add_exchange()
         yield
 
@@ -85,9 +87,9 @@ def profiled_steps(
     timeline: Timeline,
     step: Callable[[], object],
     count: int,
-) -> Intervals:
+) -> RangeTimes:
     """Times of `count` steps, each of which one call of `step` takes. Waits for the device after every step."""
-    sums = Intervals()
+    sums = RangeTimes()
     with marked_run(chunks, optimizer, timeline):
         for _ in range(count):
             timeline.begin(REST)
@@ -106,7 +108,7 @@ class StepTimes:
     """
 
     step_s: tuple[float, ...]
-    marked: Intervals
+    marked: RangeTimes
 
 
 def measure_steps(
@@ -116,36 +118,39 @@ def measure_steps(
     vocab_size: int,
     rounds: int,
     steps_per_round: int,
+    with_marks: bool = True,
 ) -> list[StepTimes]:
-    """Take turns: every round times steps of each configuration without marks, then as many with them. Collective.
+    """Take turns, so that a change of the machine's load meets all configurations. Collective.
+
+    Every round times steps of each configuration without marks, and then as many with them.
 
     Args:
         configs: of one layout; all are in memory at once.
-        groups: this rank's place.
-        vocab_size: token ids.
+        groups: this rank's.
+        vocab_size: token ids where `model.vocab_size` is not set.
         rounds: figures per configuration.
         steps_per_round: optimizer steps behind each.
+        with_marks: False leaves the marked steps out.
     """
-    contestants = [Contestant(config, groups, vocab_size) for config in configs]
+    runs = [SyntheticRun(config, groups, vocab_size) for config in configs]
     timeline = Timeline(groups.device)
-    step_s: list[list[float]] = [[] for _ in contestants]
-    marked = [Intervals() for _ in contestants]
-    for contestant in contestants:
-        contestant.steps(1)
+    step_s: list[list[float]] = [[] for _ in runs]
+    marked = [RangeTimes() for _ in runs]
+    for run in runs:
+        run.steps(1)
     for _ in range(rounds):
-        for contestant, plain, sums in zip(contestants, step_s, marked, strict=True):
-            plain.append(contestant.steps(steps_per_round) / steps_per_round)
-            dist.barrier()
-            sums.add(
-                profiled_steps(contestant.chunks, contestant.optimizer, timeline, contestant.step, steps_per_round)
-            )
-    for contestant in contestants:
-        contestant.cut_graphs()
+        for run, plain, sums in zip(runs, step_s, marked, strict=True):
+            plain.append(run.steps(steps_per_round) / steps_per_round)
+            if with_marks:
+                dist.barrier()
+                sums.add(profiled_steps(run.chunks, run.optimizer, timeline, run.step, steps_per_round))
+    for run in runs:
+        run.cut_graphs()
     return [StepTimes(tuple(plain), sums) for plain, sums in zip(step_s, marked, strict=True)]
 
 
 class _Hooks:
-    """Replaces attributes of living objects, to be put back by the exit stack."""
+    """Replaces attributes of living objects, which the exit stack puts back."""
 
     def __init__(self, undo: ExitStack, timeline: Timeline) -> None:
         self._undo, self._timeline = undo, timeline
@@ -154,7 +159,7 @@ class _Hooks:
         """Forward, backward, messages, reduction, clipping, optimizer."""
         # One object for all chunks of a rank.
         config = unwrap(chunks[0]).config
-        self._set(config, "timers", _MegatronTimers(self._timeline))
+        self._set(config, "timers", _megatron_timers(self._timeline))
         self._phase(config, "finalize_model_grads_func", REDUCTION)
         for name in ("prepare_grads", "gradient_norms", "clip"):
             self._phase(optimizer, name, CLIPPING)
@@ -175,7 +180,7 @@ class _Hooks:
                 self._set(module, "side_stream", SideStream(None))
 
     def add_tables(self, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> None:
-        """What gradients and weights of tables cost outside of forward and backward; of experts too, if the model has both."""
+        """What tables (and experts, if there are any) cost outside of forward and backward."""
         for chunk in chunks:
             for buffer in chunk.expert_parallel_buffers:
                 self._part(buffer, "reset", ZEROING)
@@ -185,7 +190,8 @@ class _Hooks:
         self._part(optimizer.chained_optimizers[-1], "step_with_ready_grads", TABLE_STEP)
 
     def add_exchange(self) -> None:
-        """What ranks that share tables send each other; of the class, because every lookup makes an exchange of its own."""
+        """What ranks that share tables send each other."""
+        # On the class, because every lookup makes an exchange of its own.
         for name in ("gather", "to_columns", "to_tokens"):
             self._part(Exchange, name, EXCHANGE)
 
@@ -197,7 +203,7 @@ class _Hooks:
             self._part(layer, "locate", ROWS)
         for name, part in parts.items():
             self._set(layer, name, self._timeline.differentiable(part, getattr(layer, name)))
-        self._set(layer, "lookup", _Lookup(self._timeline.differentiable(WEIGHTING, layer.lookup.read)))
+        self._set(layer, "lookup", SimpleNamespace(read=self._timeline.differentiable(WEIGHTING, layer.lookup.read)))
 
     def _marked_kernels(self, kernels: Kernels) -> Kernels:
         """The same kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
@@ -220,42 +226,18 @@ class _Hooks:
         self._set(owner, name, self._timeline.part(part, getattr(owner, name)))
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        if name in vars(owner):
-            self._undo.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            # A method of the class, which shows again when the object has none of its own.
-            self._undo.callback(delattr, owner, name)
-        setattr(owner, name, value)
+        self._undo.enter_context(patch.object(owner, name, value))
 
 
-@dataclass(frozen=True)
-class _Lookup:
-    """A bank as a layer sees it."""
-
-    read: Callable[..., Any]
-
-
-class _MegatronTimers:
+def _megatron_timers(timeline: Timeline) -> Callable[..., SimpleNamespace]:
     """What Megatron's schedules take for `config.timers`: they say when they compute, and when they send."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def timer(name: str, log_level: int = 0) -> SimpleNamespace:
+        phase = {"forward-compute": FORWARD, "backward-compute": BACKWARD}.get(name)
+        if name.endswith(("-send", "-recv")):
+            phase = MESSAGES
+        if phase is None:
+            return SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
+        return SimpleNamespace(start=lambda **_: timeline.enter_phase(phase), stop=lambda **_: timeline.leave_phase())
 
-    def __call__(self, name: str, log_level: int = 0) -> _MegatronTimer:
-        if name in ("forward-compute", "backward-compute"):
-            return _MegatronTimer(self._timeline, FORWARD if name == "forward-compute" else BACKWARD)
-        sends = name.endswith(("-send", "-recv"))
-        return _MegatronTimer(self._timeline, MESSAGES if sends else None)
-
-
-class _MegatronTimer:
-    def __init__(self, timeline: Timeline, phase: str | None) -> None:
-        self._timeline, self._phase = timeline, phase
-
-    def start(self, barrier: bool = False) -> None:
-        if self._phase is not None:
-            self._timeline.enter_phase(self._phase)
-
-    def stop(self, barrier: bool = False) -> None:
-        if self._phase is not None:
-            self._timeline.leave_phase()
+    return timer

@@ -1,7 +1,8 @@
-"""One optimizer step as a row of intervals, each of which belongs to exactly one part of the step.
+"""The time of one optimizer step, divided among ranges so that each moment belongs to exactly one.
 
-Between two marks time belongs to what was entered last and not left yet. So the parts add up to the step, and a part's time is its own,
-without that of the parts inside of it. A differentiable part is marked in backward as well, by functions of autograd around it that compute nothing.
+Between two marks time belongs to what was entered last and not left yet. So the ranges add up to the step, and a part's
+time is its own, without that of the parts inside of it. A differentiable part is marked in backward as well, by
+functions of autograd around it that compute nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,8 +21,8 @@ from torch import Tensor, nn
 from megamem.retrieval.retrieved import Retrieved
 
 
-class Span(NamedTuple):
-    """What an interval belongs to.
+class Range(NamedTuple):
+    """What the time between two marks belongs to.
 
     Attributes:
         phase: of the step, as in "forward"; never empty.
@@ -32,17 +34,17 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Intervals:
+class RangeTimes:
     """Times of one or more steps.
 
     Attributes:
-        seconds: by span.
-        entries: how often each span was entered.
+        seconds: by range.
+        entries: how often each range was entered.
         num_steps: steps behind both.
     """
 
-    seconds: dict[Span, float] = field(default_factory=dict)
-    entries: Counter[Span] = field(default_factory=Counter)
+    seconds: dict[Range, float] = field(default_factory=dict)
+    entries: Counter[Range] = field(default_factory=Counter)
     num_steps: int = 0
 
     @property
@@ -50,47 +52,43 @@ class Intervals:
         """Of all steps."""
         return sum(self.seconds.values())
 
-    def add(self, other: Intervals) -> None:
+    def add(self, other: RangeTimes) -> None:
         """Takes in further steps."""
-        for span, seconds in other.seconds.items():
-            self.seconds[span] = self.seconds.get(span, 0.0) + seconds
+        for where, seconds in other.seconds.items():
+            self.seconds[where] = self.seconds.get(where, 0.0) + seconds
         self.entries.update(other.entries)
         self.num_steps += other.num_steps
 
 
 class Timeline:
-    """Records marks while a step runs: events on the current stream on GPUs, where nothing waits for them, and times of the host on CPUs.
+    """Records marks while a step runs: on GPUs events on the current stream, for which nothing waits; on CPUs times.
 
     All work must run on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Args:
-            device: where the step runs.
-        """
         self._on_gpu = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._phases: list[str] = []
         self._parts: list[str] = []
-        self._spans: list[Span] = []
+        self._ranges: list[Range] = []
         self._times: list[float] = []
-        self._entries: Counter[Span] = Counter()
+        self._entries: Counter[Range] = Counter()
 
     def begin(self, phase: str) -> None:
         """Start a step, in a phase that lasts wherever no other one is entered."""
-        self._phases, self._parts, self._spans, self._times, self._entries = [phase], [], [], [], Counter()
+        self._phases, self._parts, self._ranges, self._times, self._entries = [phase], [], [], [], Counter()
         self._mark()
 
-    def end(self) -> Intervals:
+    def end(self) -> RangeTimes:
         """End the step. Waits for the device."""
         assert len(self._phases) == 1, f"phases were entered and not left: {self._phases}"
         assert not self._parts, f"parts were entered and not left: {self._parts}"
         self._mark()
-        seconds: dict[Span, float] = {}
-        for span, duration in zip(self._spans[:-1], self._durations(), strict=True):
-            seconds[span] = seconds.get(span, 0.0) + duration
-        return Intervals(seconds, self._entries, 1)
+        seconds: dict[Range, float] = {}
+        for where, duration in zip(self._ranges[:-1], self._durations(), strict=True):
+            seconds[where] = seconds.get(where, 0.0) + duration
+        return RangeTimes(seconds, self._entries, 1)
 
     def enter_phase(self, phase: str) -> None:
         """From here on time belongs to the phase, until `leave_phase`."""
@@ -118,31 +116,17 @@ class Timeline:
 
     def phase(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a phase."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter_phase(phase)
-            out = function(*args, **kwargs)
-            self.leave_phase()
-            return out
-
-        return timed
+        return _between(partial(self.enter_phase, phase), function, self.leave_phase)
 
     def part(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a part that has no backward pass, or whose backward pass is marked elsewhere."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(part)
-            out = function(*args, **kwargs)
-            self.leave(part)
-            return out
-
-        return timed
+        return _between(partial(self.enter, part), function, partial(self.leave, part))
 
     def differentiable(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a part in forward and in backward.
 
-        In backward the part is entered when gradients of the result arrive, and left when those of all arguments are there. What
-        the function computes from its arguments must lie on a way from the result to them.
+        In backward the part is entered when gradients of the result arrive, and left when those of all arguments are
+        there. What the function computes from its arguments must lie on a way from the result to them.
 
         Args:
             part: its name.
@@ -153,12 +137,10 @@ class Timeline:
             self.enter(part)
             wanting = [i for i, arg in enumerate(args) if _wants_gradient(arg)]
             if wanting:
-                marked = list(args)
-                for index, tensor in zip(
-                    wanting, _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting)), strict=True
-                ):
-                    marked[index] = tensor
-                out = self._marked_result(part, function(*marked, **kwargs))
+                tensors = _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting))
+                marked = dict(zip(wanting, tensors, strict=True))
+                out = function(*(marked.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+                out = self._marked_result(part, out)
             else:
                 out = function(*args, **kwargs)
             self.leave(part)
@@ -175,16 +157,16 @@ class Timeline:
         return _MarkInBackward.apply(self.enter, part, out)[0] if out is not None else None
 
     def _enter(self) -> None:
-        self._entries[self._span] += 1
+        self._entries[self._range] += 1
         self._mark()
 
     @property
-    def _span(self) -> Span:
-        return Span(self._phases[-1], self._parts[-1] if self._parts else "")
+    def _range(self) -> Range:
+        return Range(self._phases[-1], self._parts[-1] if self._parts else "")
 
     def _mark(self) -> None:
-        index = len(self._spans)
-        self._spans.append(self._span)
+        index = len(self._ranges)
+        self._ranges.append(self._range)
         if not self._on_gpu:
             self._times.append(time.perf_counter())
             return
@@ -196,10 +178,20 @@ class Timeline:
         """Seconds from each mark to the next."""
         if not self._on_gpu:
             return [after - before for before, after in pairwise(self._times)]
-        events = self._events[: len(self._spans)]
+        events = self._events[: len(self._ranges)]
         # Host sync, after the step.
         events[-1].synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def _between(enter: Callable[[], None], function: Callable[..., Any], leave: Callable[[], None]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        enter()
+        out = function(*args, **kwargs)
+        leave()
+        return out
+
+    return timed
 
 
 def _wants_gradient(arg: Any) -> bool:
@@ -211,7 +203,7 @@ def _wants_gradient(arg: Any) -> bool:
 class _MarkInBackward(torch.autograd.Function):
     """The identity on tensors at the edge of a part; its backward pass marks the edge, and computes nothing.
 
-    Around the arguments of a part it leaves it: that is the last thing of the part's backward pass. Around the results it enters it.
+    Around a part's results it enters the part; around its arguments, whose gradients come last, it leaves it.
     """
 
     @staticmethod

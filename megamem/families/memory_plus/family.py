@@ -1,8 +1,6 @@
-"""Memory+, for everybody else."""
+"""The record of the Memory+ family."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, Normal, symmetric
@@ -12,9 +10,6 @@ from megamem.retrieval.costs import product_key_costs
 from megamem.retrieval.initial import product_key_distribution, product_key_table_std
 from megamem.retrieval.released import META_QUERY, META_VALUES, ULTRAMEMV2_TABLES, meta_names
 from megamem.sharing import LayerView
-
-if TYPE_CHECKING:
-    from megamem.layers.layer import MemoryLayer
 
 _ULTRAMEMV2 = ReleasedNames(
     {
@@ -29,20 +24,9 @@ _ULTRAMEMV2 = ReleasedNames(
     unused=("keys_norm.weight",),
 )
 _META = meta_names(
-    {
-        **META_QUERY,
-        **META_VALUES,
-        "swilu_projection.weight": "silu_gate",
-        "swilu_projection.bias": "silu_gate_bias",
-    },
+    {**META_QUERY, **META_VALUES, "swilu_projection.weight": "silu_gate", "swilu_projection.bias": "silu_gate_bias"},
     {"values.weight": "values"},
 )
-
-
-def _layer() -> type[MemoryLayer]:
-    from megamem.families.memory_plus.layer import MemoryPlusLayer
-
-    return MemoryPlusLayer
 
 
 def _costs(memory: MemoryPlusConfig, view: LayerView, width: int) -> LayerCosts:
@@ -52,18 +36,18 @@ def _costs(memory: MemoryPlusConfig, view: LayerView, width: int) -> LayerCosts:
     return product_key_costs(memory, view, width) + LayerCosts(projections=gate + biases, projection_flops=2.0 * gate)
 
 
-def _distribution(part: str, memory: MemoryPlusConfig, model: ModelConfig) -> Distribution:
-    match part:
+def _distribution(name: str, memory: MemoryPlusConfig, model: ModelConfig) -> Distribution:
+    match name:
         case "silu_gate":
             return Normal(model.hidden_size**-0.5)
         case "silu_gate_bias":
             return symmetric(model.hidden_size**-0.5)
-    return product_key_distribution(part, memory, model)
+    return product_key_distribution(name, memory, model)
 
 
 MEMORY_PLUS = Family(
     config=MemoryPlusConfig,
-    layer=_layer,
+    layer_path="megamem.families.memory_plus.layer:MemoryPlusLayer",
     costs=_costs,
     distribution=_distribution,
     table_std=product_key_table_std,

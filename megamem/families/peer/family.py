@@ -1,8 +1,6 @@
-"""PEER, for everybody else."""
+"""The record of the PEER family."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from megamem.families.family import META_RELEASE, Family
 from megamem.families.peer.config import PeerConfig
@@ -10,19 +8,9 @@ from megamem.retrieval.costs import product_key_costs
 from megamem.retrieval.initial import product_key_distribution, product_key_table_std
 from megamem.retrieval.released import META_QUERY, meta_names
 
-if TYPE_CHECKING:
-    from megamem.layers.layer import MemoryLayer
-
-
-def _layer() -> type[MemoryLayer]:
-    from megamem.families.peer.layer import PeerLayer
-
-    return PeerLayer
-
-
 PEER = Family(
     config=PeerConfig,
-    layer=_layer,
+    layer_path="megamem.families.peer.layer:PeerLayer",
     costs=product_key_costs,
     distribution=product_key_distribution,
     table_std=product_key_table_std,

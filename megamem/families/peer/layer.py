@@ -11,7 +11,7 @@ from megamem.layers.product_key import ProductKeyLayer
 
 
 class PeerLayer(ProductKeyLayer):
-    """PEER: every entry is a feed-forward of inner width 1, gelu(<u, x>) v (Eq. 13 with the input itself and softmaxed scores)."""
+    """PEER: every row is a feed-forward of inner width 1, gelu(<u, x>) v (Eq. 13 of the input, scores softmaxed)."""
 
     def pre_input(self, x: Tensor) -> Tensor | None:
         """The input: pre-values are as wide as the hidden state."""

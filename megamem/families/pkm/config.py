@@ -12,7 +12,7 @@ from megamem.retrieval.config import ProductKeyConfig
 class PkmConfig(ProductKeyConfig):
     """One PKM layer."""
 
-    instead_of_that_width: ClassVar[str] = ", or value_projection to true"
+    width_advice: ClassVar[str] = ", or value_projection to true"
     """Only PKM may have one."""
 
     kind: Literal["pkm"] = "pkm"

@@ -1,1 +1,1 @@
-"""UltraMem: UltraMemV2's ancestor, with implicit value expansion and a projection per virtual block (UltraMemV2, section 2)."""
+"""UltraMem, UltraMemV2's ancestor: implicit value expansion, and a projection per virtual block."""

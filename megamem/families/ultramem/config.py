@@ -10,12 +10,12 @@ from megamem.retrieval.config import TuckerConfig
 
 @dataclass(frozen=True)
 class UltraMemConfig(TuckerConfig):
-    """One UltraMem layer (UltraMemV2, section 2): one query per side, implicit value expansion, a projection per virtual block.
+    """One UltraMem layer (UltraMemV2, section 2): implicit value expansion, a query per side, a projection per block.
 
     Skip insertion is a matter of the placement, and sharing is open to it although the paper's tables are private.
     """
 
-    own_expansion: ClassVar[int] = 2
+    default_expansion: ClassVar[int] = 2
     """As in the paper: four virtual blocks."""
 
     kind: Literal["ultramem"] = "ultramem"

@@ -1,8 +1,6 @@
-"""UltraMemV2, for everybody else."""
+"""The record of the UltraMemV2 family."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from megamem.families.family import ULTRAMEMV2_RELEASE, Family
 from megamem.families.ultramem_v2.config import UltraMemV2Config
@@ -10,19 +8,9 @@ from megamem.retrieval.costs import tucker_costs
 from megamem.retrieval.initial import tucker_distributions, tucker_table_std
 from megamem.retrieval.released import tucker_names
 
-if TYPE_CHECKING:
-    from megamem.layers.layer import MemoryLayer
-
-
-def _layer() -> type[MemoryLayer]:
-    from megamem.families.ultramem_v2.layer import UltraMemV2Layer
-
-    return UltraMemV2Layer
-
-
 ULTRAMEM_V2 = Family(
     config=UltraMemV2Config,
-    layer=_layer,
+    layer_path="megamem.families.ultramem_v2.layer:UltraMemV2Layer",
     costs=tucker_costs,
     distribution=tucker_distributions(released_gain_exponent=-0.4),
     table_std=tucker_table_std,

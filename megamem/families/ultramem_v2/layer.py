@@ -12,7 +12,7 @@ from megamem.layers.tucker import TuckerLayer
 
 
 class UltraMemV2Layer(TuckerLayer):
-    """Tucker-decomposed retrieval of values with pre-values, which a projection of the input is multiplied with (Eq. 15)."""
+    """Tucker-decomposed retrieval of values, weighted by products of pre-values and the projected input (Eq. 15)."""
 
     def _build(self, hidden_size: int, seed: int) -> None:
         super()._build(hidden_size, seed)

@@ -1,8 +1,6 @@
-"""The hashed family, for everybody else."""
+"""The record of the hashed family."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, Normal
@@ -11,15 +9,6 @@ from megamem.sharing import LayerView
 
 from .config import HashedConfig
 
-if TYPE_CHECKING:
-    from megamem.layers.layer import MemoryLayer
-
-
-def _layer() -> type[MemoryLayer]:
-    from .layer import HashedLayer
-
-    return HashedLayer
-
 
 def _costs(memory: HashedConfig, view: LayerView, width: int) -> LayerCosts:
     """The projection, D V."""
@@ -27,8 +16,8 @@ def _costs(memory: HashedConfig, view: LayerView, width: int) -> LayerCosts:
     return LayerCosts(projections=weights, projection_flops=2.0 * weights)
 
 
-def _distribution(part: str, memory: HashedConfig, model: ModelConfig) -> Distribution:
-    assert part == "out_proj", f"no initial distribution is defined for the memory's {part}"
+def _distribution(name: str, memory: HashedConfig, model: ModelConfig) -> Distribution:
+    assert name == "out_proj", f"no initial distribution is defined for the memory's {name}"
     return Normal(model.linear_std)
 
 
@@ -37,4 +26,10 @@ def _table_std(memory: HashedConfig, model: ModelConfig, sigma_s: float | None) 
     return float((memory.value_dim * memory.num_hashes) ** -0.5)
 
 
-HASHED = Family(config=HashedConfig, layer=_layer, costs=_costs, distribution=_distribution, table_std=_table_std)
+HASHED = Family(
+    config=HashedConfig,
+    layer_path=f"{__package__}.layer:HashedLayer",
+    costs=_costs,
+    distribution=_distribution,
+    table_std=_table_std,
+)

@@ -147,11 +147,3 @@ def test_id_past_the_vocabulary_names_document_and_data_set(tmp_path: Path):
     assert dataset[0]["tokens"].tolist() == [256] + [120] * 9
     with pytest.raises(DataError, match="data: held-out document 1 holds token id 999, outside the vocabulary of 257"):
         dataset[1]
-
-
-def test_impossible_arguments(tmp_path: Path):
-    entry = make(tmp_path, ["x", "y"])
-    with pytest.raises(DataError, match="Give 1 or more"):
-        HeldOutDataset([entry], 0)
-    with pytest.raises(DataError, match="Give 1 or more"):
-        HeldOutDataset([entry], 4, max_sequences=0)

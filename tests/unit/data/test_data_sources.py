@@ -13,12 +13,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.sources import PYTHON_STDLIB, BadDocumentLog, list_files, read_documents
+from pretrain.data.sources import PYTHON_STDLIB, BadDocumentLog, list_files, read_documents, read_records
 from pretrain.errors import DataError
 
 
 def texts(*inputs: Path | str, **options) -> list[str]:
-    return [document.text for document in read_documents([str(path) for path in inputs], **options)]
+    return list(read_documents([str(path) for path in inputs], **options))
 
 
 def write_json_lines(path: Path, documents: list[str], field: str = "text") -> Path:
@@ -73,7 +73,7 @@ def test_origins_name_file_and_line_or_row(tmp_path: Path):
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"text": "one"}\n\n{"text": "two"}\n')
     table = write_parquet(tmp_path / "b.parquet", {"text": ["x", "y"]})
-    origins = [document.origin for document in read_documents([str(lines), str(table)])]
+    origins = [record.origin for record in read_records(list_files([str(lines), str(table)]), "text")]
     assert origins == [f"{lines}, line 1", f"{lines}, line 3", f"{table}, row 1", f"{table}, row 2"]
 
 
