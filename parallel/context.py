@@ -1,15 +1,16 @@
 """Context parallelism: sequences cut over ranks, and attention across the cuts.
 
-A sequence is cut into 2 C chunks, of which rank r holds chunks r and 2 C - 1 - r, one after the other. That is Megatron's order: causal attention
-has little to look back at near the start and much near the end, and so every rank has the same work. Megatron cuts its rotary
-embedding alike, and sums gradients over data and context parallelism together.
+A sequence is cut into 2 CP slices, of which rank r holds slices r and 2 CP - 1 - r, one after the other. That is
+Megatron's order: causal attention has little to look back at near the start and much near the end, and so every rank
+has the same work. Megatron cuts its rotary embedding alike, and sums gradients over data and context parallelism
+together.
 
-For attention every rank gathers the keys and values of the whole sequence, and lets its two chunks of queries attend to what they may.
-Backward sends each gradient to the rank of its token, where the contributions are added in the order of the ranks, in at least fp32: the
-bytes of a reduce-scatter, with rounding that depends on no algorithm of the communication library.
+For attention every rank gathers the keys and values of the whole sequence, and its two slices of queries attend to what
+they may. Backward sends each gradient to the rank of its token, where the contributions are added in the order of the
+ranks, in at least fp32: as many bytes as a reduce-scatter, and a rounding that no communication library decides.
 
-Legend: C ranks of the group, s tokens of a sequence, c = s / 2C tokens of a chunk, t = 2 c tokens of a rank, b sequences, n query heads and
-g key/value heads of this tensor-parallel rank, d head dimension.
+Legend: CP ranks of the group, s tokens of a sequence, c = s / 2 CP tokens of a slice, t = 2 c tokens of a rank,
+b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head dimension.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from parallel.exchange import sum_in_order
 
 
 def attention_core(groups: ProcessGroupCollection) -> type[SdpaCoreAttention]:
-    """What attends without Transformer Engine: over whole sequences in a context-parallel group of one rank, else across the cuts."""
+    """The attention core without Transformer Engine: PyTorch's, or across ranks where sequences are cut."""
     return ContextParallelAttention if groups.cp.size() > 1 else SdpaCoreAttention
 
 
@@ -39,7 +40,7 @@ def own_tokens(batch: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tokens of all ranks in the order of the sequence: from [t, ...] to [s, ...]. Collective, and so is its backward pass."""
+    """The tokens of all ranks in the order of the sequence: from [t, ...] to [s, ...]. Collective, backward too."""
     whole: Tensor = _GatherSequence.apply(x, group)
     return whole
 
@@ -47,30 +48,24 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ContextParallelAttention(SdpaCoreAttention):
     """Causal attention over sequences that are cut over the ranks of a context-parallel group.
 
-    Per chunk of queries this is one call of PyTorch's attention, with the keys up to the end of the chunk and a causal mask that is aligned to
-    their last. The alternative, full attention to what comes before and causal attention within the chunk, has to merge two softmaxes by their
-    normalisers, which PyTorch's public function does not return.
+    Per slice of queries this is one call of PyTorch's attention, with the keys up to the end of the slice and a causal
+    mask that is aligned to their last. The alternative, full attention to what comes before and causal attention within
+    the slice, has to merge two softmaxes by their normalisers, which PyTorch's public function does not return.
     """
 
     def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection, **megatron: Any) -> None:
-        """Nothing to allocate.
-
-        Args:
-            config: Megatron's config of the model.
-            pg_collection: of which `cp` is the group.
-            megatron: what else Megatron hands to every attention core.
-        """
+        """See `SdpaCoreAttention`; `pg_collection.cp` is the group."""
         super().__init__(config, pg_collection=pg_collection, **megatron)
         self.group = pg_collection.cp
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention, [t, b, n d], of this rank's tokens [t, b, n or g, d]. Collective."""
         keys, values = gather_sequence(torch.stack((key, value), 1), self.group).unbind(1)
-        rank, size, chunk = self.group.rank(), self.group.size(), query.shape[0] // 2
-        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)
+        rank, size, length = self.group.rank(), self.group.size(), query.shape[0] // 2
+        ends = ((rank + 1) * length, (2 * size - rank) * length)
         outs = [
             causal_attention(queries, keys[:end], values[:end], self.softmax_scale)
-            for queries, end in zip(query.split(chunk), ends, strict=True)
+            for queries, end in zip(query.split(length), ends, strict=True)
         ]
         return torch.cat(outs)
 

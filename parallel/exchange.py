@@ -1,12 +1,12 @@
 """What the ranks of a memory group send each other in one lookup: five collectives forward, four backward.
 
-Every rank owns T tokens and W / G columns of a table. A lookup brings what belongs to the tokens to the ranks that own the columns, and back.
-No shape depends on data, and nothing waits for a device. Wherever contributions of several ranks meet, they are sent as they are and summed at
-their receiver in the order of the ranks, in at least fp32: the bytes of a reduce-scatter, with rounding that depends on no algorithm of the
-communication library.
+Every rank owns T tokens and W / G columns of a table. A lookup brings what belongs to the tokens to the ranks that own
+the columns, and back. No shape depends on data, and nothing waits for a device. Wherever contributions of several ranks
+meet, they are sent as they are and summed at their receiver in the order of the ranks, in at least fp32: the bytes of a
+reduce-scatter, with rounding that depends on no algorithm of the communication library.
 
-Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C coefficient groups, n pieces of columns
-on a rank, B blocks of columns, W columns on all ranks, w = W / G on one.
+Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row,
+n coefficients per row and rank, B bins (sums per token), W columns on all ranks, w = W / G on one.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Exchange:
         return self._all_to_all(packed.repeat(self.size), [packed.shape[0]] * self.size, sizes)
 
     def to_columns(self, x: Tensor) -> Tensor:
-        """What is addressed to the rank of each column part, delivered: from [G, T, ...] to [S, ...]."""
+        """What is addressed to the columns of each rank, delivered: from [G, T, ...] to [S, ...]."""
         return self._all_to_all(x.flatten(0, 1), [self.num_tokens] * self.size, list(self.counts))
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """What every column part has for each token, delivered to the token's rank: from [S, ...] to [G, T, ...]."""
+        """What the columns of each rank have for the tokens, delivered to these: from [S, ...] to [G, T, ...]."""
         received = self._all_to_all(x, list(self.counts), [self.num_tokens] * self.size)
         return received.view(self.size, self.num_tokens, *x.shape[1:])
 
@@ -79,80 +79,80 @@ class Exchange:
         return out
 
 
-def split_columns(x: Tensor, exchange: Exchange, num_blocks: int = 1) -> Tensor:
+def split_columns(x: Tensor, exchange: Exchange, num_bins: int = 1) -> Tensor:
     """Hand the columns of vectors to the ranks that own them: from [T, B W] to [S, B w].
 
     Args:
-        x: B blocks of W columns for each of this rank's tokens.
+        x: B bins of W columns for each of this rank's tokens.
         exchange: the group.
-        num_blocks: B.
+        num_bins: B.
     """
-    out: Tensor = _SplitColumns.apply(x, exchange, num_blocks)
+    out: Tensor = _SplitColumns.apply(x, exchange, num_bins)
     return out
 
 
-def join_columns(x: Tensor, exchange: Exchange, num_blocks: int = 1) -> Tensor:
-    """Hand the columns of vectors back to the ranks of the tokens, the inverse of `split_columns`: from [S, B w] to [T, B W]."""
-    out: Tensor = _JoinColumns.apply(x, exchange, num_blocks)
+def join_columns(x: Tensor, exchange: Exchange, num_bins: int = 1) -> Tensor:
+    """The inverse of `split_columns`, columns back to the ranks of the tokens: from [S, B w] to [T, B W]."""
+    out: Tensor = _JoinColumns.apply(x, exchange, num_bins)
     return out
 
 
-def sum_parts(x: Tensor, exchange: Exchange) -> Tensor:
+def sum_over_ranks(x: Tensor, exchange: Exchange) -> Tensor:
     """Sum over the ranks what each has for all tokens, for this rank's tokens: from [S, J] to [T, J]."""
-    out: Tensor = _SumParts.apply(x, exchange)
+    out: Tensor = _SumOverRanks.apply(x, exchange)
     return out
 
 
 def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
     """Hand each rank the coefficients of its own columns, and no others: from [T, J, C] to [S, J, n].
 
-    Coefficient group c weights the c-th of C equal parts of the columns, and rank r owns the r-th of G. Cut into lcm(C, G) equal pieces, every
-    piece belongs to one group and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G) coefficients per row, those of pieces r n to
-    r n + n - 1. So a rank inside of one group gets one, and a rank whose columns straddle groups gets one for each piece.
+    Score c weights the c-th of C equal shares of the columns, and rank r owns the r-th of G. Of lcm(C, G) equal slices,
+    each has one score and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G) coefficients per row, those of slices
+    r n to r n + n - 1. A rank inside of one share gets one, and a rank whose columns straddle shares one for each slice.
     """
     out: Tensor = _SpreadCoefficients.apply(coef, exchange)
     return out
 
 
-def pieces_per_rank(num_groups: int, num_ranks: int) -> int:
-    """n: pieces of columns of a rank that have coefficients of their own, see `spread_coefficients`."""
-    return num_groups // math.gcd(num_groups, num_ranks)
+def coefficients_per_rank(num_scores: int, num_ranks: int) -> int:
+    """n: coefficients of a row that one rank needs for its columns, see `spread_coefficients`."""
+    return num_scores // math.gcd(num_scores, num_ranks)
 
 
-def _split(x: Tensor, exchange: Exchange, num_blocks: int) -> Tensor:
-    width = x.shape[1] // (num_blocks * exchange.size)
-    by_rank = x.reshape(x.shape[0], num_blocks, exchange.size, width).permute(2, 0, 1, 3)
+def _split(x: Tensor, exchange: Exchange, num_bins: int) -> Tensor:
+    width = x.shape[1] // (num_bins * exchange.size)
+    by_rank = x.reshape(x.shape[0], num_bins, exchange.size, width).permute(2, 0, 1, 3)
     return exchange.to_columns(by_rank.flatten(2))
 
 
-def _join(x: Tensor, exchange: Exchange, num_blocks: int) -> Tensor:
-    by_rank = exchange.to_tokens(x).view(exchange.size, exchange.num_tokens, num_blocks, x.shape[1] // num_blocks)
+def _join(x: Tensor, exchange: Exchange, num_bins: int) -> Tensor:
+    by_rank = exchange.to_tokens(x).view(exchange.size, exchange.num_tokens, num_bins, x.shape[1] // num_bins)
     return by_rank.permute(1, 2, 0, 3).flatten(1)
 
 
 class _SplitColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, num_blocks: int) -> Tensor:
-        ctx.exchange, ctx.num_blocks = exchange, num_blocks
-        return _split(x, exchange, num_blocks)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, num_bins: int) -> Tensor:
+        ctx.exchange, ctx.num_bins = exchange, num_bins
+        return _split(x, exchange, num_bins)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return _join(grads[0], ctx.exchange, ctx.num_blocks), None, None
+        return _join(grads[0], ctx.exchange, ctx.num_bins), None, None
 
 
 class _JoinColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, num_blocks: int) -> Tensor:
-        ctx.exchange, ctx.num_blocks = exchange, num_blocks
-        return _join(x, exchange, num_blocks)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, num_bins: int) -> Tensor:
+        ctx.exchange, ctx.num_bins = exchange, num_bins
+        return _join(x, exchange, num_bins)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return _split(grads[0], ctx.exchange, ctx.num_blocks), None, None
+        return _split(grads[0], ctx.exchange, ctx.num_bins), None, None
 
 
-class _SumParts(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
@@ -166,19 +166,19 @@ class _SumParts(torch.autograd.Function):
 class _SpreadCoefficients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, coef: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.num_groups = exchange, coef.shape[2]
-        num_tokens, num_rows_read, num_groups = coef.shape
-        pieces = pieces_per_rank(num_groups, exchange.size)
-        per_group = exchange.size * pieces // num_groups
-        of_pieces = coef.unsqueeze(3).expand(-1, -1, -1, per_group)
-        by_rank = of_pieces.reshape(num_tokens, num_rows_read, exchange.size, pieces).permute(2, 0, 1, 3)
+        ctx.exchange, ctx.num_scores = exchange, coef.shape[2]
+        num_tokens, num_rows_read, num_scores = coef.shape
+        num_own = coefficients_per_rank(num_scores, exchange.size)
+        per_score = exchange.size * num_own // num_scores
+        of_slices = coef.unsqueeze(3).expand(-1, -1, -1, per_score)
+        by_rank = of_slices.reshape(num_tokens, num_rows_read, exchange.size, num_own).permute(2, 0, 1, 3)
         return exchange.to_columns(by_rank.contiguous())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        of_pieces = ctx.exchange.to_tokens(grads[0]).permute(1, 2, 0, 3)
-        per_group = of_pieces.shape[2] * of_pieces.shape[3] // ctx.num_groups
-        return sum_in_order(of_pieces.reshape(*of_pieces.shape[:2], ctx.num_groups, per_group), 3), None
+        of_slices = ctx.exchange.to_tokens(grads[0]).permute(1, 2, 0, 3)
+        per_score = of_slices.shape[2] * of_slices.shape[3] // ctx.num_scores
+        return sum_in_order(of_slices.reshape(*of_slices.shape[:2], ctx.num_scores, per_score), 3), None
 
 
 def sum_in_order(x: Tensor, dim: int) -> Tensor:

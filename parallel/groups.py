@@ -1,8 +1,8 @@
 """Starting torch.distributed and Megatron's parallel state: the one place that reads `parallel_state`.
 
-Ranks are laid out as Megatron does by default, tensor fastest, then context, data and pipeline. The memory group of G ranks is
-Megatron's expert-parallel group: G consecutive ranks of one pipeline stage, whatever mix of tensor, context and data parallelism they
-are; parameters with `allreduce = False` are reduced over its replicas.
+Ranks are laid out as Megatron does by default, tensor fastest, then context, data and pipeline. The memory group of G
+ranks is Megatron's expert-parallel group: G consecutive ranks of one pipeline stage, whatever mix of tensor, context
+and data parallelism they are; parameters with `allreduce = False` are reduced over its replicas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class ParallelGroups:
     """This rank's place on every axis, and the groups it talks in.
 
     Attributes:
-        sizes: the axes.
         megatron: Megatron's own collection, to hand to its modules.
         data_rank: this rank's data-parallel position.
         data_size: number of data-parallel replicas.
@@ -45,7 +44,6 @@ class ParallelGroups:
         device: where this rank computes.
     """
 
-    sizes: ParallelSizes
     megatron: ProcessGroupCollection
     data_rank: int
     data_size: int
@@ -107,8 +105,8 @@ def parallel_context(
             device_id=device if on_gpu else None,
         )
         yield initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
-        # Not after an error: the other ranks may be anywhere, and leaving would wait for them. A rank that left early would cut off
-        # those that are still in their last collective.
+        # Not after an error: the other ranks may be anywhere, and leaving would wait for them. A rank that left early
+        # would cut off those that are still in their last collective.
         dist.barrier()
         dist.destroy_process_group()
 
@@ -129,19 +127,12 @@ def initialise_groups(
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(
-        sizes=sizes,
         megatron=ProcessGroupCollection.use_mpu_process_groups(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         device=device,
     )
-
-
-def replace_groups(sizes: ParallelSizes, *, device: torch.device, timeout_minutes: float, seed: int) -> ParallelGroups:
-    """The groups of another layout over the same world. Those before, and what was built on them, must not be used again."""
-    close_groups()
-    return initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
 
 
 def close_groups() -> None:

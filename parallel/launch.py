@@ -1,10 +1,12 @@
 """Run a function on several ranks of this machine and bring back their results, or the first cause of their failure.
 
-Used by the commands that start their own ranks and by the distributed tests. Three generations of processes: this one only passes on
-stop signals; its fork, the supervisor, forks the ranks and waits for them. Whatever a rank leaves behind the kernel gives to the
-supervisor, which kills all of it at the end: of the ranks, or of this process, of which the kernel tells it by SIGHUP.
+Used by the commands that start their own ranks and by the distributed tests. Three generations of processes: this one
+only passes on stop signals; its fork, the supervisor, forks the ranks and waits for them. Whatever a rank leaves behind
+the kernel gives to the supervisor, which kills all of it at the end: of the ranks, or of this process, of which the
+kernel tells it by SIGHUP.
 
-`parallel.rank_process` is one rank, `parallel.rank_errors` what can go wrong, `parallel.ranks` how a rank learns its number.
+`parallel.rank_process` is one rank, `parallel.rank_errors` what can go wrong, `parallel.ranks` how a rank learns its
+number.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
 
-from parallel.atomic_write import atomic_write
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import (
     Failure,
@@ -50,13 +52,15 @@ T = TypeVar("T")
 _ABANDON = signal.SIGHUP
 _AWAITED = frozenset({signal.SIGCHLD, _ABANDON, *STOP_SIGNALS})
 
-# How long the other ranks may take to end by themselves after a failure. Who lost its connection may be seen before the true cause.
+# How long the other ranks may take to end by themselves after a failure. Who lost its connection may be seen before the
+# true cause.
 _PATIENCE_S = 5.0
 # The same after the first rank that stopped as it was asked to: another may still send off its last metrics.
 _STOP_PATIENCE_S = 30.0
 # How long ranks may take to write down their stacks.
 _STACKS_PATIENCE_S = 2.0
-# How long a killed process may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the report.
+# How long a killed process may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the
+# report.
 _KILL_PATIENCE_S = 10.0
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -72,19 +76,21 @@ def launch_ranks(
 ) -> list[T]:
     """Fork `num_ranks` ranks of this process, run `main` in each, and return what they returned, by rank.
 
-    `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others write to
-    `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function returns. SIGINT and
-    SIGTERM are passed on to the ranks as one SIGTERM, to finish their step and save; a second one kills them. One that this process
-    ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
+    `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others
+    write to `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function
+    returns. SIGINT and SIGTERM are passed on to the ranks as one SIGTERM, to finish their step and save; a second one
+    kills them. One that this process ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
 
-    Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA before it
-    (`torch.cuda.is_available()` may, and nothing can tell afterwards).
+    Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA
+    before it (`torch.cuda.is_available()` may, and nothing can tell afterwards).
 
     Args:
-        main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by `sys.exit(0)` returns None.
+        main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by
+            `sys.exit(0)` returns None.
         num_ranks: how many ranks.
         timeout_s: kill the ranks after this many seconds and report where each of them stood.
-        log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's last lines are seen.
+        log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's
+            last lines are seen.
         num_threads: torch threads per rank; by default the cores this process may use, divided by the ranks.
 
     Raises:
@@ -106,12 +112,9 @@ def launch_ranks(
         for rank in range(num_ranks):
             log = None if rank == 0 else (log_dir or scratch) / f"rank_{rank}.log"
             log_start = log.stat().st_size if log is not None and log.exists() else 0
-            plans.append(RankPlan(rank, num_ranks, num_threads, timeout_s, scratch, log, log_start))
-        verdict = scratch / "verdict"
-        _run_supervisor(main, plans, verdict)
-        if not verdict.exists():
-            raise LaunchError("the process that watches over the ranks died before they did: start again")
-        error = pickle.loads(verdict.read_bytes())
+            failure = multiprocessing.Pipe(duplex=False)
+            plans.append(RankPlan(rank, num_ranks, num_threads, timeout_s, scratch, log, log_start, failure))
+        error = _run_supervisor(main, plans)
         if error is not None:
             raise error
         return [pickle.loads(plan.result.read_bytes()) for plan in plans]
@@ -131,12 +134,12 @@ def _check_forkable() -> None:
         )
 
 
-def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path) -> None:
-    """Fork the supervisor and wait for its end, passing on stop signals."""
+def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
+    """Fork the supervisor and wait for its end, passing on stop signals. Returns what it says of the ranks."""
     release_openmp_threads()
-    supervisor = multiprocessing.get_context("fork").Process(
-        target=_supervise, args=(main, plans, verdict, os.getpid())
-    )
+    # Not a file: a full disk may be what the verdict is about.
+    verdict, sender = multiprocessing.Pipe(duplex=False)
+    supervisor = multiprocessing.get_context("fork").Process(target=_supervise, args=(main, plans, sender, os.getpid()))
 
     def send(number: int, _: object = None) -> None:
         assert supervisor.pid is not None
@@ -158,7 +161,12 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict:
         for number in handlers:
             signal.signal(number, send)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        wait([verdict, supervisor.sentinel])
+        if not verdict.poll():
+            return LaunchError("the process that watches over the ranks died before they did: start again")
+        error: LaunchError | None = verdict.recv()
         supervisor.join()
+        return error
     finally:
         if supervisor.is_alive():
             send(_ABANDON)
@@ -168,7 +176,7 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path, launcher_pid: int) -> NoReturn:
+def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Connection, launcher_pid: int) -> NoReturn:
     """The whole life of the supervisor. All signals that it cares for are blocked, and waited for in `_watch`."""
     # An own session: Ctrl-C reaches the launcher alone, which decides.
     os.setsid()
@@ -180,15 +188,15 @@ def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path
         error = _watch(main, plans)
     finally:
         _kill_descendants()
-    with atomic_write(verdict) as stream:
-        stream.write(pickle.dumps(error))
-    if os.getppid() != launcher_pid:
-        shutil.rmtree(verdict.parent, ignore_errors=True)
+    if os.getppid() == launcher_pid:
+        verdict.send(error)
+    else:
+        shutil.rmtree(plans[0].scratch, ignore_errors=True)
     os._exit(0)
 
 
 def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
-    """Start the ranks and wait until all have ended, or the time of those that have not is up. Returns what the caller should see."""
+    """Start the ranks and wait until all have ended, or their time is up. Returns what the caller should see."""
     context = multiprocessing.get_context("fork")
     running = {plan: context.Process(target=run_rank, args=(main, plan, os.getpid())) for plan in plans}
     for rank in running.values():
@@ -223,11 +231,12 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
 
 
 def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
-    """How a rank that has ended failed, if it did. What it reported explains more than the signal that may have ended it afterwards."""
+    """How a rank that has ended failed, if it did."""
     if plan.result.exists():
         return None
-    if plan.failure.exists():
-        failure: Failure = pickle.loads(plan.failure.read_bytes())
+    if plan.failure[0].poll():
+        # What it reported explains more than the signal that may have ended it afterwards.
+        failure: Failure = plan.failure[0].recv()
         return failure
     return Failure.from_exitcode(plan.rank, exitcode or 0)
 

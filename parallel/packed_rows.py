@@ -1,8 +1,9 @@
 """Row ids as the memory group exchanges them: as many half bytes per id as the bank's size needs.
 
-An id of a bank of R rows, with the virtual block of its entry (B of them), is a number below R B. The papers' banks need 2.5 to 3.5 bytes. (The
-positions of a product grid, two bytes per value and the lists of the M best rows and columns, would take 2 + 4 M / K: more wherever K does not
-exceed the 128 rows that the first selection stage keeps, and as the ids' owner alone knows the layer's shuffle, every rank would redo it.)
+An id, with its bin if a lookup sums into several, is a number below rows x bins. The papers' banks need 2.5 to 3.5
+bytes. (The positions of a product grid, two bytes per value and the lists of the M best rows and columns, would take
+2 + 4 M / K: more wherever K does not exceed the 128 rows that the first selection stage keeps, and as the ids' owner
+alone knows the layer's shuffle, every rank would redo it.)
 
 Legend: N ids of one rank, b whole bytes per id, g ranks.
 """
@@ -22,34 +23,34 @@ class RowFormat:
     """How the ids of one bank are packed: b low bytes of each, then the odd half bytes, two ids to a byte.
 
     Attributes:
-        num_rows: R.
-        num_blocks: B.
+        num_rows: rows of the bank.
+        num_bins: B, sums per token.
     """
 
     num_rows: int
-    num_blocks: int
+    num_bins: int
 
     @property
     def half_bytes(self) -> int:
         """Half bytes per id."""
-        return max(1, -(-(self.num_rows * self.num_blocks - 1).bit_length() // 4))
+        return max(1, -(-(self.num_rows * self.num_bins - 1).bit_length() // 4))
 
     def num_bytes(self, num_ids: int) -> int:
         """Bytes of `num_ids` packed ids."""
         whole, odd = divmod(self.half_bytes, 2)
         return num_ids * whole + odd * -(-num_ids // 2)
 
-    def pack(self, rows: Tensor, block: Tensor | None) -> Tensor:
+    def pack(self, rows: Tensor, bins: Tensor | None) -> Tensor:
         """One rank's ids.
 
         Args:
-            rows: int64 in [0, R), any shape with N elements.
-            block: of the same shape, int64 in [0, B); None: B is 1.
+            rows: int64 in [0, num_rows), any shape with N elements.
+            bins: of the same shape, int64 in [0, B); None: B is 1.
 
         Returns:
             [num_bytes(N)] uint8.
         """
-        ids = rows if block is None else block * self.num_rows + rows
+        ids = rows if bins is None else bins * self.num_rows + rows
         whole, odd = divmod(self.half_bytes, 2)
         in_bytes = ids.reshape(-1, 1).contiguous().view(torch.uint8)
         parts = [in_bytes[:, :whole].flatten()]
@@ -68,7 +69,7 @@ class RowFormat:
             num_ids: N.
 
         Returns:
-            rows [g N] int64, and block [g N] int64 (None if B is 1).
+            rows [g N] int64, and bins [g N] int64 (None if B is 1).
         """
         whole, odd = divmod(self.half_bytes, 2)
         of_ranks = packed.view(packed.numel() // max(1, self.num_bytes(num_ids)), self.num_bytes(num_ids))
@@ -79,4 +80,4 @@ class RowFormat:
             halves = of_ranks[:, num_ids * whole :]
             in_bytes[:, :, whole] = torch.stack([halves & 15, halves >> 4], dim=2).flatten(1)[:, :num_ids]
         ids = in_bytes.view(torch.int64).flatten()
-        return (ids, None) if self.num_blocks == 1 else (ids % self.num_rows, ids // self.num_rows)
+        return (ids, None) if self.num_bins == 1 else (ids % self.num_rows, ids // self.num_rows)

@@ -9,7 +9,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_on_parent_death(number: int, parent_pid: int) -> None:
-    """Have Linux send this process a signal when its parent is gone. (The parent's *thread* that started it, to be exact.)
+    """Have Linux send this process a signal when its parent (the thread that started it, to be exact) is gone.
 
     Args:
         number: the signal. A process may be without its parent already: then it comes at once.

@@ -1,8 +1,9 @@
 """Which blocks, and which of embedding and loss, every model chunk holds: equal parts of the depth, or as a text says.
 
-A layout is written as Megatron writes it, one part per chunk in the order of the depth, divided by `|`: `E` is the embedding, `t` a block, `L` the
-final norm, output projection and loss; `x*3` repeats a character and `(..)*3` a group. So `Et|(t*3|)*2tL` gives 1, 3, 3 and 1 blocks to four
-chunks. On P stages, stage p holds the chunks p, P + p, 2P + p, ... Blocks count from 0.
+A layout is written as Megatron writes it, one part per chunk in the order of the depth, divided by `|`: `E` is the
+embedding, `t` a block, `L` the final norm, output projection and loss; `x*3` repeats a character and `(..)*3` a group.
+So `Et|(t*3|)*2tL` gives 1, 3, 3 and 1 blocks to four chunks. On P stages, stage p holds the chunks p, P + p, 2P + p,
+... Blocks count from 0.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def model_chunks(
         whole = len(chunks) % pipeline == 0
         fix = f"set parallel.virtual_pipeline: {len(chunks) // pipeline}, or " if whole else ""
         raise ValueError(
-            f"{_KEY} is {layout!r}, which has {len(chunks)} parts, but parallel.pipeline {pipeline} x virtual_pipeline {virtual_pipeline} makes "
-            f"{count} chunks: {fix}write {count} parts divided by |"
+            f"{_KEY} is {layout!r}, which has {len(chunks)} parts, but parallel.pipeline {pipeline} x virtual_pipeline "
+            f"{virtual_pipeline} makes {count} chunks: {fix}write {count} parts divided by |"
         )
     return chunks
 
@@ -76,7 +77,8 @@ def parse_layout(text: str, num_layers: int) -> tuple[ModelChunk, ...]:
     whole = plain.replace("|", "")
     if not re.fullmatch(r"Et*L", whole):
         raise ValueError(
-            f"{said}: it must begin with E (the embedding), hold t for every block, and end with L (the loss), in parts divided by |, as in Et|tt|tL"
+            f"{said}: it must begin with E (the embedding), hold t for every block, and end with L (the loss), "
+            "in parts divided by |, as in Et|tt|tL"
         )
     if len(whole) - 2 != num_layers:
         raise ValueError(f"{said}, which holds {len(whole) - 2} blocks, but model.num_layers is {num_layers}")
@@ -98,7 +100,8 @@ def _unrolled(text: str, said: str) -> str:
     plain = _CHARACTER.sub(repeat, _GROUP.sub(repeat, text))
     if wrong := re.search(r"[^EtL|]", plain):
         raise ValueError(
-            f"{said}, where {wrong[0]!r} means nothing: use E, t, L and |, with x*3 to repeat one of them and (..)*3 to repeat several"
+            f"{said}, where {wrong[0]!r} means nothing: use E, t, L and |, "
+            "with x*3 to repeat one of them and (..)*3 to repeat several"
         )
     return plain
 
@@ -120,16 +123,18 @@ def split_units_of(units: Sequence[Unit], chunks: Sequence[ModelChunk]) -> tuple
 def nearest_layouts(
     units: Sequence[Unit], chunks: Sequence[ModelChunk], *, num_layers: int, limit: int
 ) -> tuple[tuple[ModelChunk, ...], ...]:
-    """As many chunks that split no unit, with their edges moved as little as can be: at most `limit` ways, the nearest first.
+    """As many chunks that split no unit, with their edges moved least: at most `limit` ways, the nearest first.
 
-    The edges are chosen one after the other: the best ways to place the first i of them, by where the i-th is, lead to those for the next.
+    The edges are chosen one after the other: the best ways to place the first i of them, by where the i-th is, lead to
+    those for the next.
     """
     allowed = [edge for edge in range(num_layers + 1) if not crossed_units(units, [edge])]
     ways: dict[int, list[tuple[int, tuple[int, ...]]]] = {0: [(0, ())]}
     for index, wanted in enumerate(_edges(chunks)):
         following = {}
         for edge in allowed:
-            # Only the first chunk may be without a block here, as it has the embedding; the last one may, as it has the loss.
+            # Only the first chunk may be without a block here, as it has the embedding; the last one may, as it has the
+            # loss.
             before = [
                 way for last, found in ways.items() if last < edge or (index == 0 and last == edge) for way in found
             ]

@@ -1,7 +1,7 @@
 """How a launch of local ranks can fail, and which of several failures is the cause.
 
-When one rank dies the others soon fail too: their collectives break. What the user must see is the first cause, so every failure is
-put in a class (`FailureKind`) and the earliest of the best class is reported.
+When one rank dies the others soon fail too: their collectives break. What the user must see is the first cause, so
+every failure is put in a class (`FailureKind`) and the earliest of the best class is reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from torch.distributed import DistError
@@ -70,7 +70,7 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
-        """Describe what a rank raised. An integer `exit_code` attribute marks a user's error, `SystemExit` keeps its code."""
+        """Describe what a rank raised. An integer `exit_code` marks a user's error, `SystemExit` keeps its code."""
         exit_code, is_user_error = 1, False
         if isinstance(error, SystemExit):
             # sys.exit("text") is Python's own way to say: print this, exit with 1.
@@ -89,9 +89,18 @@ class Failure:
             is_user_error=is_user_error,
         )
 
+    def shortened(self, num_bytes: int) -> Failure:
+        """The same with the beginning of its message and the end of its traceback, each of so many bytes at most."""
+        message, trace = self.message.encode(errors="replace"), self.traceback.encode(errors="replace")
+        return replace(
+            self,
+            message=message[:num_bytes].decode(errors="ignore"),
+            traceback=trace[-num_bytes:].decode(errors="ignore"),
+        )
+
     @classmethod
     def from_exitcode(cls, rank: int, exitcode: int) -> Failure:
-        """Describe a rank that left no report. `exitcode` as `multiprocessing` has it: below zero the signal that killed the rank."""
+        """Describe a rank that left no report. An `exitcode` below zero is the signal that killed it."""
         if exitcode >= 0:
             message = f"rank {rank} exited with code {exitcode} before it returned a result"
             return cls(rank, FailureKind.ERROR, message, exit_code=exitcode or 1)
@@ -167,7 +176,10 @@ class RankTimeout(LaunchError):
 
     def __str__(self) -> str:
         which = ", ".join(map(str, self.stacks))
-        text = f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: {which}"
+        text = (
+            f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: "
+            f"{which}"
+        )
         for rank, stack in self.stacks.items():
             text += f"\n\nrank {rank} stood at:\n{stack or '(no stack: it did not answer)'}"
         return text

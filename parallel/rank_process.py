@@ -1,7 +1,7 @@
 """One local rank from inside: a fork of a warm parent that sets itself up, runs its function and leaves a report.
 
-The ranks' supervisor (`parallel.launch`) and the ranks are forked from the process that asked for them, so they share its imports and
-start in tenths of a second.
+The ranks' supervisor (`parallel.launch`) and the ranks are forked from the process that asked for them, so they share
+its imports and start in tenths of a second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,8 @@ from parallel.ranks import RENDEZVOUS_VARIABLE
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _OMP_PAUSE_SOFT = 1
+# Of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
+_REPORT_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,14 @@ class RankPlan:
     """File for stdout and stderr; None leaves them where the parent's go."""
     log_start: int
     """Bytes in the log before the rank started: a resumed run appends."""
+    failure: tuple[Connection, Connection]
+    """Read and write end of a pipe for the `Failure` of a rank without a result: a full disk may be what failed. One that
+    was killed sends none."""
 
     @property
     def result(self) -> Path:
         """What the rank returned, pickled."""
         return self.scratch / f"rank_{self.rank}.result"
-
-    @property
-    def failure(self) -> Path:
-        """The pickled `Failure` of a rank without a result. One that was killed leaves neither."""
-        return self.scratch / f"rank_{self.rank}.failure"
 
     @property
     def stacks(self) -> Path:
@@ -77,7 +78,7 @@ class RankPlan:
 
 
 def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoReturn:
-    """The whole life of a rank. Leaves by `os._exit`, which waits for none of its children: the supervisor kills them."""
+    """The whole life of a rank."""
     signal_on_parent_death(signal.SIGKILL, parent_pid)
     _enter(plan)
     try:
@@ -87,19 +88,20 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
             if stop.code:
                 raise
             result = None
-        path, report = plan.result, pickle.dumps(result)
+        with atomic_write(plan.result) as file:
+            file.write(pickle.dumps(result))
     except BaseException as error:
         # The launcher's own frames are no news.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        path, report = plan.failure, pickle.dumps(Failure.from_exception(plan.rank, error.with_traceback(trace)))
+        failure = Failure.from_exception(plan.rank, error.with_traceback(trace))
+        plan.failure[1].send(failure.shortened(_REPORT_BYTES))
     for stream in (sys.stdout, sys.stderr):
         # Whoever read them may be gone.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    with atomic_write(path) as stream:
-        stream.write(report)
+    # Waits for none of the children: the supervisor kills them.
     os._exit(0)
 
 
@@ -109,9 +111,11 @@ def _enter(plan: RankPlan) -> None:
         log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    # Made anew, because a test runner may have replaced them; line by line, so that the log of a rank that is killed is complete.
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
+    # Made anew, because a test runner may have replaced them; line by line, so that the log of a rank that is killed is
+    # complete.
+    stdout, stderr = (os.fdopen(i, "w", buffering=1, errors="backslashreplace", closefd=False) for i in (1, 2))
+    sys.stdout = sys.__stdout__ = stdout  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = stderr  # type: ignore[misc]
     faulthandler.enable(file=2)
     if plan.timeout_s is not None:
         # By a thread that needs nothing of the interpreter: a rank that hangs in native code answers too.
@@ -139,8 +143,8 @@ def _enter(plan: RankPlan) -> None:
 def release_openmp_threads() -> None:
     """End the threads of this thread's OpenMP pool; the next parallel region starts new ones.
 
-    A fork copies the pool's bookkeeping but not its threads, and GNU's OpenMP then waits for them for ever in the child's first large
-    tensor operation. (Intel's and LLVM's notice the fork themselves.)
+    A fork copies the pool's bookkeeping but not its threads, and GNU's OpenMP then waits for them for ever in the
+    child's first large tensor operation. (Intel's and LLVM's notice the fork themselves.)
     """
     for name in {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}:
         if "libgomp" in name:

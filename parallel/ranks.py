@@ -1,7 +1,7 @@
 """Which rank is this process? Read from the environment that torchrun, Slurm's srun or our own launcher left behind.
 
-A command that may be started by any of the three asks `current_ranks()` once, before it touches a process group: None means that nobody
-started ranks yet and the command starts its own (`parallel.launch`).
+A command that may be started by any of the three asks `current_ranks()` once, before it touches a process group: None
+means that nobody started ranks yet and the command starts its own (`parallel.launch`).
 """
 
 from __future__ import annotations
@@ -53,28 +53,29 @@ class RankEnvironment:
         rank, world_size, local_rank, local_world_size = _NAMES[self.source]
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"{rank}={self.rank} is not a rank of {world_size}={self.world_size}: ranks run from 0 to {world_size} - 1; "
-                "start every process with torchrun or srun, which set both"
+                f"{rank}={self.rank} is not a rank of {world_size}={self.world_size}: "
+                f"ranks run from 0 to {world_size} - 1; start every process with torchrun or srun, which set both"
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ValueError(
-                f"{local_rank}={self.local_rank} does not fit {self.local_world_size} local of {self.world_size} ranks: it "
-                f"counts the processes of this machine from 0; correct {local_rank} or {local_world_size}"
+                f"{local_rank}={self.local_rank} does not fit {self.local_world_size} local of {self.world_size} "
+                f"ranks: it counts the processes of this machine from 0; correct {local_rank} or {local_world_size}"
             )
 
 
 def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
     """Return this process's place among ranks that were already started, or None when nobody started any.
 
-    Our own launcher is looked for first, then torchrun (`RANK`), then a Slurm job step (`srun`): torchrun inside srun and our launcher
-    inside either inherit the outer variables, and the innermost one is meant. An allocation without `srun` (`salloc`, a batch script) and a
-    step of a single task (`srun --pty bash`) are not ranks.
+    Our own launcher is looked for first, then torchrun (`RANK`), then a Slurm job step (`srun`): torchrun inside srun
+    and our launcher inside either inherit the outer variables, and the innermost one is meant. An allocation without
+    `srun` (`salloc`, a batch script) and a step of a single task (`srun --pty bash`) are not ranks.
 
     Args:
         environ: the environment to read; the process's own by default.
 
     Raises:
-        ValueError: the variables contradict each other, or one is missing or not a number. The message names it and the fix.
+        ValueError: the variables contradict each other, or one is missing or not a number. The message names it and the
+            fix.
     """
     environ = os.environ if environ is None else environ
     if RENDEZVOUS_VARIABLE in environ:
@@ -83,8 +84,8 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):
                 raise ValueError(
-                    f"RANK={environ['RANK']!r} is set but {name} is not: set {name} to the host and port of rank 0, start with torchrun, "
-                    "which sets them, or unset RANK to start local ranks"
+                    f"RANK={environ['RANK']!r} is set but {name} is not: set {name} to the host and port of rank 0, "
+                    "start with torchrun, which sets them, or unset RANK to start local ranks"
                 )
         _integer(environ, "MASTER_PORT")
         # Not tcp://: torchrun's agent already serves this port, and env:// knows it.
@@ -95,8 +96,8 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
         return _from_slurm(environ)
     if environ.get("WORLD_SIZE", "1") != "1" and "SLURM_JOB_ID" not in environ:
         raise ValueError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not: unset WORLD_SIZE to start local ranks, or start with torchrun, "
-            "which sets both"
+            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not: unset WORLD_SIZE to start local ranks, "
+            "or start with torchrun, which sets both"
         )
     return None
 
@@ -109,8 +110,8 @@ def _from_variables(environ: Mapping[str, str], init_method: str, source: Source
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
-    # Where a job script chose no port, one that follows from job and step, which every rank computes alike. A step that follows another in
-    # the same job must not meet its closing sockets.
+    # Where a job script chose no port, one that follows from job and step, which every rank computes alike. A step that
+    # follows another in the same job must not meet its closing sockets.
     port = _FIRST_PORT + (_integer(environ, "SLURM_JOB_ID") * 7 + _integer(environ, "SLURM_STEP_ID")) % _NUM_PORTS
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
@@ -135,7 +136,8 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
         if environ.get(name):
             return first_host(environ[name])
     raise ValueError(
-        "SLURM_STEP_NODELIST is not set, so the ranks cannot find rank 0: start them with srun, or set MASTER_ADDR to its host"
+        "SLURM_STEP_NODELIST is not set, so the ranks cannot find rank 0: start them with srun, "
+        "or set MASTER_ADDR to its host"
     )
 
 
@@ -149,7 +151,8 @@ def first_host(nodelist: str) -> str:
     host = rf"(?:{ranges}|[^,\[\]])+"
     if re.fullmatch(rf"{host}(?:,{host})*", nodelist) is None:
         raise ValueError(
-            f"node list {nodelist!r} is not of the form host,name[1-3,5]: correct SLURM_STEP_NODELIST or set MASTER_ADDR"
+            f"node list {nodelist!r} is not of the form host,name[1-3,5]: "
+            "correct SLURM_STEP_NODELIST or set MASTER_ADDR"
         )
     # A comma separates hosts only outside brackets. A bracket's first number is where it starts.
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.findall(host, nodelist)[0])

@@ -1,7 +1,7 @@
 """Banks whose columns are split over the ranks of a memory group.
 
-Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row, n coefficients per row
-and rank, V value dim, P pre-value dim, B bins.
+Legend: G ranks of the group, T tokens of this rank, S tokens of all of them, J rows read per token, C scores per row, n
+coefficients per row and rank, V value dim, P pre-value dim, B bins (sums per token).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.select import Kernels
 from megamem.bank import Bank, Columns
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec
-from parallel.exchange import Exchange, join_columns, split_columns, spread_coefficients, sum_parts
+from parallel.exchange import Exchange, join_columns, split_columns, spread_coefficients, sum_over_ranks
 from parallel.packed_rows import RowFormat
 
 
@@ -60,10 +60,11 @@ def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) 
 
 
 class ShardedBank(Bank):
-    """Columns r V / G to (r + 1) V / G - 1 of the values, and the same share of every other table, on rank r of a memory group.
+    """Columns r V / G to (r + 1) V / G - 1 of the values, and as many of every other table, on rank r of G.
 
-    Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there is nothing to balance.
-    The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence parallelism all of them have other tokens.
+    Every rank of the group must take part in every lookup. Each rank's columns serve the tokens of all ranks, so there
+    is nothing to balance. The ranks may be tensor-, context- and data-parallel ones of a stage: with sequence
+    parallelism all of them have other tokens.
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class ShardedBank(Bank):
             share = split_columns(pre_input, exchange)
             products = self.kernels.gather_dot(self.pre_values, gathered.rows, share).squeeze(2)
             # The activation needs the whole product: it is applied where the token is.
-            coef = self.weighted(scores, sum_parts(products, exchange))
+            coef = self.weighted(scores, sum_over_ranks(products, exchange))
         coef = spread_coefficients(coef, exchange)
-        share = self.kernels.gather_sum(self.values, gathered.rows, coef, gathered.block, num_bins)
+        share = self.kernels.gather_sum(self.values, gathered.rows, coef, gathered.bins, num_bins)
         out = join_columns(share, exchange, num_bins)
         if out.requires_grad:
             gathered.empty()
@@ -120,38 +121,38 @@ class ShardedBank(Bank):
 class GatheredRows:
     """The rows that all ranks of the group read: gathered once, and kept for backward as they were sent.
 
-    Unpacked they take 8 bytes per id, and as many for the blocks: more than all else that backward needs. So between the passes the tensors
-    that the kernels keep stand without storage.
+    Unpacked they take 8 bytes per id, and as many for the bins: more than all else that backward needs. So between
+    the passes the tensors that the kernels keep stand without storage.
 
     Attributes:
         rows: [S, J] int64.
-        block: [S, J] int64; None if there is one block.
+        bins: [S, J] int64; None if there is one.
     """
 
-    def __init__(self, exchange: Exchange, form: RowFormat, rows: Tensor, block: Tensor | None) -> None:
+    def __init__(self, exchange: Exchange, form: RowFormat, rows: Tensor, bins: Tensor | None) -> None:
         """Gather them. Collective.
 
         Args:
             exchange: the group.
             form: of the bank.
             rows: [T, J] int64.
-            block: [T, J] int64, or None.
+            bins: [T, J] int64, or None.
         """
         self._form, self._num_rows_read = form, rows.shape[1]
         self._ids_by_rank = [count * rows.shape[1] for count in exchange.counts]
         self._sizes = [form.num_bytes(num_ids) for num_ids in self._ids_by_rank]
-        self._packed = exchange.gather_bytes(form.pack(rows, block), self._sizes)
-        self.rows, self.block = self._unpack()
+        self._packed = exchange.gather_bytes(form.pack(rows, bins), self._sizes)
+        self.rows, self.bins = self._unpack()
 
     def empty(self) -> None:
         """Give up the storage of the unpacked ids."""
-        for ids in (self.rows, self.block):
+        for ids in (self.rows, self.bins):
             if ids is not None:
                 ids.untyped_storage().resize_(0)
 
     def refill(self, _: Any = None) -> None:
         """Unpack the ids again, into the tensors that were emptied."""
-        for ids, again in zip((self.rows, self.block), self._unpack(), strict=True):
+        for ids, again in zip((self.rows, self.bins), self._unpack(), strict=True):
             if ids is not None and again is not None:
                 ids.untyped_storage().resize_(again.numel() * again.element_size())
                 # Autograd sees no change in a tensor that it keeps: the ids are the same.
@@ -159,12 +160,12 @@ class GatheredRows:
 
     def _unpack(self) -> tuple[Tensor, Tensor | None]:
         if len(set(self._ids_by_rank)) == 1:
-            rows, block = self._form.unpack(self._packed, self._ids_by_rank[0])
+            rows, bins = self._form.unpack(self._packed, self._ids_by_rank[0])
         else:
             parts = zip(self._packed.split(self._sizes), self._ids_by_rank, strict=True)
             of_ranks = [self._form.unpack(part, num_ids) for part, num_ids in parts]
             rows = torch.cat([rows for rows, _ in of_ranks])
-            blocks = [block for _, block in of_ranks if block is not None]
-            block = torch.cat(blocks) if blocks else None
+            with_bins = [bins for _, bins in of_ranks if bins is not None]
+            bins = torch.cat(with_bins) if with_bins else None
         shape = (rows.numel() // self._num_rows_read, self._num_rows_read)
-        return rows.view(shape), None if block is None else block.view(shape)
+        return rows.view(shape), None if bins is None else bins.view(shape)

@@ -1,4 +1,4 @@
-"""The auxiliary losses of a step, by block, in the form of one collective: sums over this rank's layers, and means from the sums over all ranks."""
+"""The auxiliary losses of a step by block: this rank's sums, which one collective adds up, and means from the total."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _columns(chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:
 
 
 def auxiliary_sums(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
-    """[blocks of the model, columns] fp64, for memories and then for routers: tokens, and loss x tokens, of this rank's layers.
+    """This rank's sums, [blocks, columns] fp64: tokens, then loss x tokens, of memories and then of routers.
 
-    No rows if all losses are off.
+    There are no rows if all losses are off.
     """
     num_blocks = unwrap(chunks[0]).model_config.num_layers if _columns(chunks) else 0
     width = 1 + len(LOSS_NAMES)

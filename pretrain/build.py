@@ -53,11 +53,11 @@ def build_chunks(
 def build_unset_chunks(
     config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
 ) -> list[MemoryGPTModel]:
-    """The same with weights that are whatever the memory held: for a checkpoint to fill. They refuse to train before that.
+    """This rank's bare model chunks without weights: they refuse to train before a checkpoint has filled them.
 
     Args:
         config: the run.
-        groups: this rank's place.
+        groups: this rank's positions and process groups.
         vocab_size: token ids, before padding.
         dtype: overrides the run's precision (tests run in fp64).
 
@@ -112,7 +112,7 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
 
 
 def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
-    """One more CUDA stream, for the memory of tables that are split; none on the CPU, where work is done when a call returns."""
+    """A CUDA stream for lookups in tables that are split; none on the CPU, where work is done when a call returns."""
     beside = groups.device.type == "cuda" and config.parallel.memory > 1 and config.parallel.overlap_memory
     return SideStream(torch.cuda.Stream(groups.device) if beside else None)
 
@@ -132,7 +132,8 @@ def _declare_megatron(chunk: MemoryGPTModel) -> None:
 def _split_dim(module: nn.Module) -> int | None:
     """The dimension in which tensor-parallel ranks split the weight of one of Megatron's linears or embeddings.
 
-    Megatron says so inside its own weight initialisation, which we do not run; Transformer Engine's modules say it themselves.
+    Megatron says so inside its own weight initialisation, which we do not run; Transformer Engine's modules say it
+    themselves.
     """
     if isinstance(module, RowParallelLinear):
         return 1

@@ -1,4 +1,4 @@
-"""What a run does besides training: logging, evaluation, checkpoints. Each is a callback that the loop knows nothing of."""
+"""What a run does besides training: logging, evaluation, checkpoints. The loop knows their base class alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
@@ -23,14 +23,14 @@ from pretrain.run import Run
 Row: TypeAlias = dict[str, Any]
 
 
-class Callback(Protocol):
-    """Hooks of the training loop, called on every rank in the order of the callbacks."""
+class Callback:
+    """Hooks of the training loop, called on every rank in the order of the callbacks. By default they do nothing."""
 
     def on_start(self, run: Run) -> None:
         """Before the first step, and after a checkpoint was restored."""
 
     def on_step(self, run: Run, row: Row) -> None:
-        """After a step; `run.state` already counts it, `row` is its metrics row, to which a callback that measures may add."""
+        """After a step, which `run.state` already counts. A callback may add to `row`, the step's metrics."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After an evaluation."""
@@ -39,16 +39,7 @@ class Callback(Protocol):
         """After the last step, or before an early stop; not after an error."""
 
 
-class Quiet:
-    """Does nothing at every hook: the base of callbacks that need some of them."""
-
-    def on_start(self, run: Run) -> None: ...
-    def on_step(self, run: Run, row: Row) -> None: ...
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None: ...
-    def on_end(self, run: Run) -> None: ...
-
-
-class MetricsFile(Quiet):
+class MetricsFile(Callback):
     """`metrics.jsonl`: one object per step and per evaluation, with full precision. Rank 0 only.
 
     A resumed run first drops rows of steps past its checkpoint, so that the file reads as that of an uninterrupted run.
@@ -62,7 +53,7 @@ class MetricsFile(Quiet):
 
     def on_step(self, run: Run, row: Row) -> None:
         if is_logged(run) or run.state.step == run.config.train.num_steps:
-            _append(run.folder.metrics, dict(row))
+            _append(run.folder.metrics, row)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         _append(run.folder.metrics, {"step": run.state.step, **evaluation_row(evaluation)})
@@ -85,12 +76,12 @@ def observes_usage(run: Run, step: int) -> bool:
 
 
 def is_logged(run: Run) -> bool:
-    """Whether the step just done has its row in files and trackers: one of every so many, and those that observe the memory."""
+    """Whether the step just done is logged: one of every so many, and those that observe the memory."""
     return run.state.step % run.config.logging.every_steps == 0 or observes_usage(run, run.state.step)
 
 
 def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float | int]]:
-    """A row's numbers by path, for trackers that know no nesting: `memory/3/coverage`, `memory/3/singular_values/0/1`."""
+    """A row's numbers by path, as in `memory/3/singular_values/0/1`, for trackers that know no nesting."""
     for name, value in row.items():
         if isinstance(value, list):
             value = {str(index): part for index, part in enumerate(value)}
@@ -118,7 +109,8 @@ def _append(path: Path, row: dict[str, Any]) -> None:
             stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written: {error}. Free some space; checkpoints are intact, and the run goes on from the newest one"
+            f"{path} cannot be written: {error}. Free some space; checkpoints are intact, "
+            "and the run goes on from the newest one"
         ) from error
 
 
@@ -131,8 +123,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class MemoryUsage(Quiet):
-    """Adds to the row how the memory was used, on one step of every so many. All ranks; before the callbacks that write the row.
+class MemoryUsage(Callback):
+    """Adds to the row how the memory was used, on one step of every so many. All ranks; before the row is written.
 
     What is observed is the whole step: all its microbatches on all ranks, in training only.
     """
@@ -161,8 +153,8 @@ class MemoryUsage(Quiet):
             self._collector.start()
 
 
-class ProgressLine(Quiet):
-    """One live line: step, loss, tokens per second, time left. Rank 0 only; every ten seconds where there is no terminal."""
+class ProgressLine(Callback):
+    """A progress bar with loss and tokens per second. Rank 0 only; every ten seconds where there is no terminal."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
@@ -180,14 +172,16 @@ class ProgressLine(Quiet):
     def on_step(self, run: Run, row: Row) -> None:
         assert self._bar is not None
         self._bar.set_description_str(
-            f"loss {row['loss']:.4f} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} {row['tokens_per_s']:,.0f} tokens/s",
+            f"loss {row['loss']:.4f} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} "
+            f"{row['tokens_per_s']:,.0f} tokens/s",
             refresh=False,
         )
         self._bar.update(1)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         tqdm.write(
-            f"step {run.state.step}: validation loss {evaluation.loss:.4f}, {evaluation.bits_per_byte:.4f} bits per byte",
+            f"step {run.state.step}: validation loss {evaluation.loss:.4f}, "
+            f"{evaluation.bits_per_byte:.4f} bits per byte",
             file=sys.stderr,
         )
 
@@ -196,7 +190,7 @@ class ProgressLine(Quiet):
         self._bar.close()
 
 
-class TensorBoard(Quiet):
+class TensorBoard(Callback):
     """Scalars in TensorBoard event files. Rank 0 only."""
 
     def on_start(self, run: Run) -> None:
@@ -220,7 +214,7 @@ class TensorBoard(Quiet):
                 self._writer.add_scalar(name, value, step)
 
 
-class WandB(Quiet):
+class WandB(Callback):
     """Weights & Biases, online or offline. Rank 0 only."""
 
     def on_start(self, run: Run) -> None:
@@ -247,7 +241,7 @@ class WandB(Quiet):
         self._run.finish()
 
 
-class Checkpoints(Quiet):
+class Checkpoints(Callback):
     """Saves every so many steps, and at the end. All ranks."""
 
     def on_step(self, run: Run, row: Row) -> None:
@@ -259,7 +253,7 @@ class Checkpoints(Quiet):
         run.save()
 
 
-class Evaluations(Quiet):
+class Evaluations(Callback):
     """Evaluates every so many steps, and after the last one, and tells the other callbacks. All ranks."""
 
     def __init__(self, listeners: list[Callback]) -> None:
@@ -292,5 +286,6 @@ def default_callbacks(run: Run) -> list[Callback]:
             listeners.append(TensorBoard())
         if run.config.logging.wandb_mode != "disabled":
             listeners.append(WandB())
-    # Evaluation comes after the step's row is written, and before its checkpoint: a resumed run neither repeats nor misses one.
+    # An evaluation comes after the step's row is written and before its checkpoint, so that a resumed run neither
+    # repeats nor misses one.
     return [*measuring, *listeners, Evaluations(listeners), Checkpoints()]

@@ -1,7 +1,7 @@
 """Errors that a user can cause and mend, with the exit codes that scripts rely on.
 
-Every message names the thing, the value and the fix. Anything else that is raised is a defect of ours and ends with exit code 1 and a
-traceback.
+Every message names the thing, the value and the fix. Anything else that is raised is a defect of ours and ends with
+exit code 1 and a traceback.
 """
 
 from __future__ import annotations

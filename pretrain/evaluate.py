@@ -26,7 +26,8 @@ class Evaluation:
 
     Attributes:
         loss: mean nats per target token.
-        bits_per_byte: all targets' bits over the documents' UTF-8 bytes; end-of-document tokens cost bits and have no byte.
+        bits_per_byte: all targets' bits over the documents' UTF-8 bytes; end-of-document tokens cost bits and have no
+            byte.
         num_tokens: targets.
         num_bytes: UTF-8 bytes of the documents.
     """
@@ -51,7 +52,7 @@ def evaluate(
     Args:
         chunks: this rank's model chunks.
         held_out: windows over the documents.
-        groups: this rank's place.
+        groups: this rank's positions and process groups.
         micro_batch_size: windows per forward pass and rank.
         pipeline: stages; the number of microbatches of a pass is a multiple of it.
         progress: draw a bar (on rank 0).

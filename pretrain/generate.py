@@ -53,8 +53,8 @@ def generate(
 ) -> Iterator[int]:
     """Token ids that follow a prompt, one by one, until the end-of-document id or `max_tokens`.
 
-    Every token costs a forward pass over the last `context_tokens` tokens. The first rank makes it; the others have no token of their own and
-    answer for their columns of the tables. All ranks get the same ids.
+    Every token costs a forward pass over the last `context_tokens` tokens. The first rank makes it; the others have no
+    token of their own and answer for their columns of the tables. All ranks get the same ids.
 
     Args:
         model: the whole model, but for tables that may be split.

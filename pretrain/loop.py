@@ -24,7 +24,8 @@ def train(run: Run, callbacks: Sequence[Callback]) -> None:
 
     Raises:
         StoppedEarly: a rank was told to stop (SIGTERM or SIGINT); a checkpoint was saved.
-        UserError: too many steps in a row had no finite gradient, the data is damaged, or a checkpoint cannot be written.
+        UserError: too many steps in a row had no finite gradient, the data is damaged, or a checkpoint cannot be
+            written.
     """
     config = run.config
     stop = StopRequest()
@@ -42,7 +43,8 @@ def train(run: Run, callbacks: Sequence[Callback]) -> None:
         callback.on_end(run)
     if run.state.step < config.train.num_steps:
         raise StoppedEarly(
-            f"stopped at step {run.state.step} of {config.train.num_steps} as asked; a checkpoint was saved in {run.folder.checkpoints}: run the same command again to go on"
+            f"stopped at step {run.state.step} of {config.train.num_steps} as asked; "
+            f"a checkpoint was saved in {run.folder.checkpoints}: run the same command again to go on"
         )
 
 
@@ -123,8 +125,9 @@ def _check_progress(run: Run) -> None:
     skipped, limit = run.state.num_skipped_in_row, run.config.train.max_skipped_steps
     if skipped >= limit:
         raise UserError(
-            f"the last {skipped} steps had no finite gradient and were skipped (train.max_skipped_steps = {limit}): the run has diverged at step {run.state.step}. "
-            f"Lower optimizer.lr, or raise optimizer.warmup_steps; the last checkpoint in {run.folder.checkpoints} is intact"
+            f"the last {skipped} steps had no finite gradient and were skipped (train.max_skipped_steps = {limit}): "
+            f"the run has diverged at step {run.state.step}. Lower optimizer.lr, or raise optimizer.warmup_steps; "
+            f"the last checkpoint in {run.folder.checkpoints} is intact"
         )
 
 

@@ -143,7 +143,7 @@ def ddp_config() -> DistributedDataParallelConfig:
 
 
 def optimizer_config(config: RunConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    """Megatron's optimizer config; learning rates and weight decays are set per group and step by `pretrain.schedule`."""
+    """Megatron's optimizer config; `pretrain.schedule` sets learning rates and weight decays, per group and step."""
     settings = config.optimizer
     return MegatronOptimizerConfig(
         optimizer="adam",

@@ -1,6 +1,7 @@
 """Parameter groups, and Megatron's distributed optimizer over them.
 
-Every trainable parameter is in exactly one group. Groups exist on every rank, in the same order, even where they are empty.
+Every trainable parameter is in exactly one group. Groups exist on every rank, in the same order, even where they are
+empty.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from torch import Tensor, nn
 
 from megamem.parameters import GroupName, group_of
 from parallel.groups import ParallelGroups
-from pretrain.checkpoint.optimizer_shards import leaves_by_parameter, num_updates_tensor, state_entries
+from pretrain.checkpoint.optimizer_shards import leaves_by_parameter, state_entries
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import optimizer_config
 from pretrain.value_offload import HostAdamW, HostShard, HostTables, host_adamw
 
-# Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are reduced over
-# different replicas, so Megatron needs an optimizer for each.
+# Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are
+# reduced over different replicas, so Megatron needs an optimizer for each.
 DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
 SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
 TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 
 
 def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parameter]]:
-    """All trainable parameters of the chunks by the group that each was declared for; asserts that the groups add up to the model."""
+    """All trainable parameters of the chunks by the group that each was declared for."""
     assigned: dict[GroupName, list[nn.Parameter]] = {name: [] for name in (*DENSE_GROUPS, *SPLIT_GROUPS)}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -52,20 +53,16 @@ def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parame
 class MemoryDistributedOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer over PyTorch's fused AdamW, with checkpoints of its own.
 
-    Megatron-core 0.16.1 cannot load what it saves without TE or Apex, and matches groups by keys that do not tell ours apart. Here the run
-    keeps the number of updates, the schedule sets hyper-parameters before every step, and a checkpoint holds tensors only, which are
-    loaded in place.
+    Megatron-core 0.16.1 cannot load what it saves without TE or Apex, and matches groups by keys that do not tell ours
+    apart. Here the run keeps the number of updates, the schedule sets hyper-parameters before every step, and a
+    checkpoint holds tensors only, which are loaded in place.
     """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: all state that is not a tensor belongs to the run."""
-        return {}
+    def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
+        """Entries `optimizer.state.<param | exp_avg | exp_avg_sq>.<parameter>` for this rank's share.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: the tensors of `sharded_state_dict` were filled in place."""
-
-    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **_: Any) -> dict[str, Any]:
-        """Entries `optimizer.state.<param | exp_avg | exp_avg_sq>.<parameter>` for this rank's share; views of the state itself."""
+        They are views of the state itself, so that loading fills it in place.
+        """
         if self.is_stub_optimizer:
             return {}
         self._allocate_state()
@@ -92,14 +89,14 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update main weights and this rank's shares of the model's. The shares are not gathered: `MemoryOptimizer` does so once for all parts."""
+        """Update main weights and this rank's shares of the model's, which `MemoryOptimizer` gathers."""
         return bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell AdamW how many updates its moments have seen, for bias correction."""
         if not self.is_stub_optimizer:
             for parameter in self._main_parameters():
-                self.optimizer.state[parameter]["step"] = num_updates_tensor(num_updates, parameter)
+                self.optimizer.state[parameter]["step"] = _step_tensor(num_updates, parameter)
 
     def _main_parameters(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:
@@ -109,7 +106,7 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         for parameter in self._main_parameters():
             state = self.optimizer.state[parameter]
             if not state:
-                state["step"] = num_updates_tensor(0, parameter)
+                state["step"] = _step_tensor(0, parameter)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
@@ -119,6 +116,11 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         parameter = self.optimizer.param_groups[index]["params"][order]
         state = self.optimizer.state[parameter]
         return {"param": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def _step_tensor(num_updates: int, parameter: Tensor) -> Tensor:
+    """AdamW's per-parameter step counter as the fused implementation keeps it: fp32, beside the parameter."""
+    return torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
 
 
 class OffloadingOptimizer(MemoryDistributedOptimizer):
@@ -223,27 +225,26 @@ class MemoryOptimizer(ChainedOptimizer):
 
         Args:
             parts: dense first.
-            value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the others'; None: one norm for all.
+            value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
+                None: one norm for all.
         """
         super().__init__(parts)
         self._value_clip_grad = value_clip_grad
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Nothing: the tensors of `sharded_state_dict` were filled in place."""
-
-    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **_: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
         """The entries of all parts; their names are the parameters' and do not collide."""
         return {
             key: entry
             for part in self.chained_optimizers
-            for key, entry in part.sharded_state_dict(model_sharded_state_dict, is_loading).items()
+            for key, entry in part.sharded_state_dict(model_sharded_state_dict).items()
         }
 
     @torch.no_grad()
     def gradient_norms(self) -> GradientNorms:
         """Gradient norms over all ranks, each parameter counted once. Collective.
 
-        Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on every layout.
+        Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on
+        every layout.
         """
         squares = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for part in self.chained_optimizers:
@@ -269,7 +270,7 @@ class MemoryOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update every part, then gather the weights from the ranks that own them: once, where each of Megatron's parts would gather all of them."""
+        """Update every part, then gather the weights from the ranks that own them: once, and not once per part."""
         for part in self.chained_optimizers:
             part.step_with_ready_grads()
         for chunk in self.model_chunks:
@@ -286,8 +287,8 @@ class MemoryOptimizer(ChainedOptimizer):
         for part in self.chained_optimizers:
             if isinstance(part, OffloadingOptimizer):
                 return (
-                    f"tables' main weights and moments in host memory ({part.host_bytes / 1e9:.3g} GB on this rank), stepped by {part.adamw_name} "
-                    f"on {torch.get_num_threads()} threads per rank"
+                    f"tables' main weights and moments in host memory ({part.host_bytes / 1e9:.3g} GB on this rank), "
+                    f"stepped by {part.adamw_name} on {torch.get_num_threads()} threads per rank"
                 )
         return None
 
@@ -341,9 +342,8 @@ def _build_part(
         )
     megatron = groups.megatron
     offloading = split and config.model.memory is not None and settings.value_offload == "cpu"
-    optimizer = (
-        partial(OffloadingOptimizer, adamw=host_adamw(settings)) if offloading else MemoryDistributedOptimizer
-    )(
+    build = partial(OffloadingOptimizer, adamw=host_adamw(settings)) if offloading else MemoryDistributedOptimizer
+    optimizer = build(
         inner,
         optimizer_config(config, chunks[0].config.params_dtype),
         None,
@@ -358,7 +358,7 @@ def _build_part(
         distributed_optimizer_instance_id=0,
     )
     optimizer.grad_stats_parallel_group = megatron.intra_dist_opt
-    # The global norm counts a parameter once per tensor-parallel copy; each rank of a stage owns its own part of the gradient of a table
-    # or an expert.
+    # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. Of a table or an expert there
+    # are none: each rank of a stage owns other gradients.
     optimizer.tp_group = megatron.expt_tp if split else megatron.tp
     return optimizer

@@ -7,9 +7,10 @@ import warnings
 
 
 def quiet_engine() -> None:
-    """Hide Megatron's and PyTorch's notes on optional packages and internals; their errors stay, and so do our own warnings."""
+    """Hide Megatron's and PyTorch's notes on optional packages and internals, but no errors and no warnings of ours."""
     for logger in ("megatron", "torch.distributed", "torch.distributed.checkpoint"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(megatron|megatron_fsdp|torch)(\..*)?")
-    # Megatron's schedules look at the gradient of activations that they are about to free; under the CPU stand-in PyTorch takes us for the caller.
+    # Megatron's schedules look at the gradient of activations that they are about to free; under the CPU stand-in
+    # PyTorch takes us for the caller.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")

@@ -54,7 +54,7 @@ def restore_model(
         config: of the checkpoint, with the layout of `groups`.
         path: the checkpoint.
         tokenizer: of the run, for the embedding's size.
-        groups: this rank's place.
+        groups: this rank's positions and process groups.
     """
     chunks = build_unset_chunks(config, groups, vocab_size=model_vocab_size(config.model, tokenizer))
     load_weights(path, chunks)

@@ -74,7 +74,7 @@ class Run:
     Attributes:
         config: what was asked for.
         folder: where it is kept.
-        groups: this rank's place.
+        groups: this rank's positions and process groups.
         tokenizer: of the data sets.
         train_data: samples in the order of the run.
         held_out: the validation documents.
@@ -142,7 +142,8 @@ def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     if model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size is {model.vocab_size}, but the data sets' tokenizer has {tokenizer.vocab_size} ids: raise it, or leave it out"
+            f"model.vocab_size is {model.vocab_size}, but the data sets' tokenizer has {tokenizer.vocab_size} ids: "
+            "raise it, or leave it out"
         )
     return model.vocab_size
 

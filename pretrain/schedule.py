@@ -37,7 +37,7 @@ def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
 
 
 def value_multiplier(step: int, optimizer: OptimizerConfig, train: TrainConfig) -> float:
-    """Learning rate of the tables over that of the backbone: linear from its start to its end over value_lr_decay_tokens (section 4.2.9)."""
+    """Learning rate of the tables over the backbone's: linear over value_lr_decay_tokens (section 4.2.9)."""
     start, end = optimizer.value_lr_multiplier, optimizer.value_lr_end_multiplier
     if end is None:
         return start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from parallel.groups import ParallelGroups, parallel_context, replace_groups
+from parallel.groups import ParallelGroups, close_groups, initialise_groups, parallel_context
 from parallel.ranks import current_ranks
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import parallel_sizes
@@ -34,8 +34,12 @@ def session(config: RunConfig) -> Iterator[ParallelGroups]:
 
 
 def relaid(config: RunConfig, groups: ParallelGroups) -> ParallelGroups:
-    """The groups of another configuration's layout in the session that `groups` are of. Collective."""
-    return replace_groups(
+    """The groups of another configuration's layout, in the session of `groups`. Collective.
+
+    The former groups, and what was built on them, must not be used again.
+    """
+    close_groups()
+    return initialise_groups(
         parallel_sizes(config),
         device=groups.device,
         timeout_minutes=config.parallel.timeout_minutes,

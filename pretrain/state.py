@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Counters of a run; the learning rates, data order and random numbers of a step are functions of them and the config.
+    """Counters of a run. The learning rates, data and random numbers of a step are functions of them and the config.
 
     Attributes:
         step: optimizer steps done, skipped ones included.
@@ -16,7 +15,7 @@ class RunState:
         consumed_tokens: tokens seen.
         num_updates: steps whose update was applied.
         num_skipped: steps skipped for a non-finite gradient.
-        num_skipped_in_row: the last of them, without a break.
+        num_skipped_in_row: steps skipped since the last update.
     """
 
     step: int = 0
@@ -36,6 +35,3 @@ class RunState:
             num_skipped=self.num_skipped + (not updated),
             num_skipped_in_row=0 if updated else self.num_skipped_in_row + 1,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)

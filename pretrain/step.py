@@ -44,7 +44,8 @@ class StepResult:
 
     Attributes:
         loss: the training loss, without auxiliary losses.
-        auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's tokens.
+        auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's
+            tokens.
         grad_norm: global norm before clipping, without the tables if these are clipped apart.
         value_grad_norm: the tables' norm before clipping if they are clipped apart, else None.
         updated: whether the norms were finite, and weights were updated.
@@ -78,11 +79,11 @@ def train_step(
         chunks: this rank's model chunks.
         optimizer: whose groups already carry this step's learning rates.
         iterators: a stream of microbatches per chunk; all read the same samples.
-        groups: this rank's place.
+        groups: this rank's positions and process groups.
         num_microbatches: per data-parallel rank.
         micro_batch_size: b.
         sequence_length: s.
-        stop_requested: this rank was told to stop; any rank's word counts for all.
+        stop_requested: this rank was told to stop; one rank is enough for all to stop.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -169,8 +170,8 @@ def _world_loss(
     Args:
         losses: [loss sum, targets] per microbatch, on the last stage.
         chunks: whose layers' auxiliary losses are wanted.
-        groups: this rank's place.
-        stop_requested: this rank's word.
+        groups: this rank's positions and process groups.
+        stop_requested: whether this rank was told to stop.
     """
     auxiliary = auxiliary_sums(chunks, groups.device)
     totals = torch.zeros(3 + auxiliary.numel(), dtype=torch.float64, device=groups.device)

@@ -1,8 +1,9 @@
 """Main weights and Adam moments of memory tables in host memory, stepped there.
 
-They take 12 bytes per element, which is what a table costs most of. With `optimizer.value_offload: cpu` a step brings the gradients to the host, updates
-there, and sends the weights back. The device keeps the weights and the gradient buffer, and nothing is added to them: everything
-passes through two windows of page-locked host memory of a fixed size, one of which is in flight while the host works on the other.
+They take 12 bytes per element, which is what a table costs most of. With `optimizer.value_offload: cpu` a step brings
+the gradients to the host, updates there, and sends the weights back. The device keeps the weights and the gradient
+buffer, and nothing is added to them: everything passes through two windows of page-locked host memory of a fixed size,
+one of which is in flight while the host works on the other.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 from pretrain.config.schema import OptimizerConfig
 from pretrain.errors import ConfigError
 
-# Elements that pass through the host at a time: long enough to hide a copy behind the update of the one before, which takes longer. A multiple
-# of every vector width, so that windows do not change what is computed.
+# Elements that pass through the host at a time: long enough to hide a copy behind the update of the one before, which
+# takes longer. A multiple of every vector width, so that windows do not change what is computed.
 WINDOW_ELEMENTS = 1 << 22
 
 
@@ -101,8 +102,9 @@ def host_adamw(settings: OptimizerConfig) -> HostAdamW:
         optimizer = DeepSpeedCPUAdam(nothing, adamw_mode=True, **arguments)
     except RuntimeError as error:
         raise ConfigError(
-            f"optimizer.value_offload is cpu and deepspeed is installed, but its CPU Adam cannot be compiled ({error.__cause__ or error}): "
-            "install ninja and a C++ compiler, or uninstall deepspeed to use PyTorch's AdamW, or set optimizer.value_offload: none"
+            "optimizer.value_offload is cpu and deepspeed is installed, but its CPU Adam cannot be compiled "
+            f"({error.__cause__ or error}): install ninja and a C++ compiler, "
+            "or uninstall deepspeed to use PyTorch's AdamW, or set optimizer.value_offload: none"
         ) from error
     return HostAdamW(optimizer, "DeepSpeed's CPU AdamW", step_is_tensor=False)
 

@@ -1,19 +1,19 @@
 """The folder of a run's checkpoints: names, completeness, and which ones to keep.
 
-A checkpoint is written into `.writing_step_XXXXXXXX` and renamed to `step_XXXXXXXX` when every rank's files are on disk. It is complete if its
-`state.json`, which is written last, lists files that are all there at the size they had.
+A checkpoint is written into `.writing_step_XXXXXXXX` and renamed to `step_XXXXXXXX` when every rank's files are on
+disk. It is complete if its `state.json`, which is written last, lists files that are all there at the size they had.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel.atomic_write import sync
 from pretrain.checkpoint.safe_metadata import check_index
 from pretrain.errors import CheckpointError
 
@@ -77,28 +77,21 @@ def complete(
     config: dict[str, Any],
     versions: dict[str, str],
 ) -> Path:
-    """Write `state.json` into a step's writing folder, and give the folder its name. An older checkpoint of the step is replaced."""
+    """Write `state.json` into a step's writing folder, and give the folder its name.
+
+    An older checkpoint of the step is replaced.
+    """
     path, final = writing_folder(folder, step), step_folder(folder, step)
     files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
     content = {"format": _FORMAT, "run": run, "rng": rng, "config": config, "versions": versions, "files": files}
-    with open(path / STATE_FILE, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync_folder(path)
+    (path / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    sync(path / STATE_FILE)
+    sync(path)
     if final.exists():
         shutil.rmtree(final)
     path.rename(final)
-    _sync_folder(folder)
+    sync(folder)
     return final
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_state(path: Path) -> SavedState:
@@ -109,10 +102,8 @@ def read_state(path: Path) -> SavedState:
     """
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        version, state = (
-            content["format"],
-            SavedState(path, *(content[key] for key in ("run", "rng", "config", "versions", "files"))),
-        )
+        version = content["format"]
+        state = SavedState(path, *(content[key] for key in ("run", "rng", "config", "versions", "files")))
         sizes = {str(name): int(size) for name, size in state.files.items()}
         step = state.step
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -121,7 +112,8 @@ def read_state(path: Path) -> SavedState:
         ) from error
     if version != _FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {version}, and this version reads format {_FORMAT}: use the version that wrote it ({state.versions})"
+            f"{path} has checkpoint format {version}, and this version reads format {_FORMAT}: "
+            f"use the version that wrote it ({state.versions})"
         )
     if step_folder(path.parent, step).name != path.name:
         raise CheckpointError(f"{path} is damaged: its {STATE_FILE} says that it is of step {step}")
@@ -168,8 +160,8 @@ def newest_complete(folder: Path) -> tuple[SavedState | None, list[str]]:
 def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_every_steps: int) -> list[Path]:
     """Delete checkpoints that the retention rules no longer keep; returns what was deleted.
 
-    Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot be used, and they
-    are replaced when it comes to their steps.
+    Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot
+    be used, and they are replaced when it comes to their steps.
 
     Args:
         folder: the run's checkpoints.

@@ -1,11 +1,13 @@
 """Optimizer state as checkpoint entries, without gathering it.
 
-Megatron's distributed optimizer gives each data-parallel rank a run of the flattened parameters. Such a run, cut at the borders of its
-parameters, is a few rectangles of each parameter's own shape; each is saved, and loaded in place, as a shard of a tensor that has the
-parameter's global shape. So no rank holds more than its share, no rank talks to another, and any layout can read what another wrote.
+Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters. Such a range, cut at
+the borders of its parameters, is a few rectangles of each parameter's own shape; each is saved, and loaded in place, as
+a shard of a tensor that has the parameter's global shape. So no rank holds more than its share, no rank talks to
+another, and any layout can read what another wrote.
 
-(Megatron's own `fully_reshardable` format gathers the whole state of a stage on every rank, and in 0.16.1 it takes a wrong slice of every
-parameter behind a padded bucket: with tied embeddings and interleaved stages it saves garbage without a word.)
+(Megatron's own `fully_reshardable` format gathers the whole state of a stage on every rank, and in 0.16.1 it takes a
+wrong slice of every parameter behind a padded bucket: with tied embeddings and interleaved stages it saves garbage
+without a word.)
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from megamem.shards import walk_shards
 
 
 @dataclass(frozen=True)
-class Block:
+class Rectangle:
     """A rectangle of a tensor that is contiguous in its flattened form.
 
     Attributes:
@@ -37,12 +38,12 @@ class Block:
     flat_start: int
 
 
-def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
+def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
     """The positions start..stop-1 of a flattened tensor as rectangles, in order: at most 2 N - 1 for N dimensions."""
     if start >= stop:
         return
     if len(shape) == 1:
-        yield Block((start,), (stop - start,), start)
+        yield Rectangle((start,), (stop - start,), start)
         return
     row_size = math.prod(shape[1:])
     position = start
@@ -50,12 +51,12 @@ def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Blo
         row, within = divmod(position, row_size)
         if within == 0 and stop - position >= row_size:
             num_rows = (stop - position) // row_size
-            yield Block((row, *(0,) * (len(shape) - 1)), (num_rows, *shape[1:]), position)
+            yield Rectangle((row, *(0,) * (len(shape) - 1)), (num_rows, *shape[1:]), position)
             position += num_rows * row_size
         else:
             end_within = min(row_size, stop - row * row_size)
-            for inner in blocks_of_range(shape[1:], within, end_within):
-                yield Block((row, *inner.offset), (1, *inner.shape), row * row_size + inner.flat_start)
+            for inner in rectangles_of_range(shape[1:], within, end_within):
+                yield Rectangle((row, *inner.offset), (1, *inner.shape), row * row_size + inner.flat_start)
             position = row * row_size + end_within
 
 
@@ -70,12 +71,12 @@ def leaves_by_parameter(entries: Any) -> dict[Tensor, list[ShardedTensor]]:
 def state_entries(
     parameter: Tensor, leaves: Sequence[ShardedTensor], start: int, stop: int, state: dict[str, Tensor]
 ) -> dict[str, ShardedTensor]:
-    """Checkpoint entries for one rank's run of one parameter's optimizer state.
+    """Checkpoint entries for one rank's range of one parameter's optimizer state.
 
     Args:
         parameter: the model parameter.
         leaves: its shards in the model's checkpoint.
-        start: first position of the run in the flattened parameter.
+        start: first position of the range in the flattened parameter.
         stop: the position after its last.
         state: flat tensors [stop - start] by name; the entries are views of them.
 
@@ -88,16 +89,16 @@ def state_entries(
         assert leaf.data.is_contiguous()
         leaf_start = leaf.data.storage_offset() - parameter.storage_offset()
         low, high = max(start, leaf_start), min(stop, leaf_start + leaf.data.numel())
-        for block in blocks_of_range(leaf.local_shape, low - leaf_start, high - leaf_start):
-            first = leaf_start + block.flat_start - start
-            offset = tuple(a + b for a, b in zip(leaf.global_offset, block.offset, strict=True))
+        for part in rectangles_of_range(leaf.local_shape, low - leaf_start, high - leaf_start):
+            first = leaf_start + part.flat_start - start
+            offset = tuple(a + b for a, b in zip(leaf.global_offset, part.offset, strict=True))
             for name, tensor in state.items():
                 key = f"optimizer.state.{name}.{leaf.key}"
                 entries[f"{key}@{offset}"] = ShardedTensor(
                     key=key,
-                    data=tensor[first : first + math.prod(block.shape)].view(block.shape),
+                    data=tensor[first : first + math.prod(part.shape)].view(part.shape),
                     dtype=tensor.dtype,
-                    local_shape=block.shape,
+                    local_shape=part.shape,
                     global_shape=leaf.global_shape,
                     global_offset=offset,
                     axis_fragmentations=None,
@@ -110,8 +111,3 @@ def _without_data_replica(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
     """Copies over pipeline and tensor ranks remain copies; data-parallel ranks each hold another part."""
     assert isinstance(replica_id, tuple)
     return (*replica_id[:-1], 0)
-
-
-def num_updates_tensor(num_updates: int, parameter: Tensor) -> Tensor:
-    """AdamW's per-parameter step counter, as the fused implementation keeps it: fp32, beside the parameter."""
-    return torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)

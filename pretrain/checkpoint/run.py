@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def save_run(
     if main:
         _or_error(lambda: folders.start_writing(folder, state.step), path)
     dist.barrier()
-    save_tensors(_entries(chunks, optimizer, is_loading=False), path)
+    save_tensors(_entries(chunks, optimizer), path)
     if main:
         _or_error(lambda: _finish(config, state, folder), path)
     dist.barrier()
@@ -59,7 +60,7 @@ def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
     folders.complete(
         folder,
         state.step,
-        run=state.to_dict(),
+        run=asdict(state),
         # Random numbers of a step follow from these two; see `pretrain.loop.seed_step`.
         rng={"seed": config.seed, "step": state.step},
         config=to_dict(config),
@@ -69,7 +70,7 @@ def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
     folders.remove_superseded(folder, state.step, keep_last=rules.keep_last, keep_every_steps=rules.keep_every_steps)
 
 
-def _or_error(action: Any, path: Path) -> None:
+def _or_error(action: Callable[[], object], path: Path) -> None:
     try:
         action()
     except OSError as error:
@@ -87,7 +88,7 @@ def restore_run(
         CheckpointError: the checkpoint cannot be read, or is of another model.
     """
     state = RunState(**saved.run)
-    loaded = load_tensors(_entries(chunks, optimizer, is_loading=True), saved.path)
+    loaded = load_tensors(_entries(chunks, optimizer), saved.path)
     _load_chunks([unwrap(chunk) for chunk in chunks], loaded)
     optimizer.set_num_updates(state.num_updates)
     return state
@@ -114,8 +115,6 @@ def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:
     return {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
 
 
-def _entries(
-    chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, *, is_loading: bool
-) -> dict[str, Any]:
+def _entries(chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> dict[str, Any]:
     model = _model_entries([unwrap(chunk) for chunk in chunks])
-    return {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading)}
+    return {**model, "optimizer": optimizer.sharded_state_dict(model)}

@@ -1,8 +1,8 @@
 """Refusing pickled code in a checkpoint.
 
-PyTorch's distributed checkpoints keep their index (`.metadata`) as a pickle, and PyTorch unpickles it without restraint. Before it does, the file is
-read here by an unpickler that knows the index's classes and nothing else. Tensors are read with `weights_only` by PyTorch itself, and
-we store no objects.
+PyTorch's distributed checkpoints keep their index (`.metadata`) as a pickle, and PyTorch unpickles it without
+restraint. Before it does, the file is read here by an unpickler that knows the index's classes and nothing else.
+Tensors are read with `weights_only` by PyTorch itself, and we store no objects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing and reading sharded tensors through Megatron's `dist_checkpointing`, with failures as errors on every rank."""
+"""Sharded tensors through Megatron's `dist_checkpointing`, with failures as errors on every rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from pretrain.errors import CheckpointError
 class InProcessSaveStrategy(SaveShardedStrategy):
     """Megatron's `torch_dist` format, written by the ranks themselves through PyTorch's own writer.
 
-    Megatron forks writer processes and waits for each to report; one that is killed (out of memory, say) never does, and the save hangs. A rank
-    that writes its own file either finishes, or has all ranks raise, or is itself gone, which ends the run.
+    Megatron forks writer processes and waits for each to report; one that is killed (out of memory, say) never does,
+    and the save hangs. A rank that writes its own file either finishes, or has all ranks raise, or is itself gone,
+    which ends the run.
     """
 
     def __init__(self) -> None:
@@ -62,19 +63,20 @@ def save_tensors(entries: ShardedStateDict, folder: Path) -> None:
     Raises:
         CheckpointError: on every rank, if any rank could not write.
     """
-    tensors, _ = _without_objects(entries)
+    tensors = _without_objects(entries)
     try:
         dist_checkpointing.save(tensors, str(folder), sharded_strategy=InProcessSaveStrategy())
     except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
         if isinstance(error, RuntimeError) and not _is_stream_failure(error):
             raise
         raise CheckpointError(
-            f"the checkpoint cannot be written to {folder}: {_reason(error)}. Free some space or choose another --run-dir; earlier checkpoints are intact"
+            f"the checkpoint cannot be written to {folder}: {_reason(error)}. "
+            "Free some space or choose another --run-dir; earlier checkpoints are intact"
         ) from error
 
 
 def _is_stream_failure(error: RuntimeError) -> bool:
-    """Whether PyTorch's file writer in C++ failed, which knows no OSError; other RuntimeErrors are lost connections or defects."""
+    """Whether PyTorch's file writer failed, which raises no OSError; others are lost connections or defects."""
     return any(phrase in str(error) for phrase in ("iostream error", "PytorchStreamWriter"))
 
 
@@ -85,7 +87,7 @@ def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint is damaged, lacks an entry or a part of it, or has it in another shape.
     """
     check_index(folder)
-    tensors, _ = _without_objects(entries)
+    tensors = _without_objects(entries)
     _check_coverage(tensors, folder)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(tensors, str(folder))
@@ -105,7 +107,7 @@ def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
 
 
 def _check_coverage(tensors: ShardedStateDict, folder: Path) -> None:
-    """Refuse, on every rank, a checkpoint that would leave an element of any rank's shards as it is: PyTorch reads what is there, and says nothing of holes."""
+    """Refuse, on every rank, a checkpoint that lacks an element of any rank's shards: PyTorch would skip it."""
     stored = torch_checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
     problem = next(
         (text for _, shard in walk_shards(tensors) if (text := _shortfall(shard, stored.get(shard.key)))), None
@@ -114,7 +116,8 @@ def _check_coverage(tensors: ShardedStateDict, folder: Path) -> None:
     dist.all_gather_object(problems, problem)
     if found := next((text for text in problems if text is not None), None):
         raise CheckpointError(
-            f"the checkpoint {folder} does not hold what this model needs: {found}. Use the version of the package that wrote it, or remove it to use an earlier one"
+            f"the checkpoint {folder} does not hold what this model needs: {found}. "
+            "Use the version of the package that wrote it, or remove it to use an earlier one"
         )
 
 
@@ -137,10 +140,10 @@ def _shortfall(shard: ShardedTensor, stored: Any) -> str | None:
     return f"{missing} elements of {shard.key} are missing" if missing > 0 else None
 
 
-def _without_objects(entries: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
+def _without_objects(entries: ShardedStateDict) -> ShardedStateDict:
     """Leave out Megatron's pickled extra states: local layers have none, and reading one would run pickled code."""
-    objects, tensors = extract_matching_values(entries, lambda entry: isinstance(entry, ShardedObject))
-    return tensors, objects
+    _, tensors = extract_matching_values(entries, lambda entry: isinstance(entry, ShardedObject))
+    return tensors
 
 
 def _reason(error: BaseException) -> str:

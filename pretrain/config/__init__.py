@@ -1,1 +1,1 @@
-"""The configuration of a run: its schema, the loader that turns YAML into it, and the checks that need more than one section."""
+"""The configuration of a run: its schema, the loader, and the checks that need more than one section."""

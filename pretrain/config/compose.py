@@ -1,7 +1,7 @@
 """Which values a configuration consists of: a file, the bases it names, and the overrides of the command line.
 
-`base: other.yaml` (or a list, later ones winning) is relative to the file that says it. Mappings merge key by key, lists are replaced,
-`null` removes a section, and a mapping over null starts from the defaults again.
+`base: other.yaml` (or a list, later ones winning) is relative to the file that says it. Mappings merge key by key,
+lists are replaced, `null` removes a section, and a mapping over null starts from the defaults again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _set_element(node: Node, segments: list[str], depth: int, value: Node) -> No
     index = int(segment)
     if index > len(items):
         raise ConfigError(
-            f"{value.origin}: {name} has {len(items)} elements: use {name}.{len(items)} to append one, or a number below it"
+            f"{value.origin}: {name} has {len(items)} elements: use {name}.{len(items)} to append one, "
+            "or a number below it"
         )
     if index == len(items):
         items.append(Node(None, value.origin, value.layer))

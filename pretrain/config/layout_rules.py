@@ -1,6 +1,7 @@
 """Which parallel layouts a model can have.
 
-A layout is refused with what is wrong and the nearest ones that work; nothing is rounded or changed behind the user's back.
+A layout is refused with what is wrong and the nearest ones that work; nothing is rounded or changed behind the user's
+back.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def _ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
         nearest = f"{below} or {above}" if below else str(above)
         parallel = config.parallel
         yield (
-            f"the run has {world_size} ranks, which is not a multiple of parallel.tensor {parallel.tensor} x "
-            f"pipeline {parallel.pipeline} x context {parallel.context} = {model_ranks}: start {nearest} ranks or change the layout"
+            f"the run has {world_size} ranks, which is not a multiple of parallel.tensor {parallel.tensor} x pipeline "
+            f"{parallel.pipeline} x context {parallel.context} = {model_ranks}: "
+            f"start {nearest} ranks or change the layout"
         )
 
 
@@ -58,20 +60,23 @@ def _tensor(config: RunConfig) -> Iterator[str]:
     for key, size in sizes.items():
         is_repeated = key == "model.num_query_groups" and config.model.num_query_groups is None
         if size % tensor and not is_repeated:
-            yield f"{key} is {size}, which parallel.tensor {tensor} does not divide: each tensor-parallel rank holds an equal part"
+            yield (
+                f"{key} is {size}, which parallel.tensor {tensor} does not divide: "
+                "each tensor-parallel rank holds an equal part"
+            )
 
 
 def _sequence(config: RunConfig) -> Iterator[str]:
     tensor, context = config.parallel.tensor, config.parallel.context
     length = config.train.sequence_length
-    # Context parallelism gives each rank two slices, one from either end, to balance causal attention; sequence parallelism
-    # splits what a context rank holds over the tensor-parallel ranks.
+    # Context parallelism gives each rank two slices, one from either end, to balance causal attention; sequence
+    # parallelism splits what a context rank holds over the tensor-parallel ranks.
     unit = math.lcm(2 * context if context > 1 else 1, tensor * context if tensor > 1 else 1)
     if length % unit:
         below, above = length // unit * unit, math.ceil(length / unit) * unit
         yield (
-            f"train.sequence_length is {length}, which must be a multiple of {unit} with parallel.tensor {tensor} and context {context}: "
-            f"use {f'{below} or {above}' if below else above}"
+            f"train.sequence_length is {length}, which must be a multiple of {unit} with parallel.tensor {tensor} and "
+            f"context {context}: use {f'{below} or {above}' if below else above}"
         )
 
 
@@ -103,8 +108,8 @@ def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:
     more = f" and {len(split) - _MAX_LAYOUTS_LISTED} more" if len(split) > _MAX_LAYOUTS_LISTED else ""
     fix = "the nearest layouts that work are " + ", ".join(nearest) if nearest else "use fewer chunks"
     yield (
-        f"parallel.pipeline_layout is {layout!r}, which splits blocks {where}{more}: those share a memory bank, or a memory reads and adds there, and must "
-        f"stand on one chunk: {fix}"
+        f"parallel.pipeline_layout is {layout!r}, which splits blocks {where}{more}: those share a memory bank, "
+        f"or a memory reads and adds there, and must stand on one chunk: {fix}"
     )
 
 
@@ -119,17 +124,21 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
     split = split_units(units, num_layers=num_layers, chunks=chunks) if whole else ()
     if sharing is not None and sharing.pattern in ("ring", "no_ring", "all") and units and (split or not whole):
         yield (
-            f"model.memory.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must stand on one "
-            f"stage, but {layout} makes {chunks} chunks: use parallel.pipeline: 1, or pattern: block"
+            f"model.memory.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must "
+            f"stand on one stage, but {layout} makes {chunks} chunks: use parallel.pipeline: 1, or pattern: block"
         )
         return
     if not whole:
-        yield f"model.num_layers is {num_layers}, which {layout} = {chunks} chunks do not divide: {_nearest_text(config, units)}"
+        yield (
+            f"model.num_layers is {num_layers}, which {layout} = {chunks} chunks do not divide: "
+            f"{_nearest_text(config, units)}"
+        )
     for unit in split:
         if unit.kind == "span":
             yield (
-                f"model.memory.placement.spans has {unit.first}:{unit.last}, but {layout} puts {num_layers // chunks} blocks into a chunk, and "
-                f"blocks {unit.first} and {unit.last} into different ones, where the output cannot follow: {_nearest_text(config, units)}"
+                f"model.memory.placement.spans has {unit.first}:{unit.last}, but {layout} puts {num_layers // chunks} "
+                f"blocks into a chunk, and blocks {unit.first} and {unit.last} into different ones, "
+                f"where the output cannot follow: {_nearest_text(config, units)}"
             )
     if any(unit.kind == "group" for unit in split):
         assert memory is not None
@@ -172,17 +181,23 @@ def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:
     if group == 1:
         return
     if memory is None and moe is None:
-        yield f"parallel.memory is {group}, but model.memory is null: there is no table to split, use parallel.memory: 1"
+        yield (
+            f"parallel.memory is {group}, but model.memory is null: there is no table to split, use parallel.memory: 1"
+        )
         return
     if memory is not None:
         widths = {table.key: table.width for table in memory.tables}
         for key, columns in widths.items():
             if columns % group:
-                yield f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: each rank holds an equal part of the columns"
+                yield (
+                    f"model.memory.{key} is {columns}, which parallel.memory {group} does not divide: "
+                    "each rank holds an equal part of the columns"
+                )
     if moe is not None and moe.num_experts % group:
         beside = " (the experts and the tables are split over the same group)" if memory is not None else ""
         yield (
-            f"model.moe.num_experts is {moe.num_experts}, which parallel.memory {group} does not divide: each rank holds equally many experts{beside}"
+            f"model.moe.num_experts is {moe.num_experts}, which parallel.memory {group} does not divide: "
+            f"each rank holds equally many experts{beside}"
         )
     yield from _memory_ranks(config, world_size)
 
@@ -194,6 +209,6 @@ def _memory_ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
         sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
         sizes.sort(key=lambda size: abs(math.log(size / group)))
         yield (
-            f"parallel.memory is {group}, which does not divide the {ranks} ranks of a pipeline stage (tensor x context x data): "
-            f"use {' or '.join(map(str, sizes[:2]))}"
+            f"parallel.memory is {group}, which does not divide the {ranks} ranks of a pipeline stage (tensor x "
+            f"context x data): use {' or '.join(map(str, sizes[:2]))}"
         )

@@ -1,13 +1,13 @@
 """YAML files, overrides and stored mappings to a `RunConfig`, and back.
 
-**Options without effect.** A value that nothing reads, given the others, is an error where somebody asked for it here and is dropped
-where it was only inherited:
+**Options without effect.** A value that nothing reads, given the others, is an error where somebody asked for it here
+and is dropped where it was only inherited:
 
 - set by an override: always an error;
-- set by the named file: an error if the file alone already leaves it without effect. If an override took the effect away
-  (`optimizer.schedule=constant` over a file that says `decay_steps`), the file counts as a base;
-- set by a base: dropped to its default, so that a child can switch `schedule: constant` on without undoing every key of its base. A base
-  may also prepare values for an option that its children switch on.
+- set by the named file: an error if the file alone already leaves it without effect. If an override took the effect
+  away (`optimizer.schedule=constant` over a file that says `decay_steps`), the file counts as a base;
+- set by a base: dropped to its default, so that a child can switch `schedule: constant` on without undoing every key of
+  its base. A base may also prepare values for an option that its children switch on.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the co
 
 
 def from_dict(mapping: Mapping[str, Any], source: str = "the stored configuration") -> RunConfig:
-    """The configuration that `to_dict` stored. Options without effect are taken as they are: nobody is here to mend them."""
+    """The configuration that `to_dict` stored. Options without effect stay: nobody is here to mend them."""
     node = without_former(from_plain(mapping, source, Layer.BASE), of_value=True)
     return build(RunConfig, _without(node, foreign_keys(RunConfig, node)))
 
@@ -83,7 +83,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """`to_dict` as YAML; `load_config` gives an equal configuration back, for every configuration that it has loaded."""
+    """`to_dict` as YAML; `load_config` reads an equal configuration from it, if it has loaded this one."""
     return dump_yaml(to_dict(config))
 
 
@@ -110,7 +110,8 @@ def _settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) ->
         if refused:
             raise _OptionWithoutEffectError(
                 [
-                    f"{_own_origin(at)}: {key} has no effect unless {item.reason}: remove it, or make that condition true"
+                    f"{_own_origin(at)}: {key} has no effect unless {item.reason}: remove it, "
+                    "or make that condition true"
                     for key, (item, at) in refused.items()
                 ],
                 set(refused),

@@ -1,5 +1,7 @@
-"""The configuration of a run. The docstring under a field is its help text; see `megamem.config_base` for limits and conditional fields,
-and `megamem.identity.Role` for what may change at a resume."""
+"""The configuration of a run. The docstring under a field is its help text.
+
+See `megamem.config_base` for limits and conditional fields, and `megamem.identity.Role` for what may change at a resume.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimi
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """How the model is laid out over ranks. Data parallelism is the number of ranks over tensor x pipeline x context."""
+    """How the model is laid out over ranks. Data parallelism is what tensor x pipeline x context leave of them."""
 
     tensor: PositiveInt = 1
     """Tensor-parallel size. Above 1, activations between blocks are split along the sequence (sequence parallelism)."""
@@ -36,14 +38,18 @@ class ParallelConfig(Config):
     pipeline_layout: Annotated[str | None, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = (
         None
     )
-    """What each of the pipeline x virtual_pipeline chunks holds, in the order of the depth: E the embedding, t a block, L the loss, | between chunks,
-    x*3 or (..)*3 to repeat, as in Et|(ttt|)*2tL; null: equal numbers of blocks."""
+    """What each of the pipeline x virtual_pipeline chunks holds, in the order of the depth: E the embedding, t a
+    block, L the loss, | between chunks, x*3 or (..)*3 to repeat, as in Et|(ttt|)*2tL; null: equal numbers of
+    blocks."""
     context: PositiveInt = 1
-    """Context-parallel size: ranks over which every sequence is cut, whose length is a multiple of 2 x context and of tensor x context. See docs/context-parallel.md."""
+    """Context-parallel size: ranks over which every sequence is cut, whose length is a multiple of 2 x context and
+    of tensor x context. See docs/context-parallel.md."""
     memory: PositiveInt = 1
-    """G: ranks over which the columns of the memory tables, and the experts of a mixture, are split. Any divisor of tensor x context x data, across them."""
+    """G: ranks over which the columns of the memory tables, and the experts of a mixture, are split. Any divisor of
+    tensor x context x data, across them."""
     overlap_memory: Annotated[bool, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = True
-    """On GPUs, run the memory of split tables on a CUDA stream of its own beside the feed-forward; false: one after the other."""
+    """On GPUs, run the memory of split tables on a CUDA stream of its own beside the feed-forward; false: one after
+    the other."""
     timeout_minutes: PositiveFloat = 10.0
     """How long a collective may wait before the run ends with an error."""
 
@@ -67,12 +73,13 @@ class TrainConfig(Config):
     max_skipped_steps: PositiveInt = 20
     """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
     kernels: Implementation = "auto"
-    """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler, else torch (its operations); naive: the references."""
+    """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler,
+    else torch (its operations); naive: the references."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Config):
-    """AdamW in four groups: backbone with and without decay, retrieval, and values (tables)."""
+    """AdamW, in groups: backbone with and without decay, retrieval, experts, values and pre-values."""
 
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
@@ -87,7 +94,8 @@ class OptimizerConfig(Config):
     warmup_start: Annotated[
         ShareOfRate | None, EffectiveWhen(lambda c: c.warmup_steps > 0, "optimizer.warmup_steps is above 0")
     ] = None
-    """Share of lr at the first step, from which warm-up reaches lr at the step that follows it (0.1 in UltraMemV2's public code); null: 1 / warmup_steps, and lr at the last step of the warm-up."""
+    """Share of lr at the first step, from which warm-up reaches lr at the step that follows it (0.1 in UltraMemV2's
+    public code); null: 1 / warmup_steps, and lr at the last step of the warm-up."""
     decay_steps: Annotated[
         NonNegativeInt, EffectiveWhen(lambda c: c.schedule == "wsd", "optimizer.schedule is wsd")
     ] = 0
@@ -105,12 +113,15 @@ class OptimizerConfig(Config):
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
     value_clip_grad: NonNegativeFloat | None = None
-    """Largest gradient norm of the memory tables (values and pre-values together), which then do not count in the global norm; 0: no clipping; null: they count in it."""
+    """Largest gradient norm of the memory tables (values and pre-values together), which then do not count in the
+    global norm; 0: no clipping; null: they count in it."""
     value_offload: Literal["none", "cpu"] = "none"
-    """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes per element that a rank owns,
-    by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW; none: on the device. See docs/offload.md."""
+    """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes
+    per element that a rank owns, by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW;
+    none: on the device. See docs/offload.md."""
     value_lr: NonNegativeFloat | None = None
-    """Learning rate of values and pre-values at every step, whatever the backbone's (1e-3 for Memory+ in UltraMemV2's public code); null: value_lr_multiplier times the backbone's."""
+    """Learning rate of values and pre-values at every step, whatever the backbone's (1e-3 for Memory+ in
+    UltraMemV2's public code); null: value_lr_multiplier times the backbone's."""
     value_lr_multiplier: Annotated[
         NonNegativeFloat, EffectiveWhen(lambda c: c.value_lr is None, "optimizer.value_lr is null")
     ] = 1.0
@@ -182,7 +193,8 @@ class LoggingConfig(Config):
     every_steps: PositiveInt = 1
     """Write a metrics row every so many steps."""
     memory_every_steps: NonNegativeInt = 10
-    """Observe how the memory is used (coverage, evenness, scores, output, singular values) on one step of every so many, and write its row; 0: never. Takes 4 bytes per layer and row of its window."""
+    """Observe how the memory is used (coverage, evenness, scores, output, singular values) on one step of every so
+    many, and write its row; 0: never. Takes 4 bytes per layer and row of its window."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder."""
     wandb_mode: Literal["disabled", "offline", "online"] = "disabled"

@@ -1,7 +1,7 @@
 """Configuration text to a tree of located values, and back to text.
 
-Every value remembers the file and line (or the override) that it came from, so that an error can point there. Scalars follow YAML 1.2:
-`1e-3` is a number, `on`, `yes` and `2024-01-01` are text. PyYAML's own rules are those of YAML 1.1.
+Every value remembers the file and line (or the override) that it came from, so that an error can point there. Scalars
+follow YAML 1.2: `1e-3` is a number, `on`, `yes` and `2024-01-01` are text. PyYAML's own rules are those of YAML 1.1.
 """
 
 from __future__ import annotations

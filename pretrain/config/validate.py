@@ -1,4 +1,4 @@
-"""Checks that need more than one section, or more than a type and its limits. All of them run before any process group or GPU is touched."""
+"""Checks that need more than a field's type and limits. They run before any process group or GPU is touched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def validate(config: RunConfig, world_size: int | None) -> None:
 
     Args:
         config: what was loaded.
-        world_size: ranks of the run; None leaves out the checks that need it (to look at a configuration for another machine).
+        world_size: ranks of the run; None leaves out the checks that need it (to look at a configuration for another
+            machine).
 
     Raises:
         ConfigError: naming every problem found, each with key, value and fix.
@@ -54,14 +55,15 @@ def _batch(config: RunConfig, world_size: int | None) -> Iterator[str]:
     rounds = parallel.pipeline if interleaved else 1
     if train.global_batch_size % unit:
         yield (
-            f"train.global_batch_size is {train.global_batch_size}, which is not a multiple of "
-            f"train.micro_batch_size {train.micro_batch_size}{over} = {unit}: {_use_multiple(train.global_batch_size, unit * rounds)}"
+            f"train.global_batch_size is {train.global_batch_size}, which is not a multiple of train.micro_batch_size "
+            f"{train.micro_batch_size}{over} = {unit}: {_use_multiple(train.global_batch_size, unit * rounds)}"
         )
     elif train.global_batch_size % (unit * rounds):
         yield (
-            f"train.global_batch_size is {train.global_batch_size}, which gives {train.global_batch_size // unit} microbatches per rank: "
-            f"with parallel.virtual_pipeline {parallel.virtual_pipeline} their number must be a multiple of "
-            f"parallel.pipeline {parallel.pipeline}: {_use_multiple(train.global_batch_size, unit * rounds)}"
+            f"train.global_batch_size is {train.global_batch_size}, which gives {train.global_batch_size // unit} "
+            f"microbatches per rank: with parallel.virtual_pipeline {parallel.virtual_pipeline} their number must be a "
+            f"multiple of parallel.pipeline {parallel.pipeline}: "
+            f"{_use_multiple(train.global_batch_size, unit * rounds)}"
         )
 
 
@@ -73,7 +75,10 @@ def _use_multiple(value: int, unit: int) -> str:
 def _schedule(config: RunConfig) -> Iterator[str]:
     optimizer, num_steps = config.optimizer, config.train.num_steps
     if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}: the schedule ends there, so lower it"
+        yield (
+            f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}: the schedule ends there, "
+            "so lower it"
+        )
     if optimizer.schedule == "wsd" and optimizer.decay_steps == 0:
         yield (
             "optimizer.decay_steps is 0, and optimizer.schedule wsd ends with a decay of that many steps: "
@@ -83,8 +88,8 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     if optimizer.warmup_steps + decay_steps > num_steps:
         decay = f" and optimizer.decay_steps {decay_steps}" if decay_steps else ""
         yield (
-            f"optimizer.warmup_steps {optimizer.warmup_steps}{decay} need {optimizer.warmup_steps + decay_steps} steps, "
-            f"but train.num_steps is {num_steps}: shorten them or train longer"
+            f"optimizer.warmup_steps {optimizer.warmup_steps}{decay} need {optimizer.warmup_steps + decay_steps} "
+            f"steps, but train.num_steps is {num_steps}: shorten them or train longer"
         )
 
 
@@ -107,7 +112,9 @@ def _packages(config: RunConfig) -> Iterator[str]:
     for is_wanted, key, module, extra in wanted:
         if is_wanted and importlib.util.find_spec(module) is None:
             value = str(value_at(config, key)).lower() if key == "logging.tensorboard" else value_at(config, key)
-            yield f'{key} is {value}, but {module} is not installed: pip install "megamem[{extra}]", or change the option'
+            yield (
+                f'{key} is {value}, but {module} is not installed: pip install "megamem[{extra}]", or change the option'
+            )
 
 
 def _kernels(config: RunConfig) -> Iterator[str]:

@@ -74,7 +74,8 @@ def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, mult
     slope = at_two - at_one
     if slope == 0:
         raise ValueError(
-            "model.memory.placement.position is instead in every block, so that no feed-forward is left whose width could be solved for"
+            "model.memory.placement.position is instead in every block, so that no feed-forward is left whose width "
+            "could be solved for"
         )
     exact = 1 + (target - at_one) / slope
     width = max(multiple, math.floor(exact / multiple + 0.5) * multiple)
@@ -111,7 +112,7 @@ def solve_experts(
     width_multiple: int = 8,
     count_multiple: int = 1,
 ) -> EqualExperts:
-    """Experts of which `top_k` are used by a token, with the width that meets the active parameters and the number that meets all.
+    """Experts whose width meets the active parameters and whose number meets all, with `top_k` used by a token.
 
     The defaults of `MoEConfig` are OLMoE's, as the papers compare with; so is the number of experts per token.
 
@@ -144,8 +145,9 @@ def solve_experts(
         num_experts = math.floor(exact_number / count_multiple + 0.5) * count_multiple
         if num_experts < top_k or exact_width < width_multiple / 2:
             raise ValueError(
-                f"no mixture of experts has {active:,.0f} active of {total:,.0f} parameters with {top_k} experts per token: "
-                f"it would be {exact_number:.1f} experts of width {exact_width:.1f}; a memory of more rows, or a wider model, has one"
+                f"no mixture of experts has {active:,.0f} active of {total:,.0f} parameters with {top_k} experts per "
+                f"token: it would be {exact_number:.1f} experts of width {exact_width:.1f}; a memory of more rows, "
+                "or a wider model, has one"
             )
     found = counts(num_experts, width)
     return EqualExperts(

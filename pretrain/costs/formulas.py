@@ -1,6 +1,7 @@
 """Closed formulas for parameters, floating-point operations and table bytes of a model.
 
-Those of a memory layer are its family's (`Family.costs`); those of tables and gathers follow from which tables it has and how many rows it reads.
+Those of a memory layer are its family's (`Family.costs`); those of tables and gathers follow from which tables it has
+and how many rows it reads.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ParameterCounts:
 
     @property
     def core(self) -> int:
-        """Active parameters without embeddings and without the values that are read: the matrices that every token passes."""
+        """Active parameters without embeddings and the values that are read: the matrices that every token passes."""
         return self.active - self.embedding - self.read_values
 
 
@@ -105,8 +106,8 @@ def memory_layer_costs(model: ModelConfig) -> LayerCosts:
 def forward_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int) -> float:
     """Floating-point operations of one token's forward pass, a multiply and an add counting as two.
 
-    Matrix products, causal attention at its mean length, retrieval (key products, first-stage scores, the candidate grid) and gathers
-    are counted; norms, activations, biases and selections are not.
+    Matrix products, causal attention at its mean length, retrieval (key products, first-stage scores, the candidate
+    grid) and gathers are counted; norms, activations, biases and selections are not.
     """
     depth, width = model.num_layers, model.hidden_size
     counts = count_parameters(model, padded_vocab_size)
@@ -121,7 +122,8 @@ class MemoryFlops:
 
     Attributes:
         keys: query projections, and their products with the keys.
-        selection: first-stage scores and the candidate grid, M^2 products of R terms each behind the cores, or M^2 sums.
+        selection: first-stage scores and the candidate grid, M^2 products of R terms each behind the cores, or M^2
+            sums.
         projections: of values, pre-values and gates.
         gather_dot: products of the pre-values.
         gather_sum: sums of the values.

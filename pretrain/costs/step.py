@@ -1,7 +1,7 @@
-"""What the parts of the memory compute and move in one optimizer step, by closed formulas: what a measured time is held against.
+"""Operations and bytes of the memory's parts in one optimizer step, by closed formulas, to compare times with.
 
-Legend: T tokens per rank and step, L memory layers, H heads, N keys per side, R Tucker rank, K retrieved, V value dim, P pre-value dim,
-e bytes per element of weights and activations.
+Legend: T tokens per rank and step, L memory layers, H heads, N keys per side, R Tucker rank, K retrieved, V value dim,
+P pre-value dim, e bytes per element of weights and activations.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class Cost:
 
 
 def part_costs(config: RunConfig, num_ranks: int) -> dict[str, Cost]:
-    """The costs of the memory's parts, of those that have a formula; empty without a memory. Pipeline stages count with their mean.
+    """The costs of those parts of the memory that have a formula, as the mean over pipeline stages.
 
-    Backward of a matrix product costs twice its forward; that of a gather reads the same rows again for the gradient of its operand, and
-    reads and writes fp32 rows of the table's gradient. Recomputation (`train.recompute: full`) repeats forward.
+    Backward of a matrix product costs twice its forward; that of a gather reads the same rows again for the gradient of
+    its operand, and reads and writes fp32 rows of the table's gradient. Recomputation (`train.recompute: full`) repeats
+    forward.
 
     Args:
         config: the run.

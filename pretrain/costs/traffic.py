@@ -1,7 +1,7 @@
-"""The bytes of the exchange and of attention across context-parallel ranks, by formula. A test compares them with what the collectives are given.
+"""The bytes of the exchange and of attention across context-parallel ranks, by closed formulas.
 
-Legend: G ranks of the memory group, C of the context-parallel group, T tokens of a rank, J rows read per token,
-n coefficients per row and rank, V value dim, P pre-value dim, B bins (sums per token), g key/value heads and d head dimension.
+Legend: G ranks of the memory group, CP of the context-parallel group, T tokens of a rank, J rows read per token,
+n coefficients per row and rank, V value dim, P pre-value dim, B bins, g key/value heads and d head dimension.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 
 from megamem.config import ModelConfig
 from megamem.memory_config import MemoryConfig
-from parallel.exchange import pieces_per_rank
+from parallel.exchange import coefficients_per_rank
 from parallel.packed_rows import RowFormat
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import parameter_dtype
@@ -64,7 +64,7 @@ def lookup_traffic(
         rows=others * RowFormat(num_bank_rows, lookup.bins).num_bytes(reads),
         pre_input=others * num_tokens * (pre_width // group_size) * element_bytes,
         products=others * reads * element_bytes if pre_width else 0,
-        coefficients=others * reads * pieces_per_rank(lookup.scores, group_size) * element_bytes,
+        coefficients=others * reads * coefficients_per_rank(lookup.scores, group_size) * element_bytes,
         values=others * num_tokens * lookup.bins * (memory.width("values") // group_size) * element_bytes,
     )
 
@@ -72,7 +72,7 @@ def lookup_traffic(
 def microbatch_traffic(
     model: ModelConfig, *, group_size: int, num_tokens: int, element_bytes: int, forward_passes: int
 ) -> int:
-    """Bytes that the lookups of all memory layers of a model send for one microbatch, forward and backward, per rank of a stage.
+    """Bytes that a rank sends for one microbatch, forward and backward, in the lookups of all memory layers.
 
     With pipeline parallelism every stage sends the part of its own layers.
 
@@ -104,12 +104,12 @@ def attention_traffic(
 ) -> int:
     """Bytes that one rank sends to the others of its context-parallel group for the attention of one layer.
 
-    (C - 1) T 2 g d / tensor_size x bytes per element, in every forward pass and in the backward pass: the keys and values of its tokens to all
-    others, and the gradients of theirs back. It receives as much.
+    (CP - 1) T 2 g d / tensor_size x bytes per element, in every forward pass and in the backward pass: the keys and
+    values of its tokens to all others, and the gradients of theirs back. It receives as much.
 
     Args:
         model: whose key/value heads are split over tensor-parallel ranks.
-        context_size: C.
+        context_size: CP.
         tensor_size: tensor-parallel ranks.
         num_tokens: T, before sequence parallelism splits them over tensor-parallel ranks.
         element_bytes: of activations, 2 in bf16.
@@ -119,7 +119,7 @@ def attention_traffic(
 
 
 def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
-    """Bytes that a rank sends per optimizer step to look its tokens up in tables that are split, and to bring the gradients back.
+    """Bytes that a rank sends per optimizer step for lookups in tables that are split, and for their gradients.
 
     Stages with more memory layers than others send more: this is their mean.
     """
@@ -135,7 +135,7 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
 
 
 def attention_bytes(config: RunConfig, num_ranks: int) -> int:
-    """Bytes that a rank sends per optimizer step to attend across cut sequences; Transformer Engine, which sends by itself, is not counted.
+    """Bytes that a rank sends per optimizer step for attention across cut sequences, but for Transformer Engine's.
 
     Stages with more layers than others send more: this is their mean.
     """

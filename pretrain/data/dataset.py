@@ -1,18 +1,18 @@
 """Training samples: Megatron's `GPTDataset` and blends over prepared data sets.
 
-We keep Megatron's builder, storage, compiled index code and item format, and replace how a data set is ordered, for three reasons:
+We keep Megatron's builder, storage, compiled index code and item format, and replace how a data set is ordered, for
+three reasons:
 
-- Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a checkpoint. Here sample i
-  depends on the seed, the sequence length and i alone.
+- Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a
+  checkpoint. Here sample i depends on the seed, the sequence length and i alone.
 - Its index cache is keyed by the path, so it survives a data set that was prepared anew. Here the key is the content.
-- A cache file that a killed run left half-written counts as whole there. Here files appear complete, written by any rank that misses
-  them, so node-local and shared folders both work.
+- A cache file that a killed run left half-written counts as whole there. Here files appear complete, written by any
+  rank that misses them, so node-local and shared folders both work.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,16 +39,11 @@ def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
     """Open every data set of a blend and return the tokenizer that they share.
 
     Raises:
-        DataError: no data sets, one that does not open, a weight that is not positive, or different tokenizers.
+        DataError: no data sets, one that does not open, or different tokenizers.
     """
     if not entries:
         raise DataError("The configuration names no data. List prepared data sets under data.datasets.")
     first, *others = [open_dataset(entry.path) for entry in entries]
-    for entry in entries:
-        if not (math.isfinite(entry.weight) and entry.weight > 0):
-            raise DataError(
-                f"{entry.path}: a weight of {entry.weight} is impossible. Give a positive number, or leave the data set out."
-            )
     for other in others:
         if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
             raise DataError(
@@ -75,15 +70,15 @@ class StreamConfig(GPTDatasetConfig):
 class StreamDataset(GPTDataset):
     """Fixed-length samples from an endless, reshuffled stream of documents.
 
-    Every epoch holds each document once, in an order of its own; samples are cut from the concatenated epochs without a gap, and are served
-    in blocks of one epoch's worth, shuffled inside the block. All of it is a function of (seed, position), so a longer stream begins with
-    the shorter one.
+    Every epoch holds each document once, in an order of its own; samples are cut from the concatenated epochs without a
+    gap, and are served in blocks of one epoch's worth, shuffled inside the block. All of it is a function of (seed,
+    position), so a longer stream begins with the shorter one.
     """
 
     config: StreamConfig
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """The arrays that map a sample to its place: documents [epochs x documents], samples [n + 1, 2], served order [n]."""
+        """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
         folder = self.config.index_folder
         assert folder is not None
         paths = [folder / f"{self._index_key()}-{name}.npy" for name in ("documents", "samples", "order")]
@@ -128,8 +123,8 @@ class StreamDataset(GPTDataset):
         num_epochs = -(-(num_samples * self.config.sequence_length + 1) // tokens_per_epoch)
         if num_epochs * len(self.indices) > _LARGEST_DOCUMENT_INDEX:
             raise DataError(
-                f"{self.dataset_path}: {num_epochs} epochs of {len(self.indices)} documents are more than Megatron's index holds (2^31). "
-                f"Train fewer steps, or split the data set into several entries of the blend."
+                f"{self.dataset_path}: {num_epochs} epochs of {len(self.indices)} documents are more than Megatron's "
+                "index holds (2^31). Train fewer steps, or split the data set into several entries of the blend."
             )
         documents = np.concatenate(
             [self._random(_DOCUMENT_STREAM, epoch).permutation(self.indices) for epoch in range(num_epochs)]
@@ -155,7 +150,8 @@ class StreamDataset(GPTDataset):
         """A sample's ids [sequence_length + 1] int64 and its documents.
 
         Raises:
-            DataError: the data holds an id outside the vocabulary; it must not reach the model, where it would index other memory.
+            DataError: the data holds an id outside the vocabulary; it must not reach the model, where it would index
+                other memory.
         """
         ids, documents = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
@@ -169,14 +165,14 @@ class StreamDataset(GPTDataset):
             bad = ids[(ids < 0) | (ids >= vocab_size)]
             if bad.size:
                 return DataError(
-                    f"{self.dataset_path}: document {int(document)} holds token id {int(bad[0])}, outside the vocabulary of {vocab_size}. "
-                    f"The data set is damaged or from another tokenizer: prepare it again."
+                    f"{self.dataset_path}: document {int(document)} holds token id {int(bad[0])}, outside the "
+                    f"vocabulary of {vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
                 )
         raise AssertionError("the sample held an id that none of its documents holds")
 
 
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The samples of a run: `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [sequence_length]."""
+    """A run's samples: `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each [sequence_length]."""
 
     def __init__(self, samples: Sequence[dict[str, Any]], num_samples: int) -> None:
         self._samples = samples
@@ -204,8 +200,8 @@ def build_train_dataset(
 ) -> TrainDataset:
     """The training samples of a blend. Called on every rank when torch.distributed is initialised.
 
-    Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of ranks. Tokens that
-    end a document count in the loss; attention and positions run across documents.
+    Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of
+    ranks. Tokens that end a document count in the loss; attention and positions run across documents.
 
     Args:
         entries: data sets and their weights.
@@ -254,13 +250,15 @@ def build_train_dataset(
 def _check_fits(dataset: PreparedDataset, sequence_length: int, tokenizer: Tokenizer) -> None:
     if dataset.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. Prepare it again."
+            f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. "
+            "Prepare it again."
         )
     # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
     dataset.open_split(TRAIN)
     num_tokens = dataset.manifest.splits[TRAIN].num_tokens
     if num_tokens < sequence_length + 1:
         raise DataError(
-            f"{dataset.path} has {num_tokens} training tokens, and a sequence of {sequence_length} needs {sequence_length + 1}. "
-            f"Lower train.sequence_length to {max(1, num_tokens - 1)} or less, or prepare more data."
+            f"{dataset.path} has {num_tokens} training tokens, and a sequence of {sequence_length} needs "
+            f"{sequence_length + 1}. Lower train.sequence_length to {max(1, num_tokens - 1)} or less, "
+            "or prepare more data."
         )

@@ -26,12 +26,12 @@ _READ_TOKENS = 1 << 22
 class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Consecutive windows over the held-out documents of all entries, one after the other.
 
-    Every held-out token is the target of exactly one position, the very first one included: an end-of-document token stands before it, as it
-    does before every other document. So the summed loss codes the whole text, and can be set against its bytes. The last window is
-    padded with positions whose `loss_mask` is 0.
+    Every held-out token is the target of exactly one position, the very first one included: an end-of-document token
+    stands before it, as it does before every other document. So the summed loss codes the whole text, and can be set
+    against its bytes. The last window is padded with positions whose `loss_mask` is 0.
 
-    `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a document ends, the text has
-    no byte for it. Bits per byte so defined are never flattered.
+    `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a
+    document ends, the text has no byte for it. Bits per byte so defined are never flattered.
     """
 
     def __init__(self, entries: Sequence[DatasetEntry], sequence_length: int, max_sequences: int | None = None) -> None:
@@ -111,8 +111,9 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if bad.size:
             document = self._streams[number].document_with(int(bad[0]))
             raise DataError(
-                f"{self._paths[number]}: held-out document {document} holds token id {int(bad[0])}, outside the vocabulary of "
-                f"{self.tokenizer.vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
+                f"{self._paths[number]}: held-out document {document} holds token id {int(bad[0])}, "
+                f"outside the vocabulary of {self.tokenizer.vocab_size}. The data set is damaged or from another "
+                "tokenizer: prepare it again."
             )
 
     def _count_bytes(self, num_tokens: int) -> int:
@@ -176,7 +177,7 @@ class _Compressor(Protocol):
 
 
 def compression_baselines(entries: Sequence[DatasetEntry]) -> dict[str, float]:
-    """Bits per byte of general compressors on the concatenated held-out documents, under the names of the command lines they equal."""
+    """Bits per byte of general compressors on the concatenated held-out documents, by command line."""
     compressors: dict[str, _Compressor] = {
         # 16 + 15 asks zlib for a gzip header around its largest window.
         "gzip -9": zlib.compressobj(level=9, wbits=31),

@@ -34,15 +34,15 @@ def microbatches(
 ) -> Iterator[Sample]:
     """The microbatches of one data-parallel rank, tensors [micro_batch_size, sequence_length], from a sample number on.
 
-    Microbatch m of rank d holds samples `start + (m * data_size + d) * micro_batch_size` and following. A global batch is a run of
-    consecutive samples, so which samples it holds depends neither on the number of ranks nor on the size of a microbatch; resuming is
-    starting at the number of samples consumed.
+    Microbatch m of rank d holds samples `start + (m * data_size + d) * micro_batch_size` and following. A global batch
+    is a run of consecutive samples, so which samples it holds depends neither on the number of ranks nor on the size of
+    a microbatch; resuming is starting at the number of samples consumed.
 
     Args:
         dataset: samples in the order of the run.
         start_sample: samples that all ranks together have consumed before.
         micro_batch_size: samples per microbatch.
-        data_rank: this rank's place among the data-parallel ranks.
+        data_rank: this rank among the data-parallel ranks.
         data_size: number of data-parallel ranks.
         num_workers: processes that read ahead; 0 reads in this one.
 
@@ -59,18 +59,18 @@ def microbatches(
     else:
         yield from _read_ahead(dataset, batches, num_workers)
     raise DataError(
-        f"The training samples are used up: there are {len(dataset)}, and the run went on from number {start_sample} past the last one. "
-        f"Build the data set for as many samples as train.num_steps x train.global_batch_size."
+        f"The training samples are used up: there are {len(dataset)}, and the run went on from number {start_sample} "
+        "past the last one. Build the data set for as many samples as train.num_steps x train.global_batch_size."
     )
 
 
 def held_out_microbatches(
     dataset: SampleSource, *, micro_batch_size: int, data_rank: int, data_size: int
 ) -> Iterator[Sample]:
-    """Every sample once over all ranks, tensors [micro_batch_size, sequence_length]; the same number of microbatches on each rank.
+    """Every sample once over all ranks, in equally many microbatches, tensors [micro_batch_size, sequence_length].
 
-    Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel ranks must agree on the
-    number of microbatches, and no sample may count twice.
+    Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel
+    ranks must agree on the number of microbatches, and no sample may count twice.
     """
     samples_per_round = micro_batch_size * data_size
     for start in range(0, len(dataset), samples_per_round):
@@ -104,7 +104,7 @@ def _stack(samples: Sequence[Sample]) -> Sample:
 
 
 class _Guarded(torch.utils.data.Dataset[Sample | DataError]):
-    """Hands a bad sample's error over as a value: raised in a worker, it would reach the user wrapped in a traceback."""
+    """Hands over a bad sample's error as a value: raised in a worker, it would come wrapped in a traceback."""
 
     def __init__(self, samples: SampleSource) -> None:
         self._samples = samples

@@ -1,8 +1,9 @@
 """A prepared data set on disk: the manifest that makes it one, and the checks before anything reads it.
 
-A prepared data set is a folder with `train.bin/.idx` and `validation.bin/.idx` (Megatron's indexed data sets, one sequence per document,
-each ended by the end-of-document id), `tokenizer.json` where the tokenizer is a Hugging Face one, and `manifest.json`. The folder gets
-its name only when all of it is there (see `staging`), so a folder of that name with a manifest is whole, or was damaged later.
+A prepared data set is a folder with `train.bin/.idx` and `validation.bin/.idx` (Megatron's indexed data sets, one
+sequence per document, each ended by the end-of-document id), `tokenizer.json` where the tokenizer is a Hugging Face
+one, and `manifest.json`. The folder gets its name only when all of it is there (see `staging`), so a folder of that
+name with a manifest is whole, or was damaged later.
 """
 
 from __future__ import annotations

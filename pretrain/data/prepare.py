@@ -1,4 +1,4 @@
-"""From documents to a prepared data set: tokenise in parallel, split by document, write Megatron's indexed data sets."""
+"""From documents to a prepared data set: tokenise, split by document, write Megatron's indexed data sets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class PreparationRequest:
         """Raises DataError for arguments that cannot work."""
         if not 0.0 < self.validation_fraction < 1.0:
             raise DataError(
-                f"A validation fraction of {self.validation_fraction} is impossible: give one between 0 and 1, such as 0.01."
+                f"A validation fraction of {self.validation_fraction} is impossible: give one between 0 and 1, "
+                "such as 0.01."
             )
         if self.max_bad < 0:
             raise DataError(f"--max-bad {self.max_bad} is impossible: give 0 or more.")
@@ -105,7 +106,8 @@ def prepare(
         output: folder to make; it appears when it is complete.
         tokenizer: makes the ids.
         field_name: JSON field or parquet column that holds the text.
-        validation_fraction: expected share of the documents held out; at least one document is, and at least one is not.
+        validation_fraction: expected share of the documents held out; at least one document is, and at least one is
+            not.
         seed: decides which documents are held out.
         max_bad: bad documents to skip and count before giving up.
         num_workers: processes that tokenise; None: one per available core. The result does not depend on it.
@@ -269,7 +271,8 @@ def _check_vocabulary(result: TokenizedRecord, tokenizer: Tokenizer) -> None:
     largest = int(result.ids.max())
     if largest >= tokenizer.vocab_size:
         raise DataError(
-            f"{result.origin}: the tokenizer gave id {largest}, past its own vocabulary of {tokenizer.vocab_size}. Mend its tokenizer.json."
+            f"{result.origin}: the tokenizer gave id {largest}, past its own vocabulary of {tokenizer.vocab_size}. "
+            "Mend its tokenizer.json."
         )
 
 

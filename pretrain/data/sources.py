@@ -2,7 +2,8 @@
 
 Reading is split in two, so that the costly half can run in other processes:
 
-1. `list_files` and `read_records` walk the inputs in a fixed order and cut them into undecoded records (a path, a line, a string);
+1. `list_files` and `read_records` walk the inputs in a fixed order and cut them into undecoded records (a path, a line,
+   a string);
 2. `decode` turns a record into text, or says what is wrong with it.
 
 `read_documents` is both in one process.
@@ -54,8 +55,9 @@ class SourceFile:
 class Record:
     """An undecoded document.
 
-    `payload` is a line (bytes), a parquet value (str, or None for null) or None for a text file, which `decode` reads itself. `failure`
-    is set instead when the file itself broke at this place. `file_bytes` is the progress through the file that this record stands for.
+    `payload` is a line (bytes), a parquet value (str, or None for null) or None for a text file, which `decode` reads
+    itself. `failure` is set instead when the file itself broke at this place. `file_bytes` is the progress through the
+    file that this record stands for.
     """
 
     file: SourceFile
@@ -100,7 +102,10 @@ class BadDocumentLog:
             if self.limit == 0:
                 remedy = "Mend or remove it, or pass --max-bad N to skip and count up to N bad documents"
             else:
-                remedy = f"This is bad document number {self.num_bad} and --max-bad is {self.limit}: mend the input or raise it"
+                remedy = (
+                    f"This is bad document number {self.num_bad} and --max-bad is {self.limit}: "
+                    "mend the input or raise it"
+                )
             raise DataError(f"{description}. {remedy}.")
         if len(self.examples) < 20:
             self.examples.append(description)

@@ -1,18 +1,18 @@
 """Building a folder under a temporary name, so that nobody ever sees half of it.
 
-While it is being built the folder is `.NAME.preparing` beside its final place, with a lock inside it. A killed build leaves only that
-folder, which the next one empties.
+While it is being built the folder is `.NAME.preparing` beside its final place, with a lock inside it. A killed build
+leaves only that folder, which the next one empties.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from parallel.atomic_write import sync
 from pretrain.errors import DataError
 
 LOCK_FILE = ".lock"
@@ -34,7 +34,7 @@ def staged_folder(output: Path) -> Iterator[Path]:
             _empty(staging, keep=lock)
             try:
                 yield staging
-                _sync(staging)
+                _sync_all(staging)
                 _replace(staging, output, displaced)
                 # Only now: until the rename, a second build must find the lock.
                 (output / LOCK_FILE).unlink()
@@ -67,7 +67,8 @@ def _locked(staging: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"{staging} is in use: another process is preparing the same output. Wait for it, or choose another --output."
+                f"{staging} is in use: another process is preparing the same output. Wait for it, "
+                "or choose another --output."
             ) from None
         yield path
 
@@ -80,14 +81,10 @@ def _empty(folder: Path, keep: Path) -> None:
             path.unlink()
 
 
-def _sync(folder: Path) -> None:
+def _sync_all(folder: Path) -> None:
     # A rename can reach the disk before the contents do; after a power cut the name would then stand for nothing.
     for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def _replace(staging: Path, output: Path, displaced: Path) -> None:

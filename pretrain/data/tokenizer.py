@@ -1,8 +1,8 @@
 """Tokenizers: raw bytes, and any Hugging Face `tokenizer.json`.
 
-One object serves preparation, Megatron's data sets (`eod`, `pad`, `vocab_size`, `unique_identifiers`), evaluation and generation. It is
-text in and ids out: beginning-of-text tokens, truncation and padding that a `tokenizer.json` may ask for are not applied, and text that
-looks like a special token is encoded as the text it is.
+One object serves preparation, Megatron's data sets (`eod`, `pad`, `vocab_size`, `unique_identifiers`), evaluation and
+generation. It is text in and ids out: beginning-of-text tokens, truncation and padding that a `tokenizer.json` may ask
+for are not applied, and text that looks like a special token is encoded as the text it is.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def train_bpe(
     smallest = _NUM_BYTE_VALUES + 1
     if vocab_size < smallest:
         raise DataError(
-            f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {_BPE_END_OF_DOCUMENT}. Ask for {smallest} or more."
+            f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {_BPE_END_OF_DOCUMENT}. "
+            f"Ask for {smallest} or more."
         )
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -26,7 +26,7 @@ _MAX_BATCH_RECORDS = 256
 
 @dataclass(frozen=True)
 class TokenizedRecord:
-    """What became of a record: ids ended by the end-of-document id, nothing (an empty document), or a reason why it is bad."""
+    """What became of a record: ids with the end-of-document id, nothing (an empty document), or why it is bad."""
 
     origin: str
     input_index: int
@@ -55,7 +55,8 @@ def tokenize_records(
         for batch in batches:
             yield from _tokenize_batch(batch, tokenizer, field_name)
         return
-    # Spawned, not forked: the parent may have threads by now (torch, pyarrow, the tokenizers package), and a forked lock never opens.
+    # Spawned, not forked: the parent may have threads by now (torch, pyarrow, the tokenizers package), and a forked
+    # lock never opens.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (tokenizer, field_name, os.getpid()))
     # A batch in work and one in waiting for each worker, so that memory is bounded and none waits.
@@ -120,7 +121,7 @@ def _tokenize_batch(batch: list[Record], tokenizer: Tokenizer, field_name: str) 
 
 
 _job: tuple[Tokenizer, str]
-"""Of a worker: what `_start_worker` was given. It is sent once per worker, for a tokenizer is larger than many a batch."""
+"""What `_start_worker` was given: sent once per worker, for a tokenizer is larger than many a batch."""
 
 
 def _start_worker(tokenizer: Tokenizer, field_name: str, parent_pid: int) -> None:

@@ -26,10 +26,10 @@ GROUPED = {"one head per query": 4, "grouped": 2, "one for all": 1}
 
 
 def held_by(rank: int, size: int) -> Tensor:
-    """Positions of a sequence that a rank holds: the rank-th of 2 C chunks from the start, and the rank-th from the end."""
-    chunk = LENGTH // (2 * size)
-    first, second = rank * chunk, LENGTH - (rank + 1) * chunk
-    return torch.tensor([*range(first, first + chunk), *range(second, second + chunk)])
+    """Positions of a sequence that a rank holds: the rank-th of 2 CP slices from the start, and the rank-th from the end."""
+    length = LENGTH // (2 * size)
+    first, second = rank * length, LENGTH - (rank + 1) * length
+    return torch.tensor([*range(first, first + length), *range(second, second + length)])
 
 
 def context_groups() -> Iterator[tuple[int, dist.ProcessGroup]]:
@@ -139,7 +139,7 @@ def test_attention_over_whole_sequences_is_that_of_the_definition(name: str) -> 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_rank_has_one_chunk_from_either_end(seen: Any, size: int) -> None:
+def test_a_rank_has_one_slice_from_either_end(seen: Any, size: int) -> None:
     ids = torch.arange(SEQUENCES * LENGTH).view(SEQUENCES, LENGTH)
     for rank, of_rank in enumerate(seen):
         own = of_rank[size, "tokens"]

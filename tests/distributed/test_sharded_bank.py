@@ -2,7 +2,7 @@
 
 The oracle is `Bank` with the naive kernels on the tokens of all ranks together.
 
-Legend: G ranks of the group, T tokens of a rank, J rows read per token, C scores per row, V value dim, P pre-value dim, B virtual blocks.
+Legend: G ranks of the group, T tokens of a rank, J rows read per token, C scores per row, V value dim, P pre-value dim, B bins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill
 from megamem.sharing import BankSpec
 from parallel import sharded_bank
-from parallel.exchange import pieces_per_rank
+from parallel.exchange import coefficients_per_rank
 from parallel.sharded_bank import GatheredRows, ShardedBank, announce_tokens
 
 WORLD = 6
@@ -231,7 +231,7 @@ def ids_between_the_passes(group: dist.ProcessGroup) -> list[int]:
     out = bank.read(inputs.rows, inputs.scores.requires_grad_(), inputs.pre_input, inputs.block, case.num_blocks)
     sharded_bank.GatheredRows = GatheredRows  # type: ignore[misc]
     (gathered,) = kept
-    ids = [part.untyped_storage() for part in (gathered.rows, gathered.block) if part is not None]
+    ids = [part.untyped_storage() for part in (gathered.rows, gathered.bins) if part is not None]
     size_before = sum(part.nbytes() for part in ids)
     out.sum().backward()
     return [size_before, sum(part.nbytes() for part in ids)]
@@ -276,8 +276,8 @@ def test_ids_are_kept_packed_between_the_passes(outcomes: dict[str, Any]) -> Non
 
 def test_a_rank_gets_the_coefficients_of_its_own_columns_only() -> None:
     # Two cores: one coefficient per row inside of a core, two where the columns straddle both.
-    assert [pieces_per_rank(2, size) for size in (1, 2, 3, 4, 6, 8)] == [2, 1, 2, 1, 1, 1]
-    assert [pieces_per_rank(4, size) for size in (2, 8, 6)] == [2, 1, 2]
+    assert [coefficients_per_rank(2, size) for size in (1, 2, 3, 4, 6, 8)] == [2, 1, 2, 1, 1, 1]
+    assert [coefficients_per_rank(4, size) for size in (2, 8, 6)] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

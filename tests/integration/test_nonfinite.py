@@ -12,7 +12,7 @@ from commands import Megamem, checkpoint, last_step, rows
 
 import pretrain.checkpoint.folder as folders
 from parallel.launch import RankError, launch_ranks
-from pretrain.callbacks import Quiet, Row, default_callbacks
+from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
 from pretrain.loop import train
 from pretrain.run import Run, RunFolder, open_run
@@ -21,7 +21,7 @@ from pretrain.session import session
 FOUR = ("parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every_steps=3")
 
 
-class Poison(Quiet):
+class Poison(Callback):
     """Puts a value into one gradient of this rank before the optimizer reads it, at some steps; notes which steps changed any state."""
 
     def __init__(self, value: float, poisoned: Callable[[int], bool]) -> None:

@@ -25,7 +25,7 @@ from commands import (
 
 from parallel.launch import RankError, launch_ranks
 from pretrain import build
-from pretrain.callbacks import Quiet, Row, default_callbacks
+from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
 from pretrain.loop import train
 from pretrain.run import Run, RunFolder, open_run
@@ -56,7 +56,7 @@ class Trained:
     rates: list[Rates]
 
 
-class Recorder(Quiet):
+class Recorder(Callback):
     """Notes (name, learning rate, weight decay) of every parameter group at every step."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Recorder(Quiet):
         ]
 
 
-class AskToStop(Quiet):
+class AskToStop(Callback):
     """Sends this rank SIGTERM during the evaluation and saving after a step."""
 
     def __init__(self, step: int) -> None:
@@ -79,7 +79,7 @@ class AskToStop(Quiet):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class DieInStep(Quiet):
+class DieInStep(Callback):
     """Kills this rank in the middle of a step: after its first microbatch went forward through the model."""
 
     def __init__(self, step: int) -> None:
@@ -91,7 +91,7 @@ class DieInStep(Quiet):
 
 
 def train_in_ranks(
-    config_file: Path, path: Path, layout: Layout, extra: Callable[[int], Sequence[Quiet]] = lambda rank: ()
+    config_file: Path, path: Path, layout: Layout, extra: Callable[[int], Sequence[Callback]] = lambda rank: ()
 ) -> Trained:
     """Does what `megamem train` does, with more callbacks."""
     config = load_config(config_file, layout.overrides)

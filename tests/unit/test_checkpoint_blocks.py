@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.checkpoint.optimizer_shards import blocks_of_range
+from pretrain.checkpoint.optimizer_shards import rectangles_of_range
 
 
 @st.composite
@@ -24,7 +24,7 @@ def test_blocks_are_contiguous_and_tile_the_range_in_order(case: tuple[tuple[int
     shape, start, stop = case
     positions = np.arange(math.prod(shape)).reshape(shape)
     covered: list[int] = []
-    for block in blocks_of_range(shape, start, stop):
+    for block in rectangles_of_range(shape, start, stop):
         assert len(block.offset) == len(block.shape) == len(shape)
         assert all(size >= 1 for size in block.shape)
         rectangle = positions[tuple(slice(o, o + s) for o, s in zip(block.offset, block.shape, strict=True))]
@@ -38,9 +38,9 @@ def test_blocks_are_contiguous_and_tile_the_range_in_order(case: tuple[tuple[int
 @given(ranges())
 def test_there_are_few_blocks(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
-    assert len(list(blocks_of_range(shape, start, stop))) <= 2 * len(shape) - 1
+    assert len(list(rectangles_of_range(shape, start, stop))) <= 2 * len(shape) - 1
 
 
 def test_whole_rows_are_one_block() -> None:
-    (block,) = blocks_of_range((1000, 64), 64 * 10, 64 * 900)
+    (block,) = rectangles_of_range((1000, 64), 64 * 10, 64 * 900)
     assert (block.offset, block.shape, block.flat_start) == ((10, 0), (890, 64), 640)

@@ -20,7 +20,7 @@ import pretrain.loop as loop
 import pretrain.run as run_module
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.callbacks import MetricsFile, ProgressLine, Quiet, TensorBoard, default_callbacks
+from pretrain.callbacks import Callback, MetricsFile, ProgressLine, TensorBoard, default_callbacks
 from pretrain.config.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -436,7 +436,7 @@ def test_trackers_get_the_same_rows_as_the_file(make: Any) -> None:
 # The end
 
 
-class Ends(Quiet):
+class Ends(Callback):
     """Notes where the run ended."""
 
     def __init__(self) -> None:
@@ -460,7 +460,7 @@ def test_a_signal_stops_after_the_next_step(make: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         world = make()
 
-        class Kill(Quiet):
+        class Kill(Callback):
             def on_step(self, run: Run, row: dict[str, Any], number: int = number) -> None:
                 if run.state.step == 3:
                     os.kill(os.getpid(), number)

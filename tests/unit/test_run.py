@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
 from megamem.config import ModelConfig, MoEConfig
-from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
 from pretrain.checkpoint.folder import SavedState
@@ -46,7 +45,7 @@ STATE = RunState(step=6, consumed_samples=100, consumed_tokens=3200, num_updates
 
 
 def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
-    return SavedState(Path("somewhere/step_00000006"), state.to_dict(), {}, to_dict(config), {}, {})
+    return SavedState(Path("somewhere/step_00000006"), asdict(state), {}, to_dict(config), {}, {})
 
 
 # What may change
@@ -113,26 +112,33 @@ def test_the_weights_of_a_mixtures_losses_may_change_and_the_mixture_may_not() -
             check_resumable(now, saved_with(before))
 
 
+MAY_CHANGE = (
+    "rotary_base",
+    "implementation",
+    "moe.balance_loss_weight",
+    "moe.z_loss_weight",
+    "memory.key_balance_weight",
+    "memory.tucker_penalty_weight",
+    "memory.tucker_penalty_margin",
+)
+"""Of `model`, at a resume."""
+
+
 def test_every_key_says_whether_it_is_a_part_of_the_model() -> None:
     """A new one does so too, or stands in a section that does."""
-    moe = replace(CONFIG.model, moe=MoEConfig(), memory=PkmConfig(value_dim=128))
+    moe = replace(CONFIG.model, moe=MoEConfig(), memory=UltraMemV2Config())
     config = replace(CONFIG, model=moe)
     roles = {key: role_of(key, config) for key in all_keys(RunConfig) if key != "model"}
     assert [key for key, role in roles.items() if role is None] == []
     running = {key for key, role in roles.items() if key.startswith("model.") and role is Role.RUNNING}
-    assert running == {
-        "model.rotary_base",
-        "model.implementation",
-        "model.moe.balance_loss_weight",
-        "model.moe.z_loss_weight",
-    }
+    assert running == {f"model.{key}" for key in MAY_CHANGE}
     outside = {key for key, role in roles.items() if not key.startswith("model.") and role is Role.IDENTITY}
     assert outside == {"seed"}
 
 
 def test_the_page_on_configuration_names_what_may_change() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
-    for key in ("rotary_base", "implementation", "moe.balance_loss_weight", "moe.z_loss_weight"):
+    for key in MAY_CHANGE:
         assert f"`model.{key}`" in page
 
 
@@ -274,7 +280,7 @@ def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
     entries: Any = {"model0": "entries"}
     monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(saving.dist, "barrier", lambda: log.append("barrier"))
-    monkeypatch.setattr(saving, "_entries", lambda *_, is_loading: {**entries, "is_loading": is_loading})
+    monkeypatch.setattr(saving, "_entries", lambda *_: entries)
     monkeypatch.setattr(saving, "save_tensors", lambda tensors, path: log.append(("tensors", tensors, path.name)))
     monkeypatch.setattr(saving, "package_versions", lambda: {"torch": "2"})
     for name in ("start_writing", "complete", "remove_superseded"):
@@ -286,12 +292,12 @@ def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
     assert log == [
         ("start_writing", (tmp_path, 6), {}),
         "barrier",
-        ("tensors", {"model0": "entries", "is_loading": False}, ".writing_step_00000006"),
+        ("tensors", entries, ".writing_step_00000006"),
         (
             "complete",
             (tmp_path, 6),
             {
-                "run": STATE.to_dict(),
+                "run": asdict(STATE),
                 "rng": {"seed": 3, "step": 6},
                 "config": to_dict(config),
                 "versions": {"torch": "2"},
@@ -306,14 +312,14 @@ def test_restoring_tells_the_optimizer_how_many_updates_there_were(monkeypatch: 
     """Not how many steps: two of them were skipped."""
     log: list[Any] = []
     loaded: Any = {"model0": "weights"}
-    monkeypatch.setattr(saving, "_entries", lambda chunks, optimizer, *, is_loading: ("entries", is_loading))
+    monkeypatch.setattr(saving, "_entries", lambda chunks, optimizer: "entries")
     monkeypatch.setattr(saving, "load_tensors", lambda entries, path: log.append((entries, path)) or loaded)
     monkeypatch.setattr(saving, "unwrap", lambda chunk: f"bare {chunk}")
     monkeypatch.setattr(saving, "_load_chunks", lambda chunks, tensors: log.append((chunks, tensors)))
     optimizer: Any = SimpleNamespace(set_num_updates=lambda number: log.append(number))
     saved, chunks = saved_with(CONFIG), ["chunk"]
     assert saving.restore_run(saved, chunks, optimizer) == STATE  # type: ignore[arg-type]
-    assert log == [(("entries", True), saved.path), (["bare chunk"], loaded), 4]
+    assert log == [("entries", saved.path), (["bare chunk"], loaded), 4]
 
 
 # A trained model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from pretrain.state import RunState
 
 
@@ -37,7 +39,7 @@ def test_a_batch_of_another_size_adds_its_own_samples_and_tokens() -> None:
 
 def test_a_state_survives_being_written() -> None:
     state = RunState(6, 5, 4, 3, 2, 1)
-    assert state.to_dict() == {
+    assert asdict(state) == {
         "step": 6,
         "consumed_samples": 5,
         "consumed_tokens": 4,
@@ -45,4 +47,4 @@ def test_a_state_survives_being_written() -> None:
         "num_skipped": 2,
         "num_skipped_in_row": 1,
     }
-    assert RunState(**state.to_dict()) == state
+    assert RunState(**asdict(state)) == state

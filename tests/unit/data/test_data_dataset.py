@@ -205,9 +205,6 @@ def test_blends_that_cannot_work(tmp_path: Path):
         check_blend([one, two])
     with pytest.raises(DataError, match="names no data"):
         check_blend([])
-    for weight in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(DataError, match=r"weight of .* is impossible"):
-            check_blend([DatasetEntry(one.path, weight)])
     with pytest.raises(DataError, match="was made with huggingface"):
         build([two], tmp_path / "cache")
     with pytest.raises(DataError, match="no such data set"):
