@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamem.random_fill import fill_normal
+from megamem.distributions import Normal
+from megamem.random_fill import fill
 from megamem.retrieval.config import TuckerConfig
 from megamem.retrieval.tucker import leading_singular_vectors, retrieve
 
@@ -75,7 +76,7 @@ def calibrate_scores(memory: TuckerConfig, num_keys: int, cores: Tensor, *, seed
 def _unit_mean_square(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
     """Random vectors as the norms deliver them at gain 1, fp64 on the CPU: mean square 1 over the last dimension."""
     out = torch.empty(shape, dtype=torch.float64)
-    fill_normal(out, seed=seed, name=name, std=1.0, global_shape=shape, offset=(0,) * len(shape))
+    fill(out, Normal(1.0), seed=seed, name=name)
     return out * torch.rsqrt(out.square().mean(-1, keepdim=True))
 
 

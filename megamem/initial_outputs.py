@@ -22,14 +22,14 @@ from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution
+from megamem.distributions import Distribution, Normal
 from megamem.families.registry import family_of
 from megamem.initialisation import draw_layer, draw_shard, table_std
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.retrieval import RetrievalLayer
 from megamem.memory_config import MemoryConfig
-from megamem.random_fill import fill_normal, normal_rows
+from megamem.random_fill import fill, normal_rows
 from megamem.retrieval.retrieved import Retrieved
 from megamem.sharing import BankSpec
 
@@ -200,7 +200,7 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
 def sample_tokens(count: int, width: int, seed: int, name: str) -> Tensor:
     """[count, 1, width], of mean square 1 per token."""
     tokens = torch.empty(count, width)
-    fill_normal(tokens, seed=seed, name=f"{name}.measured_on", std=1.0, global_shape=tokens.shape, offset=(0, 0))
+    fill(tokens, Normal(1.0), seed=seed, name=f"{name}.measured_on")
     return (tokens * torch.rsqrt(tokens.square().mean(-1, keepdim=True))).unsqueeze(1)
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from megamem.bank import Bank
 from megamem.config import ModelConfig
-from megamem.distributions import Constant, Distribution, Normal, Uniform
+from megamem.distributions import Constant, Distribution, Normal
 from megamem.families.registry import family_of
 from megamem.layers.layer import MemoryLayer
 from megamem.memory_config import MemoryConfig
-from megamem.random_fill import fill_normal, fill_uniform
+from megamem.random_fill import fill
 from megamem.shards import walk_shards
 
 
@@ -60,21 +60,8 @@ def _distribution(name: str, model: ModelConfig) -> Distribution | None:
 
 def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
     skip = shard.prepend_axis_num
-    _fill(shard.data, shard.key, distribution, seed, shard.global_shape[skip:], shard.global_offset[skip:])
-
-
-def _fill(
-    data: Tensor, name: str, distribution: Distribution, seed: int, global_shape: Sequence[int], offset: Sequence[int]
-) -> None:
-    where = {"seed": seed, "name": name, "global_shape": global_shape, "offset": offset}
-    with torch.no_grad():
-        match distribution:
-            case Normal(std):
-                fill_normal(data, std=std, **where)  # type: ignore[arg-type]
-            case Uniform(high, low):
-                fill_uniform(data, low=low, high=high, **where)  # type: ignore[arg-type]
-            case Constant(value):
-                data.fill_(value)
+    global_shape, offset = shard.global_shape[skip:], shard.global_offset[skip:]
+    fill(shard.data, distribution, seed=seed, name=shard.key, global_shape=global_shape, offset=offset)
 
 
 def draw_shard(
@@ -97,7 +84,7 @@ def draw_shard(
     distribution = _distribution(name, model)
     assert distribution is not None, f"{name} is not drawn by itself"
     shard = torch.empty(*shape)
-    _fill(shard, name, distribution, seed, global_shape, offset)
+    fill(shard, distribution, seed=seed, name=name, global_shape=global_shape, offset=offset)
     return shard
 
 

@@ -12,31 +12,56 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megamem.distributions import Constant, Distribution, Normal, Uniform
 from megamem.hashing import key_of, mix
 
-# Temporaries of the fill are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a
-# CPU.
+# Temporaries are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a CPU.
 _TEMPORARY_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}
 
 
-def fill_normal(
-    out: Tensor, *, seed: int, name: str, std: float, global_shape: Sequence[int], offset: Sequence[int]
+def fill(
+    out: Tensor,
+    distribution: Distribution,
+    *,
+    seed: int,
+    name: str,
+    global_shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
 ) -> None:
-    """Fill a shard with N(0, std^2), by Box-Muller on the two halves of one 64-bit hash per element.
+    """Fill a shard with its numbers of a distribution: of one 64-bit hash per element, by Box-Muller where normal.
 
     Args:
         out: the shard, any floating dtype; written in place.
+        distribution: of every element.
         seed: the run's seed.
         name: the tensor's global name.
-        std: standard deviation.
-        global_shape: shape of the whole tensor.
-        offset: where the shard starts in it, per dimension.
+        global_shape: shape of the whole tensor; None: that of the shard.
+        offset: where the shard starts in it, per dimension; None: at its origin.
     """
-    _fill(out, seed, name, global_shape, offset, lambda bits: _standard_normal(bits) * std)
+    if isinstance(distribution, Constant):
+        out.detach().fill_(distribution.value)
+        return
+    key = key_of(seed, name)
+    shape, global_shape, offset = _merge_whole_dims(out, global_shape or out.shape, offset or (0,) * out.dim())
+    rows_of_out = out.detach().view(shape)
+    row_index = _row_index(shape[1:], global_shape[1:], offset[1:], out.device)
+    row_stride = math.prod(global_shape[1:])
+    rows_at_once = _rows_at_once(row_index.numel(), out.device)
+    for start in range(0, shape[0], rows_at_once):
+        stop = min(start + rows_at_once, shape[0])
+        rows = torch.arange(start, stop, dtype=torch.int64, device=out.device) + offset[0]
+        bits = mix(rows.unsqueeze(1) * row_stride + row_index, key)
+        rows_of_out[start:stop].copy_(_drawn(distribution, bits).view(stop - start, *shape[1:]))
+
+
+def _drawn(distribution: Normal | Uniform, bits: Tensor) -> Tensor:
+    if isinstance(distribution, Normal):
+        return _standard_normal(bits) * distribution.std
+    return _unit(bits >> 32) * (distribution.high - distribution.low) + distribution.low
 
 
 def normal_rows(rows: Tensor, *, seed: int, name: str, std: float, width: int) -> Tensor:
-    """Some rows of the table [anything, width] that `fill_normal` would fill, without the others.
+    """Some rows of the table [anything, width] that `fill` would fill with N(0, std^2), without the others.
 
     Args:
         rows: [n] int64, on any device.
@@ -57,20 +82,6 @@ def normal_rows(rows: Tensor, *, seed: int, name: str, std: float, width: int) -
     return out
 
 
-def fill_uniform(
-    out: Tensor,
-    *,
-    seed: int,
-    name: str,
-    high: float,
-    low: float = 0.0,
-    global_shape: Sequence[int],
-    offset: Sequence[int],
-) -> None:
-    """Fill a shard with U(low, high); see `fill_normal`."""
-    _fill(out, seed, name, global_shape, offset, lambda bits: _unit(bits >> 32) * (high - low) + low)
-
-
 def _standard_normal(bits: Tensor) -> Tensor:
     radius = torch.sqrt(-2.0 * torch.log(_unit(bits >> 32)))
     return radius * torch.cos(2.0 * math.pi * _unit(bits))
@@ -79,21 +90,6 @@ def _standard_normal(bits: Tensor) -> Tensor:
 def _unit(bits: Tensor) -> Tensor:
     """The low 32 bits as a float64 strictly between 0 and 1."""
     return ((bits & 0xFFFFFFFF).double() + 0.5) * 2.0**-32
-
-
-def _fill(out, seed, name, global_shape, offset, transform) -> None:  # type: ignore[no-untyped-def]
-    key = key_of(seed, name)
-    shape, global_shape, offset = _merge_whole_dims(out, global_shape, offset)
-    rows_of_out = out.view(shape)
-    row_index = _row_index(shape[1:], global_shape[1:], offset[1:], out.device)
-    row_stride = math.prod(global_shape[1:])
-    rows_at_once = _rows_at_once(row_index.numel(), out.device)
-    with torch.no_grad():
-        for start in range(0, shape[0], rows_at_once):
-            stop = min(start + rows_at_once, shape[0])
-            rows = torch.arange(start, stop, dtype=torch.int64, device=out.device) + offset[0]
-            counter = rows.unsqueeze(1) * row_stride + row_index
-            rows_of_out[start:stop].copy_(transform(mix(counter, key)).view(stop - start, *shape[1:]))
 
 
 def _rows_at_once(row_elements: int, device: torch.device) -> int:

@@ -27,7 +27,7 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
         return F.embedding_bag(group_ids, columns, per_sample_weights=weights, mode="sum").view(
             num_tokens, table.shape[1]
         )
-    # One bag per (token, group, bins), of whatever length.
+    # One bag per (token, group, bin), of any length.
     out = F.embedding_bag(
         group_ids.flatten(), columns, offsets=starts.flatten(), per_sample_weights=weights.flatten(), mode="sum"
     )

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from kernels.select import select_kernels
+from megamem.distributions import Normal
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.random_fill import fill_normal
+from megamem.random_fill import fill
 from megamem.sharing import BankSpec
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
@@ -53,11 +54,11 @@ def peak_of_a_rank(folder: Path) -> tuple[int, int]:
         )
         entries = bank.sharded_state_dict(prefix="banks.0.")
         for entry in entries.values():
-            fill_normal(
+            fill(
                 entry.data,
+                Normal(0.1),
                 seed=1,
                 name=entry.key,
-                std=0.1,
                 global_shape=entry.global_shape,
                 offset=entry.global_offset,
             )

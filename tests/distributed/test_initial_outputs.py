@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megamem.config import ModelConfig
+from megamem.distributions import Normal
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
 from megamem.layers.layer import MemoryLayer
-from megamem.random_fill import fill_normal, normal_rows
+from megamem.random_fill import fill, normal_rows
 from megamem.retrieval.config import Initialisation
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
@@ -37,7 +38,7 @@ MEMORIES = {
 
 def test_rows_are_those_of_the_filled_table() -> None:
     table = torch.empty(50, 12)
-    fill_normal(table, seed=3, name="banks.0.values", std=0.3, global_shape=(50, 12), offset=(0, 0))
+    fill(table, Normal(0.3), seed=3, name="banks.0.values", global_shape=(50, 12), offset=(0, 0))
     rows = torch.tensor([49, 0, 7, 7])
     assert torch.equal(normal_rows(rows, seed=3, name="banks.0.values", std=0.3, width=12), table[rows])
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from kernels.select import select_kernels
 from megamem.bank import Bank, Columns
+from megamem.distributions import Normal
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from megamem.random_fill import fill_normal
+from megamem.random_fill import fill
 from megamem.sharing import BankSpec
 from parallel import sharded_bank
 from parallel.exchange import coefficients_per_rank
@@ -134,10 +135,10 @@ def inputs_of(case: Case, rank: int) -> Inputs:
     )
 
 
-def fill(bank: Bank) -> None:
+def fill_bank(bank: Bank) -> None:
     for entry in bank.sharded_state_dict(prefix="banks.0.").values():
-        fill_normal(
-            entry.data, seed=1, name=entry.key, std=1.0, global_shape=entry.global_shape, offset=entry.global_offset
+        fill(
+            entry.data, Normal(1.0), seed=1, name=entry.key, global_shape=entry.global_shape, offset=entry.global_offset
         )
 
 
@@ -170,7 +171,7 @@ def expected(case: Case) -> dict[str, Tensor]:
     """The whole bank on the tokens of all ranks, in fp64."""
     wide = replace(case, dtype=torch.float64)
     bank = Bank(wide.spec, wide.memory, select_kernels("naive"), dtype=torch.float64, device="cpu", replica_rank=0)
-    fill(bank)
+    fill_bank(bank)
     with torch.no_grad():
         for table in bank.parameters():
             table.copy_(table.to(case.dtype))
@@ -203,7 +204,7 @@ def on_rank(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], bo
         replica_rank=0,
         group=group,
     )
-    fill(bank)
+    fill_bank(bank)
     announce_tokens([bank], case.counts if len(set(case.counts)) > 1 else None)
     inputs = inputs_of(case, group.rank())
     first, again = (lookup(bank, inputs, case) for _ in range(2))
@@ -224,7 +225,7 @@ def ids_between_the_passes(group: dist.ProcessGroup) -> list[int]:
     bank = ShardedBank(
         case.spec, case.memory, select_kernels("auto"), dtype=case.dtype, device="cpu", replica_rank=0, group=group
     )
-    fill(bank)
+    fill_bank(bank)
     announce_tokens([bank], case.counts)
     inputs = inputs_of(case, group.rank())
     out = bank.read(inputs.rows, inputs.scores.requires_grad_(), inputs.pre_input, inputs.block, case.num_blocks)
@@ -283,7 +284,7 @@ def test_a_rank_gets_the_coefficients_of_its_own_columns_only() -> None:
 def test_every_part_of_a_bank_starts_with_the_bits_of_the_whole(size: int) -> None:
     case = Case(size, (1,) * size)
     whole = Bank(case.spec, case.memory, select_kernels("auto"), dtype=torch.float32, device="cpu", replica_rank=0)
-    fill(whole)
+    fill_bank(whole)
     width = math.lcm(8, 3)
     assert whole.values.shape[1] == width
     parts = []
@@ -301,7 +302,7 @@ def test_every_part_of_a_bank_starts_with_the_bits_of_the_whole(size: int) -> No
             replica_rank=part,
             columns=Columns(part, size),
         )
-        fill(bank)
+        fill_bank(bank)
         entry = bank.sharded_state_dict("banks.0.")["banks.0.values"]
         assert entry.global_shape == (300, width)
         assert entry.global_offset == (0, part * width // size)

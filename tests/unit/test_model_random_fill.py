@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megamem import random_fill
+from megamem.distributions import Normal, Uniform
 from megamem.hashing import mix
-from megamem.random_fill import fill_normal, fill_uniform, normal_rows
+from megamem.random_fill import fill, normal_rows
 
 
 def normal(shape: tuple[int, ...], *, seed: int = 1, name: str = "w", dtype: torch.dtype = torch.float64) -> Tensor:
     out = torch.empty(shape, dtype=dtype)
-    fill_normal(out, seed=seed, name=name, std=1.0, global_shape=shape, offset=(0,) * len(shape))
+    fill(out, Normal(1.0), seed=seed, name=name, global_shape=shape, offset=(0,) * len(shape))
     return out
 
 
@@ -50,20 +50,19 @@ def test_shards_are_slices_of_the_whole(
     dtype: torch.dtype, split: tuple[tuple[int, ...], list[list[int]]], seed: int
 ) -> None:
     shape, parts = split
-    kinds: list[tuple[Any, dict[str, float]]] = [(fill_normal, {"std": 0.3}), (fill_uniform, {"high": 2.0})]
-    for fill, scale in kinds:
+    for distribution in (Normal(0.3), Uniform(2.0)):
         whole = torch.empty(shape, dtype=dtype)
-        fill(whole, seed=seed, name="w", global_shape=shape, offset=(0,) * len(shape), **scale)
+        fill(whole, distribution, seed=seed, name="w")
         for where in slices(parts):
             shard = torch.full_like(whole[where], float("nan")).contiguous()
-            fill(shard, seed=seed, name="w", global_shape=shape, offset=[s.start for s in where], **scale)
+            fill(shard, distribution, seed=seed, name="w", global_shape=shape, offset=[s.start for s in where])
             assert torch.equal(shard, whole[where])
 
 
 def test_the_fill_writes_into_views() -> None:
     """A checkpoint entry may be a part of a parameter, such as the gate of a fused weight."""
     base = torch.zeros(6, 8)
-    fill_normal(base[2:4, 1:5], seed=1, name="w", std=1.0, global_shape=(2, 4), offset=(0, 0))
+    fill(base[2:4, 1:5], Normal(1.0), seed=1, name="w", global_shape=(2, 4), offset=(0, 0))
     assert torch.equal(base[2:4, 1:5], normal((2, 4), dtype=torch.float32))
     base[2:4, 1:5] = 0
     assert not base.any()
@@ -74,7 +73,7 @@ def test_numbers_do_not_depend_on_the_chunk_of_the_fill(monkeypatch: pytest.Monk
     columns = torch.empty(37, 2, 3, dtype=torch.float64)
     monkeypatch.setattr(random_fill, "_TEMPORARY_ELEMENTS", {"cpu": 40})
     assert torch.equal(normal((37, 5, 3)), whole)
-    fill_normal(columns, seed=1, name="w", std=1.0, global_shape=(37, 5, 3), offset=(0, 3, 0))
+    fill(columns, Normal(1.0), seed=1, name="w", global_shape=(37, 5, 3), offset=(0, 3, 0))
     assert torch.equal(columns, whole[:, 3:])
     drawn = normal_rows(rows, seed=1, name="w", std=1.0, width=15)
     assert torch.equal(drawn, whole.flatten(1)[rows].float())
@@ -109,7 +108,7 @@ def test_normal_moments() -> None:
 
 def test_uniform_moments_and_bounds() -> None:
     x = torch.empty(1000, 1000, dtype=torch.float64)
-    fill_uniform(x, seed=1, name="w", high=3.0, global_shape=x.shape, offset=(0, 0))
+    fill(x, Uniform(3.0), seed=1, name="w", global_shape=x.shape, offset=(0, 0))
     n = x.numel()
     assert float(x.min()) > 0
     assert float(x.max()) < 3
@@ -136,5 +135,5 @@ def test_neighbours_names_and_seeds_are_uncorrelated() -> None:
 
 def test_std_scales() -> None:
     out = torch.empty(4, 5, dtype=torch.float64)
-    fill_normal(out, seed=1, name="w", std=0.25, global_shape=(4, 5), offset=(0, 0))
+    fill(out, Normal(0.25), seed=1, name="w", global_shape=(4, 5), offset=(0, 0))
     assert torch.equal(out, normal((4, 5)) * 0.25)

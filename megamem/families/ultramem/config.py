@@ -10,7 +10,7 @@ from megamem.retrieval.config import TuckerConfig
 
 @dataclass(frozen=True)
 class UltraMemConfig(TuckerConfig):
-    """One UltraMem layer (UltraMemV2, section 2): implicit value expansion, a query per side, a projection per block.
+    """One UltraMem layer (UltraMemV2, section 2): implicit value expansion, one projection per virtual block.
 
     Skip insertion is a matter of the placement, and sharing is open to it although the paper's tables are private.
     """
