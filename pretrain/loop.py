@@ -104,10 +104,9 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
         row["value_grad_norm"] = result.value_grad_norm
     for name, of_block in result.auxiliary.items():
         row[name] = fmean(of_block.values())
+        by_block = row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {})
         for block, value in of_block.items():
-            row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {}).setdefault(str(block), {})[name] = (
-                value
-            )
+            by_block.setdefault(str(block), {})[name] = value
     return row
 
 
