@@ -27,9 +27,9 @@ class MoEConfig(Config):
     """Inner width of one expert's SwiGLU."""
     renormalise: bool = False
     """Divide the weights of a token's experts by their sum; OLMoE uses the softmax over all experts as it is."""
-    balance_loss_weight: Annotated[LossWeight, Role.RUNNING] = 0.01
+    balance_loss_weight: LossWeight = 0.01
     """Weight of the load-balancing loss, E sum_e f_e P_e over the tokens of a microbatch, per block (1 where all experts are used alike)."""
-    z_loss_weight: Annotated[LossWeight, Role.RUNNING] = 0.001
+    z_loss_weight: LossWeight = 0.001
     """Weight of the router's z-loss, the mean squared log-sum-exp of its logits, per block."""
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ class Config:
         return classes[kind].from_values(value)
 
 
-LossWeight = Annotated[NonNegativeFloat, Advice("0 turns it off")]
+LossWeight = Annotated[NonNegativeFloat, Advice("0 turns it off"), Role.RUNNING]
 
 KIND = "kind"
 """The key that says which variant a section is."""

@@ -25,13 +25,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
 
-from parallel.atomic_write import atomic_write
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import (
     Failure,
@@ -112,12 +112,9 @@ def launch_ranks(
         for rank in range(num_ranks):
             log = None if rank == 0 else (log_dir or scratch) / f"rank_{rank}.log"
             log_start = log.stat().st_size if log is not None and log.exists() else 0
-            plans.append(RankPlan(rank, num_ranks, num_threads, timeout_s, scratch, log, log_start))
-        verdict = scratch / "verdict"
-        _run_supervisor(main, plans, verdict)
-        if not verdict.exists():
-            raise LaunchError("the process that watches over the ranks died before they did: start again")
-        error = pickle.loads(verdict.read_bytes())
+            failure = multiprocessing.Pipe(duplex=False)
+            plans.append(RankPlan(rank, num_ranks, num_threads, timeout_s, scratch, log, log_start, failure))
+        error = _run_supervisor(main, plans)
         if error is not None:
             raise error
         return [pickle.loads(plan.result.read_bytes()) for plan in plans]
@@ -137,12 +134,12 @@ def _check_forkable() -> None:
         )
 
 
-def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path) -> None:
-    """Fork the supervisor and wait for its end, passing on stop signals."""
+def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
+    """Fork the supervisor and wait for its end, passing on stop signals. Returns what it says of the ranks."""
     release_openmp_threads()
-    supervisor = multiprocessing.get_context("fork").Process(
-        target=_supervise, args=(main, plans, verdict, os.getpid())
-    )
+    # Not a file: a full disk may be what the verdict is about.
+    verdict, sender = multiprocessing.Pipe(duplex=False)
+    supervisor = multiprocessing.get_context("fork").Process(target=_supervise, args=(main, plans, sender, os.getpid()))
 
     def send(number: int, _: object = None) -> None:
         assert supervisor.pid is not None
@@ -164,7 +161,12 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict:
         for number in handlers:
             signal.signal(number, send)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        wait([verdict, supervisor.sentinel])
+        if not verdict.poll():
+            return LaunchError("the process that watches over the ranks died before they did: start again")
+        error: LaunchError | None = verdict.recv()
         supervisor.join()
+        return error
     finally:
         if supervisor.is_alive():
             send(_ABANDON)
@@ -174,7 +176,7 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path, launcher_pid: int) -> NoReturn:
+def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Connection, launcher_pid: int) -> NoReturn:
     """The whole life of the supervisor. All signals that it cares for are blocked, and waited for in `_watch`."""
     # An own session: Ctrl-C reaches the launcher alone, which decides.
     os.setsid()
@@ -186,10 +188,10 @@ def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Path
         error = _watch(main, plans)
     finally:
         _kill_descendants()
-    with atomic_write(verdict) as stream:
-        stream.write(pickle.dumps(error))
-    if os.getppid() != launcher_pid:
-        shutil.rmtree(verdict.parent, ignore_errors=True)
+    if os.getppid() == launcher_pid:
+        verdict.send(error)
+    else:
+        shutil.rmtree(plans[0].scratch, ignore_errors=True)
     os._exit(0)
 
 
@@ -232,9 +234,9 @@ def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
     """How a rank that has ended failed, if it did."""
     if plan.result.exists():
         return None
-    if plan.failure.exists():
+    if plan.failure[0].poll():
         # What it reported explains more than the signal that may have ended it afterwards.
-        failure: Failure = pickle.loads(plan.failure.read_bytes())
+        failure: Failure = plan.failure[0].recv()
         return failure
     return Failure.from_exitcode(plan.rank, exitcode or 0)
 

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,8 @@ from parallel.ranks import RENDEZVOUS_VARIABLE
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _OMP_PAUSE_SOFT = 1
+# Of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
+_REPORT_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,14 @@ class RankPlan:
     """File for stdout and stderr; None leaves them where the parent's go."""
     log_start: int
     """Bytes in the log before the rank started: a resumed run appends."""
+    failure: tuple[Connection, Connection]
+    """Read and write end of a pipe for the `Failure` of a rank without a result: a full disk may be what failed. One that
+    was killed sends none."""
 
     @property
     def result(self) -> Path:
         """What the rank returned, pickled."""
         return self.scratch / f"rank_{self.rank}.result"
-
-    @property
-    def failure(self) -> Path:
-        """The pickled `Failure` of a rank without a result. One that was killed leaves neither."""
-        return self.scratch / f"rank_{self.rank}.failure"
 
     @property
     def stacks(self) -> Path:
@@ -87,19 +88,19 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
             if stop.code:
                 raise
             result = None
-        path, report = plan.result, pickle.dumps(result)
+        with atomic_write(plan.result) as file:
+            file.write(pickle.dumps(result))
     except BaseException as error:
         # The launcher's own frames are no news.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        path, report = plan.failure, pickle.dumps(Failure.from_exception(plan.rank, error.with_traceback(trace)))
+        failure = Failure.from_exception(plan.rank, error.with_traceback(trace))
+        plan.failure[1].send(failure.shortened(_REPORT_BYTES))
     for stream in (sys.stdout, sys.stderr):
         # Whoever read them may be gone.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    with atomic_write(path) as stream:
-        stream.write(report)
     # Waits for none of the children: the supervisor kills them.
     os._exit(0)
 

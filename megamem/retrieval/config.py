@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveInt
 
 from megamem.config_base import EffectiveWhen, LossWeight
+from megamem.identity import Role
 from megamem.memory_config import (
     Lookup,
     LossWeights,
@@ -119,7 +120,9 @@ class TuckerConfig(RetrievalConfig):
     ] = 0.0
     """Weight (alpha) of the penalty on the cores' non-leading singular values, Eq. 17, per layer; 0: off, as in the paper."""
     tucker_penalty_margin: Annotated[
-        NonNegativeFloat, EffectiveWhen(lambda c: c.tucker_penalty_weight > 0, "tucker_penalty_weight is above 0")
+        NonNegativeFloat,
+        Role.RUNNING,
+        EffectiveWhen(lambda c: c.tucker_penalty_weight > 0, "tucker_penalty_weight is above 0"),
     ] = 0.15
     """tau of Eq. 17: singular values up to this cost nothing."""
 

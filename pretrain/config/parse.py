@@ -25,7 +25,6 @@ _EXPECTED = {
     "string_type": "text",
     "tuple_type": "a list",
     "dataclass_type": "a mapping of keys",
-    "literal_error": "one of ",
 }
 _LIMITS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
@@ -109,11 +108,11 @@ def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
 
 def _expected(kind: str, node: Node, spec: FieldSpec | None) -> str:
     """What a value should have been."""
-    words = _EXPECTED[kind]
-    if spec is not None:
-        words += ", ".join(map(str, spec.choices)) + (", or null" if spec.optional else "")
-        if spec.choices and isinstance(node.value, str):
-            words += did_you_mean(node.value, spec.choices)
+    choices = spec.choices if spec is not None else ()
+    words = f"one of {', '.join(map(str, choices))}" if choices else _EXPECTED[kind]
+    words += ", or null" if spec is not None and spec.optional else ""
+    if choices:
+        return words + (did_you_mean(node.value, choices) if isinstance(node.value, str) else "")
     is_scalar = node.value is not None and not isinstance(node.value, dict | list)
     return f"{words}: put it in quotes" if kind == "string_type" and is_scalar else words
 

@@ -258,6 +258,16 @@ def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     assert "pickle" in str(error)
 
 
+def test_a_report_longer_than_a_pipe_holds_is_shortened() -> None:
+    def fail() -> None:
+        raise ValueError("first " + 200_000 * "\N{GREEK SMALL LETTER ALPHA}")
+
+    with pytest.raises(RankError) as caught:
+        launch_ranks(fail, 2, timeout_s=DEADLINE_S)
+    assert caught.value.failure.message.startswith("first \N{GREEK SMALL LETTER ALPHA}")
+    assert len(caught.value.failure.message) > 10_000
+
+
 def test_last_lines_of_the_failed_rank_are_shown() -> None:
     def main() -> None:
         print(f"rank {my_ranks().rank} was here")

@@ -14,7 +14,6 @@ import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
 from megamem.config import ModelConfig, MoEConfig
-from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
 from pretrain.checkpoint.folder import SavedState
@@ -113,26 +112,33 @@ def test_the_weights_of_a_mixtures_losses_may_change_and_the_mixture_may_not() -
             check_resumable(now, saved_with(before))
 
 
+MAY_CHANGE = (
+    "rotary_base",
+    "implementation",
+    "moe.balance_loss_weight",
+    "moe.z_loss_weight",
+    "memory.key_balance_weight",
+    "memory.tucker_penalty_weight",
+    "memory.tucker_penalty_margin",
+)
+"""Of `model`, at a resume."""
+
+
 def test_every_key_says_whether_it_is_a_part_of_the_model() -> None:
     """A new one does so too, or stands in a section that does."""
-    moe = replace(CONFIG.model, moe=MoEConfig(), memory=PkmConfig(value_dim=128))
+    moe = replace(CONFIG.model, moe=MoEConfig(), memory=UltraMemV2Config())
     config = replace(CONFIG, model=moe)
     roles = {key: role_of(key, config) for key in all_keys(RunConfig) if key != "model"}
     assert [key for key, role in roles.items() if role is None] == []
     running = {key for key, role in roles.items() if key.startswith("model.") and role is Role.RUNNING}
-    assert running == {
-        "model.rotary_base",
-        "model.implementation",
-        "model.moe.balance_loss_weight",
-        "model.moe.z_loss_weight",
-    }
+    assert running == {f"model.{key}" for key in MAY_CHANGE}
     outside = {key for key, role in roles.items() if not key.startswith("model.") and role is Role.IDENTITY}
     assert outside == {"seed"}
 
 
 def test_the_page_on_configuration_names_what_may_change() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
-    for key in ("rotary_base", "implementation", "moe.balance_loss_weight", "moe.z_loss_weight"):
+    for key in MAY_CHANGE:
         assert f"`model.{key}`" in page
 
 

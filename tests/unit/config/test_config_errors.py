@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from pathlib import Path
 
 import pytest
 
+from megamem.families.registry import FAMILIES
+from pretrain.config.compose import _set
+from pretrain.config.fields import all_keys
 from pretrain.config.loader import from_dict, load_config, parse_config
+from pretrain.config.parse import build
 from pretrain.config.schema import LoggingConfig, RunConfig
+from pretrain.config.source import Layer, from_plain
 from pretrain.config.suggest import nearest_keys
 from pretrain.errors import ConfigError
 
@@ -252,3 +259,39 @@ def test_mappings_name_their_source() -> None:
 def test_no_more_than_three_keys_are_suggested() -> None:
     assert nearest_keys("x", ["a.x", "b.x", "c.x", "d.x"]) == ["a.x", "b.x", "c.x"]
     assert nearest_keys("x", ["a.x", "b.x", "c.y"]) == ["a.x", "b.x"]
+
+
+ODD_VALUES = (
+    None,
+    True,
+    0,
+    -1,
+    2.5,
+    10**400,
+    math.inf,
+    math.nan,
+    "",
+    "x",
+    "\ud800",
+    [],
+    [1],
+    [None],
+    {},
+    {"x": 1},
+    [{}],
+)
+
+
+@pytest.mark.parametrize("memory", [None, *FAMILIES])
+def test_whatever_stands_at_a_key_is_taken_or_refused_in_our_words(memory: str | None) -> None:
+    base = from_plain({} if memory is None else {"model": {"memory": {"kind": memory}}}, "here", Layer.FILE)
+    refusals = []
+    for key in all_keys(RunConfig):
+        segments = key.replace(".N.", ".0.").split(".")
+        for value in (from_plain(value, "x", Layer.FILE) for value in ODD_VALUES):
+            try:
+                build(RunConfig, _set(base, segments, 0, value))
+            except ConfigError as error:
+                refusals.append(str(error))
+    assert len(refusals) > 500
+    assert [text for text in refusals if not re.match(r"(x|here|\d+ problems in the configuration):", text)] == []
