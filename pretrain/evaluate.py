@@ -52,7 +52,7 @@ def evaluate(
     Args:
         chunks: this rank's model chunks.
         held_out: windows over the documents.
-        groups: this rank's positions and process groups.
+        groups: of this rank.
         micro_batch_size: windows per forward pass and rank.
         pipeline: stages; the number of microbatches of a pass is a multiple of it.
         progress: draw a bar (on rank 0).

@@ -133,13 +133,7 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
     """
 
     def __init__(self, *arguments: Any, adamw: HostAdamW, **keywords: Any) -> None:
-        """See `DistributedOptimizer`.
-
-        Args:
-            arguments: of `DistributedOptimizer`.
-            adamw: what steps the tables.
-            keywords: of `DistributedOptimizer`.
-        """
+        """See `DistributedOptimizer`; `adamw` steps the tables."""
         super().__init__(*arguments, **keywords)
         self._shards: dict[nn.Parameter, HostShard] = {}
         if not self.is_stub_optimizer:
@@ -287,8 +281,8 @@ class MemoryOptimizer(ChainedOptimizer):
         for optimizer in self.chained_optimizers:
             if isinstance(optimizer, OffloadingOptimizer):
                 return (
-                    f"tables' main weights and moments in host memory ({optimizer.host_bytes / 1e9:.3g} GB on this rank), "
-                    f"stepped by {optimizer.adamw_name} on {torch.get_num_threads()} threads per rank"
+                    f"tables' main weights and moments in host memory ({optimizer.host_bytes / 1e9:.3g} GB on this "
+                    f"rank), stepped by {optimizer.adamw_name} on {torch.get_num_threads()} threads per rank"
                 )
         return None
 
