@@ -80,9 +80,9 @@ def parallel_context(
     On a GPU machine this is NCCL on device `local_rank`; elsewhere gloo under `parallel.cpu.cuda_on_cpu`.
 
     Args:
-        sizes: the layout; its product must divide world_size.
-        rank: this process.
-        world_size: all processes.
+        sizes: the layout; the product of tensor, pipeline and context must divide world_size.
+        rank: this process among all.
+        world_size: number of processes.
         local_rank: this process on its machine.
         init_method: torch.distributed's rendezvous URL.
         timeout_minutes: longest wait in a collective.

@@ -5,7 +5,7 @@ only passes on stop signals; its fork, the supervisor, forks the ranks and waits
 the kernel gives to the supervisor, which kills all of it at the end: of the ranks, or of this process, of which the
 kernel tells it by SIGHUP.
 
-`parallel.rank_process` is one rank, `parallel.rank_errors` what can go wrong, `parallel.ranks` how a rank learns its
+`parallel.rank_process` is one rank, `parallel.rank_errors` how ranks fail, `parallel.ranks` how a rank learns its
 number.
 """
 

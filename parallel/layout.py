@@ -32,12 +32,6 @@ def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-def split_units(units: Sequence[Unit], *, num_layers: int, chunks: int) -> tuple[Unit, ...]:
-    """The units that a depth cut into `chunks` equal parts would split."""
-    per_chunk = num_layers // chunks
-    return crossed_units(units, range(per_chunk, num_layers, per_chunk))
-
-
 def crossed_units(units: Sequence[Unit], edges: Sequence[int]) -> tuple[Unit, ...]:
     """The units that reach over one of the edges; an edge is named by the block behind it."""
     return tuple(unit for unit in units if any(unit.first < edge <= unit.last for edge in edges))

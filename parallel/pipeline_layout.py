@@ -115,7 +115,7 @@ def layout_text(chunks: Sequence[ModelChunk]) -> str:
     return "|".join(parts)
 
 
-def split_units_of(units: Sequence[Unit], chunks: Sequence[ModelChunk]) -> tuple[Unit, ...]:
+def split_units(units: Sequence[Unit], chunks: Sequence[ModelChunk]) -> tuple[Unit, ...]:
     """The units of which a chunk holds a part only."""
     return crossed_units(units, _edges(chunks))
 

@@ -14,7 +14,7 @@ from parallel.groups import ParallelGroups
 from pretrain.build import Chunk
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, held_out_microbatches, on_device
-from pretrain.step import LossSum, evaluation_loss
+from pretrain.step import evaluation_loss
 
 # Microbatches per pass through the pipeline; a multiple of every sensible number of stages, and enough to fill them.
 _PASS_MICROBATCHES = 16
@@ -52,7 +52,7 @@ def evaluate(
     Args:
         chunks: this rank's model chunks.
         held_out: windows over the documents.
-        groups: this rank's positions and process groups.
+        groups: of this rank.
         micro_batch_size: windows per forward pass and rank.
         pipeline: stages; the number of microbatches of a pass is a multiple of it.
         progress: draw a bar (on rank 0).
@@ -73,11 +73,11 @@ def evaluate(
     nats = num_tokens = 0.0
     passes = range(0, num_microbatches, per_pass)
     interval_s = 0.5 if sys.stderr.isatty() else 10.0
-    quiet = not (progress and groups.is_main)
-    for start in tqdm(passes, desc="evaluating", unit="pass", leave=False, disable=quiet, mininterval=interval_s):
+    hidden = not (progress and groups.is_main)
+    for start in tqdm(passes, desc="evaluating", unit="pass", leave=False, disable=hidden, mininterval=interval_s):
         # The last pass is only as long as it must be; interleaved stages want a multiple of the pipeline.
         length = min(per_pass, -(-(num_microbatches - start) // pipeline) * pipeline)
-        part: LossSum = evaluation_loss(
+        loss = evaluation_loss(
             chunks,
             streams,
             groups,
@@ -85,8 +85,8 @@ def evaluate(
             micro_batch_size=micro_batch_size,
             sequence_length=held_out.sequence_length,
         )
-        nats += part.nats
-        num_tokens += part.num_tokens
+        nats += loss.nats
+        num_tokens += loss.num_tokens
     assert round(num_tokens) == held_out.num_target_tokens, "evaluation did not see every held-out token once"
     return Evaluation(
         nats / num_tokens, nats / math.log(2) / held_out.num_bytes, held_out.num_target_tokens, held_out.num_bytes

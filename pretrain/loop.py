@@ -51,10 +51,7 @@ def train(run: Run, callbacks: Sequence[Callback]) -> None:
 def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: bool = False) -> tuple[StepResult, Row]:
     """One step of a run, whose state moves on: what it did, and its metrics row.
 
-    Args:
-        run: where it stands says which step this is.
-        batches: a stream of microbatches per model chunk, from where the run stands.
-        stop_requested: this rank was told to stop.
+    `batches` are streams of microbatches, one per model chunk, from where the run stands.
     """
     config = run.config
     started = time.perf_counter()
@@ -104,10 +101,9 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
         row["value_grad_norm"] = result.value_grad_norm
     for name, of_block in result.auxiliary.items():
         row[name] = fmean(of_block.values())
+        by_block = row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {})
         for block, value in of_block.items():
-            row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {}).setdefault(str(block), {})[name] = (
-                value
-            )
+            by_block.setdefault(str(block), {})[name] = value
     return row
 
 

@@ -26,13 +26,7 @@ def parameter_dtype(config: RunConfig) -> torch.dtype:
 
 
 def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -> TransformerConfig:
-    """Megatron's model config.
-
-    Args:
-        config: the run.
-        dtype: of weights, activations and pipeline messages.
-        on_gpu: whether weights are allocated on the current CUDA device.
-    """
+    """Megatron's model config: `dtype` is that of weights, activations and pipeline messages."""
     model, layout = config.model, config.parallel
     interleaved = layout.virtual_pipeline > 1
     result = TransformerConfig(

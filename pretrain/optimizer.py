@@ -133,13 +133,7 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
     """
 
     def __init__(self, *arguments: Any, adamw: HostAdamW, **keywords: Any) -> None:
-        """See `DistributedOptimizer`.
-
-        Args:
-            arguments: of `DistributedOptimizer`.
-            adamw: what steps the tables.
-            keywords: of `DistributedOptimizer`.
-        """
+        """See `DistributedOptimizer`; `adamw` steps the tables."""
         super().__init__(*arguments, **keywords)
         self._shards: dict[nn.Parameter, HostShard] = {}
         if not self.is_stub_optimizer:
@@ -220,23 +214,23 @@ class GradientNorms:
 class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
 
-    def __init__(self, parts: list[MemoryDistributedOptimizer], value_clip_grad: float | None) -> None:
-        """Chain the parts.
+    def __init__(self, optimizers: list[MemoryDistributedOptimizer], value_clip_grad: float | None) -> None:
+        """Chain the optimizers.
 
         Args:
-            parts: dense first.
+            optimizers: dense first.
             value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
                 None: one norm for all.
         """
-        super().__init__(parts)
+        super().__init__(optimizers)
         self._value_clip_grad = value_clip_grad
 
     def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
-        """The entries of all parts; their names are the parameters' and do not collide."""
+        """The entries of all optimizers; their names are the parameters' and do not collide."""
         return {
             key: entry
-            for part in self.chained_optimizers
-            for key, entry in part.sharded_state_dict(model_sharded_state_dict).items()
+            for optimizer in self.chained_optimizers
+            for key, entry in optimizer.sharded_state_dict(model_sharded_state_dict).items()
         }
 
     @torch.no_grad()
@@ -247,8 +241,8 @@ class MemoryOptimizer(ChainedOptimizer):
         every layout.
         """
         squares = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
-        for part in self.chained_optimizers:
-            for group, gradient in part.gradients(counted_once=True):
+        for optimizer in self.chained_optimizers:
+            for group, gradient in optimizer.gradients(counted_once=True):
                 square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
                 squares[int(self._is_clipped_apart(group))] += square
         torch.distributed.all_reduce(squares, group=self.get_grad_stats_parallel_group())
@@ -260,8 +254,8 @@ class MemoryOptimizer(ChainedOptimizer):
     def clip(self, norms: GradientNorms) -> None:
         """Scale the gradients down to the largest norms that the run allows."""
         gradients: dict[bool, list[Tensor]] = {False: [], True: []}
-        for part in self.chained_optimizers:
-            for group, gradient in part.gradients(counted_once=False):
+        for optimizer in self.chained_optimizers:
+            for group, gradient in optimizer.gradients(counted_once=False):
                 gradients[self._is_clipped_apart(group)].append(gradient)
         _scale_to(gradients[False], norms.main, self.config.clip_grad)
         if norms.tables is not None:
@@ -270,25 +264,25 @@ class MemoryOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update every part, then gather the weights from the ranks that own them: once, and not once per part."""
-        for part in self.chained_optimizers:
-            part.step_with_ready_grads()
+        """Update all weights, then gather them from the ranks that own them: once, and not once per optimizer."""
+        for optimizer in self.chained_optimizers:
+            optimizer.step_with_ready_grads()
         for chunk in self.model_chunks:
             chunk.start_param_sync()
         return True
 
     def set_num_updates(self, num_updates: int) -> None:
         """See `MemoryDistributedOptimizer.set_num_updates`."""
-        for part in self.chained_optimizers:
-            part.set_num_updates(num_updates)
+        for optimizer in self.chained_optimizers:
+            optimizer.set_num_updates(num_updates)
 
     def describe_offload(self) -> str | None:
         """Where this rank's tables are stepped and by what, in words; None if they are not offloaded."""
-        for part in self.chained_optimizers:
-            if isinstance(part, OffloadingOptimizer):
+        for optimizer in self.chained_optimizers:
+            if isinstance(optimizer, OffloadingOptimizer):
                 return (
-                    f"tables' main weights and moments in host memory ({part.host_bytes / 1e9:.3g} GB on this rank), "
-                    f"stepped by {part.adamw_name} on {torch.get_num_threads()} threads per rank"
+                    f"tables' main weights and moments in host memory ({optimizer.host_bytes / 1e9:.3g} GB on this "
+                    f"rank), stepped by {optimizer.adamw_name} on {torch.get_num_threads()} threads per rank"
                 )
         return None
 
@@ -313,13 +307,13 @@ def build_optimizer(
         ConfigError: see `pretrain.value_offload.host_adamw`.
     """
     assigned = assign_groups(chunks)
-    parts = [_build_part(config, chunks, groups, assigned, DENSE_GROUPS)]
+    optimizers = [_distributed_optimizer(config, chunks, groups, assigned, DENSE_GROUPS)]
     if config.model.memory is not None or config.model.moe is not None:
-        parts.append(_build_part(config, chunks, groups, assigned, SPLIT_GROUPS))
-    return MemoryOptimizer(parts, config.optimizer.value_clip_grad)
+        optimizers.append(_distributed_optimizer(config, chunks, groups, assigned, SPLIT_GROUPS))
+    return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad)
 
 
-def _build_part(
+def _distributed_optimizer(
     config: RunConfig,
     chunks: Sequence[DistributedDataParallel],
     groups: ParallelGroups,

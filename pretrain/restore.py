@@ -52,9 +52,9 @@ def restore_model(
 
     Args:
         config: of the checkpoint, with the layout of `groups`.
-        path: the checkpoint.
+        path: the checkpoint's folder.
         tokenizer: of the run, for the embedding's size.
-        groups: this rank's positions and process groups.
+        groups: of this rank.
     """
     chunks = build_unset_chunks(config, groups, vocab_size=model_vocab_size(config.model, tokenizer))
     load_weights(path, chunks)

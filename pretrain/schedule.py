@@ -13,13 +13,7 @@ from pretrain.config.schema import OptimizerConfig, TrainConfig
 
 
 def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
-    """Linear warm-up, then constant, cosine or warm-up-stable-decay.
-
-    Args:
-        step: 0-based.
-        optimizer: peak, minimum, warm-up and shape.
-        num_steps: the run's length.
-    """
+    """Linear warm-up, then constant, cosine or warm-up-stable-decay over a run of `num_steps`."""
     peak, low, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
     if step < warmup:
         start = optimizer.warmup_start

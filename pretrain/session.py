@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from parallel.groups import ParallelGroups, close_groups, initialise_groups, parallel_context
 from parallel.ranks import current_ranks
@@ -11,8 +10,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.megatron import parallel_sizes
 
 
-@contextmanager
-def session(config: RunConfig) -> Iterator[ParallelGroups]:
+def session(config: RunConfig) -> AbstractContextManager[ParallelGroups]:
     """This rank's groups, for as long as the context lasts.
 
     Raises:
@@ -21,7 +19,7 @@ def session(config: RunConfig) -> Iterator[ParallelGroups]:
     ranks = current_ranks()
     if ranks is None:
         raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
-    with parallel_context(
+    return parallel_context(
         parallel_sizes(config),
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -29,8 +27,7 @@ def session(config: RunConfig) -> Iterator[ParallelGroups]:
         init_method=ranks.init_method,
         timeout_minutes=config.parallel.timeout_minutes,
         seed=config.seed,
-    ) as groups:
-        yield groups
+    )
 
 
 def relaid(config: RunConfig, groups: ParallelGroups) -> ParallelGroups:

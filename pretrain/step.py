@@ -165,13 +165,9 @@ def _update(optimizer: MemoryOptimizer) -> tuple[bool, GradientNorms]:
 def _world_loss(
     losses: Sequence[Tensor], chunks: Sequence[Chunk], groups: ParallelGroups, stop_requested: bool
 ) -> tuple[LossSum, dict[str, dict[int, float]], bool]:
-    """Sum losses over all ranks and tell every rank, together with whether any rank wants to stop.
+    """Losses over all ranks, known to every rank, and whether any rank was told to stop.
 
-    Args:
-        losses: [loss sum, targets] per microbatch, on the last stage.
-        chunks: whose layers' auxiliary losses are wanted.
-        groups: this rank's positions and process groups.
-        stop_requested: whether this rank was told to stop.
+    `losses` are [loss sum, targets] per microbatch, on the last stage. Auxiliary losses come from the layers of `chunks`.
     """
     auxiliary = auxiliary_sums(chunks, groups.device)
     totals = torch.zeros(3 + auxiliary.numel(), dtype=torch.float64, device=groups.device)

@@ -54,16 +54,9 @@ class HostAdamW:
         lr: float,
         weight_decay: float,
     ) -> None:
-        """One update in place of a window: all tensors are flat fp32 in host memory, of one size.
+        """One update in place of a window of main weights: all tensors are flat fp32 in host memory, of one size.
 
-        Args:
-            weights: main weights.
-            gradient: theirs.
-            exp_avg: first moments.
-            exp_avg_sq: second moments.
-            num_updates: that the moments have seen, for bias correction.
-            lr: learning rate.
-            weight_decay: decoupled.
+        `num_updates` counts those that the moments have seen before, for bias correction.
         """
         step: Any = torch.tensor(float(num_updates)) if self._step_is_tensor else num_updates
         weights.grad = gradient
@@ -167,12 +160,7 @@ class HostTables:
     """
 
     def __init__(self, shards: Sequence[HostShard], adamw: HostAdamW) -> None:
-        """Take over the shards; staging memory is allocated here, once.
-
-        Args:
-            shards: of one weights' dtype.
-            adamw: what steps them.
-        """
+        """Take over the shards, whose weights have one dtype; staging memory is allocated here, once."""
         self.num_updates = 0
         self._adamw = adamw
         self._windows = [(shard, window) for shard in shards for window in _windows(shard.main.numel())]

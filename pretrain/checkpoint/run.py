@@ -30,15 +30,8 @@ def save_run(
 ) -> Path:
     """Write the checkpoint of the current step and remove superseded ones. Collective.
 
-    Args:
-        config: the run.
-        state: its counters.
-        chunks: this rank's model chunks.
-        optimizer: its state.
-        folder: of the run's checkpoints.
-
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder, inside of `folder`.
 
     Raises:
         CheckpointError: it cannot be written; earlier ones are intact.

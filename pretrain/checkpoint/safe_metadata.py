@@ -14,39 +14,24 @@ from typing import Any
 
 from pretrain.errors import CheckpointError
 
-# What Megatron 0.16.1 with torch 2.11 to 2.13 writes into an index: (module, name).
+# What Megatron 0.16.1 with torch 2.11 to 2.13 writes into an index: names by module.
 _ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("builtins", "dict"),
-    ("builtins", "list"),
-    ("builtins", "tuple"),
-    ("builtins", "int"),
-    ("builtins", "slice"),
-    ("_codecs", "encode"),
-    ("pathlib", "PosixPath"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.planner", "SavePlan"),
-    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
-    ("torch.distributed.checkpoint.planner", "WriteItem"),
-    ("torch.distributed.checkpoint.planner", "WriteItemType"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    "_codecs": "encode",
+    "builtins": "dict int list set slice tuple",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
 }
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and name.isidentifier() and _is_dtype(name)):
+        if name in _ALLOWED.get(module, "").split() or (module == "torch" and name.isidentifier() and _is_dtype(name)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint index needs")
 

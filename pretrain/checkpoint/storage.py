@@ -50,12 +50,6 @@ class InProcessSaveStrategy(SaveShardedStrategy):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def check_backend_compatibility(self, loaded_version: int) -> None:
-        """Asked of loading strategies only."""
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Asked of loading strategies only."""
-
 
 def save_tensors(entries: ShardedStateDict, folder: Path) -> None:
     """Write all ranks' shards into a folder that exists and is empty. Collective.

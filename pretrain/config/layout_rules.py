@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megamem.retrieval.config import RetrievalConfig
-from parallel.layout import Unit, split_units, unsplittable_units
-from parallel.pipeline_layout import layout_text, model_chunks, nearest_layouts, split_units_of
+from parallel.layout import Unit, unsplittable_units
+from parallel.pipeline_layout import layout_text, model_chunks, nearest_layouts, split_units
 from pretrain.config.schema import RunConfig
 
 _MAX_LAYOUTS_LISTED = 4
@@ -98,7 +98,7 @@ def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:
         yield str(error)
         return
     units = unsplittable_units(config.model)
-    split = split_units_of(units, chunks)
+    split = split_units(units, chunks)
     if not split:
         return
     nearest = [
@@ -117,11 +117,12 @@ def _even_chunks(config: RunConfig) -> Iterator[str]:
     """Equal chunks, and no unit that reaches over the edge of one."""
     parallel, num_layers, memory = config.parallel, config.model.num_layers, config.model.memory
     sharing = memory.sharing if isinstance(memory, RetrievalConfig) else None
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    layout = f"parallel.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline}"
+    pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
+    chunks = pipeline * virtual
+    layout = f"parallel.pipeline {pipeline} x virtual_pipeline {virtual}"
     units = unsplittable_units(config.model)
     whole = num_layers % chunks == 0
-    split = split_units(units, num_layers=num_layers, chunks=chunks) if whole else ()
+    split = _split_if_even(units, num_layers, pipeline, virtual) if whole else ()
     if sharing is not None and sharing.pattern in ("ring", "no_ring", "all") and units and (split or not whole):
         yield (
             f"model.memory.sharing.pattern is {sharing.pattern}, where all layers read each other's tables: they must "
@@ -167,12 +168,15 @@ def nearest_pipelines(num_layers: int, units: Sequence[Unit], pipeline: int, vir
     layouts = []
     for stages in range(1, num_layers + 1):
         for chunks in range(1, num_layers // stages + 1 if stages > 1 else 2):
-            even = num_layers % (stages * chunks) == 0
-            if even and not split_units(units, num_layers=num_layers, chunks=stages * chunks):
+            if num_layers % (stages * chunks) == 0 and not _split_if_even(units, num_layers, stages, chunks):
                 layouts.append((stages, chunks))
     # The number of stages decides how many ranks a run needs, so it is the last thing to move.
     layouts.sort(key=lambda layout: (abs(math.log(layout[0] / pipeline)), abs(math.log(layout[1] / virtual))))
     return layouts[:_MAX_LAYOUTS_LISTED]
+
+
+def _split_if_even(units: Sequence[Unit], num_layers: int, pipeline: int, virtual: int) -> tuple[Unit, ...]:
+    return split_units(units, model_chunks(num_layers, pipeline=pipeline, virtual_pipeline=virtual, layout=None))
 
 
 def _memory(config: RunConfig, world_size: int | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ def validate(config: RunConfig, world_size: int | None) -> None:
     """Refuses a configuration that cannot run.
 
     Args:
-        config: what was loaded.
+        config: the run.
         world_size: ranks of the run; None leaves out the checks that need it (to look at a configuration for another
             machine).
 

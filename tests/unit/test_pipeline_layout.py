@@ -24,7 +24,7 @@ from parallel.pipeline_layout import (
     model_chunks,
     nearest_layouts,
     parse_layout,
-    split_units_of,
+    split_units,
 )
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.validate import validate
@@ -156,12 +156,12 @@ def test_the_nearest_layouts_are_the_nearest(edges: list[int], units: list[Unit]
     ]
     found = nearest_layouts(units, chunks, num_layers=8, limit=3)
     for layout in found:
-        assert not split_units_of(units, layout)
+        assert not split_units(units, layout)
         assert parse_layout(layout_text(layout), 8) == layout
     costs = [cost(tuple(chunk.layers.stop for chunk in layout[:-1])) for layout in found]
     assert costs == sorted(map(cost, every))[:3]
     assert len(set(found)) == len(found)
-    assert (costs[:1] == [0]) == (not split_units_of(units, chunks))
+    assert (costs[:1] == [0]) == (not split_units(units, chunks))
 
 
 def run(layout: str | None, *, pipeline: int = 2, virtual: int = 1, **model: Any) -> RunConfig:

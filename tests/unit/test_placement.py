@@ -13,7 +13,8 @@ from megamem.initial_variance import sigma_values
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
 from megamem.spans import Span, parse_spans, pending_before
-from parallel.layout import Unit, split_units, unsplittable_units
+from parallel.layout import Unit, unsplittable_units
+from parallel.pipeline_layout import model_chunks, split_units
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
@@ -105,8 +106,9 @@ def test_what_a_chunk_must_hold_whole() -> None:
     assert unsplittable_units(model(spans="0:2/3:3/5:6")) == (Unit(0, 2, "span"), Unit(5, 6, "span"))
     shared = model(every=2, sharing=SharingConfig("block", 2))
     assert unsplittable_units(shared) == (Unit(1, 3, "group"), Unit(5, 7, "group"))
-    assert split_units(unsplittable_units(shared), num_layers=8, chunks=2) == ()
-    assert split_units(unsplittable_units(shared), num_layers=8, chunks=4) == unsplittable_units(shared)
+    halves, quarters = (model_chunks(8, pipeline=count, virtual_pipeline=1, layout=None) for count in (2, 4))
+    assert split_units(unsplittable_units(shared), halves) == ()
+    assert split_units(unsplittable_units(shared), quarters) == unsplittable_units(shared)
 
 
 def run(config: ModelConfig, **parallel: int) -> RunConfig:
