@@ -3,7 +3,7 @@
 Megatron-core 0.16.1 asks for CUDA devices, streams and random states by name. `cuda_on_cpu()` answers those calls with
 the CPU, through the list of redirections below and one `TorchFunctionMode`; the parallel state, schedules, DDP,
 optimizer and checkpoints that then run are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is
-undone on exit. Nothing else in the project patches anything.
+undone on exit. Nothing else in a run patches anything.
 """
 
 from __future__ import annotations

@@ -72,15 +72,9 @@ class Run:
     """One rank's parts of a run. `state` and `last_saved_step` move on; the rest stays.
 
     Attributes:
-        config: what was asked for.
-        folder: where it is kept.
-        groups: this rank's positions and process groups.
-        tokenizer: of the data sets.
         train_data: samples in the order of the run.
         held_out: the validation documents.
-        chunks: this rank's model chunks under DDP.
-        optimizer: over their parameters.
-        state: how far the run has come.
+        chunks: this rank's model chunks.
         flops_per_token: of training, for the metrics.
         last_saved_step: step of the newest checkpoint, or None.
     """

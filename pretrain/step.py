@@ -167,7 +167,7 @@ def _world_loss(
 ) -> tuple[LossSum, dict[str, dict[int, float]], bool]:
     """Losses over all ranks, known to every rank, and whether any rank was told to stop.
 
-    `losses` are [loss sum, targets] per microbatch, on the last stage. Auxiliary losses come from the layers of `chunks`.
+    `losses` are [loss sum, targets] per microbatch, on the last stage. The layers of `chunks` have the auxiliary ones.
     """
     auxiliary = auxiliary_sums(chunks, groups.device)
     totals = torch.zeros(3 + auxiliary.numel(), dtype=torch.float64, device=groups.device)

@@ -107,8 +107,8 @@ class Manifest:
             ValueError, KeyError, TypeError: the text is not a manifest of this version.
         """
         values = json.loads(text)
-        if not isinstance(values, dict) or values.get("format_version") != FORMAT_VERSION:
-            version = values.get("format_version") if isinstance(values, dict) else None
+        version = values.get("format_version") if isinstance(values, dict) else None
+        if version != FORMAT_VERSION:
             raise ValueError(f"format version {version}, and this program reads {FORMAT_VERSION}")
         values = {field.name: values[field.name] for field in fields(cls)}
         values["tokenizer"] = TokenizerInfo(**values["tokenizer"])

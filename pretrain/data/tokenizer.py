@@ -101,11 +101,9 @@ class ByteTokenizer(Tokenizer):
     """The 256 byte values and an end-of-document token: 257 ids, no training, no loss."""
 
     kind = BYTES
-
-    def __init__(self) -> None:
-        self.eod = _NUM_BYTE_VALUES
-        self.vocab_size = _NUM_BYTE_VALUES + 1
-        self.fingerprint = hashlib.sha256(b"megamem: utf-8 bytes, 256 ends a document").hexdigest()
+    eod = _NUM_BYTE_VALUES
+    vocab_size = _NUM_BYTE_VALUES + 1
+    fingerprint = hashlib.sha256(b"megamem: utf-8 bytes, 256 ends a document").hexdigest()
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts]
