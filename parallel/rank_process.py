@@ -51,8 +51,8 @@ class RankPlan:
     log_start: int
     """Bytes in the log before the rank started: a resumed run appends."""
     failure: tuple[Connection, Connection]
-    """Read and write end of a pipe for the `Failure` of a rank without a result: a full disk may be what failed. One that
-    was killed sends none."""
+    """Read and write end of a pipe for the `Failure` of a rank without a result: a full disk may be what failed. One
+    that was killed sends none."""
 
     @property
     def result(self) -> Path:

@@ -71,7 +71,7 @@ class Multiplies(MegatronModule):
 
 
 def with_multiplying_memories(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(FAMILIES, PKM.kind, replace(PKM, layer=lambda: Multiplies))
+    patch.setitem(FAMILIES, PKM.kind, replace(PKM, layer_path=f"{__name__}:Multiplies"))
     patch.setattr(megamem.model, "slot_of", lambda placement, span: SLOTS[span.read])
 
 

@@ -100,6 +100,8 @@ def test_conditions_on_another_section(tmp_path: Path) -> None:
     no_pre_values = load_config(write(tmp_path, "c.yaml", "base: memory.yaml\nmodel: {memory: {pre_value_dim: 0}}"))
     assert no_pre_values.optimizer.value_lr_multiplier == 4.0
     assert no_pre_values.optimizer.pre_value_lr_multiplier is None
+    narrow = load_config(write(tmp_path, "e.yaml", "base: memory.yaml\nmodel: {memory: {pre_value_dim: 1}}"))
+    assert narrow.optimizer.pre_value_lr_multiplier == 2.0
     own_rate = load_config(write(tmp_path, "d.yaml", "base: memory.yaml\noptimizer: {value_lr: 1e-3}"))
     assert (own_rate.optimizer.value_lr, own_rate.optimizer.value_lr_multiplier) == (1e-3, 1.0)
 
