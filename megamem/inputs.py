@@ -1,6 +1,6 @@
 """What belongs to a microbatch besides its hidden states, on its way to every block of every pipeline stage.
 
-Every stage reads the microbatch from its own loader, so no message between stages grows. Inside a model chunk two of
+A chunk that has a memory reads the microbatch from its own loader, so no message between stages grows. Inside a model chunk two of
 Megatron's arguments carry it, both of which `TransformerBlock` hands to every block and `_checkpointed_forward` saves
 as arguments of what it recomputes: `context_mask` the token ids and positions (`pack`), and `context`, which a block
 also returns, the outputs that join in a later block (`megamem.block.MemoryBlock`). Both belong to cross-attention, of

@@ -38,6 +38,7 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
+        reads_tokens: whether this chunk needs the microbatch: it has the embedding, a memory or the loss.
         weights_are_set: to be set by whoever fills the weights.
     """
 
@@ -104,17 +105,23 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config = model
+        self.reads_tokens = pre_process or post_process or bool(sites)
         self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: None = None, *, labels: Tensor | None = None
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: None = None,
+        *,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """The chunk's part of a forward pass, on every pipeline stage with the ids of the microbatch.
+        """The chunk's part of a forward pass.
 
         Args:
-            input_ids: [b, s] int64, the tokens of this context-parallel rank.
-            position_ids: [b, s] int64, their places in their sequences.
+            input_ids: [b, s] int64, the tokens of this context-parallel rank; None where the chunk does not read them.
+            position_ids: [b, s] int64, their places in their sequences; None with `input_ids`.
             attention_mask: must be None; attention is causal.
             labels: [b, s] int64; None where logits are wanted.
 
@@ -122,7 +129,10 @@ class MemoryGPTModel(GPTModel):
             [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
             [b, s, vocabulary] without labels.
         """
-        carried = {"context_mask": pack(input_ids, position_ids)}
+        carried = None
+        if input_ids is not None:
+            assert position_ids is not None
+            carried = {"context_mask": pack(input_ids, position_ids)}
         out: Tensor = super().forward(
             input_ids, position_ids, attention_mask, labels=labels, extra_block_kwargs=carried
         )
@@ -218,8 +228,9 @@ def _sites(
     if memory is None:
         return {}
     family, sites = family_of(memory), {}
+    spans = model.memory_spans
     for layer, index in index_of.items():
-        view, span = plan.views[index], model.memory_spans[index]
+        view, span = plan.views[index], spans[index]
         make_memory = partial(
             family.layer(),
             config,

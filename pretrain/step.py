@@ -138,14 +138,15 @@ def _schedule(
 
 
 def _forward_step(iterator: Iterator[Batch], chunk: Chunk) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    # Every stage reads the microbatch: memories of any block may ask for its tokens.
-    batch = own_tokens(next(iterator), unwrap(chunk).cp_group)
-    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_loss, batch["loss_mask"])
+    model = unwrap(chunk)
+    batch = own_tokens(next(iterator), model.cp_group) if model.reads_tokens else {}
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    return output, partial(_loss, batch.get("loss_mask"))
 
 
-def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Summed loss and number of targets of this rank's tokens of a microbatch: losses and loss_mask are [b, tokens]."""
+    assert loss_mask is not None
     total = (losses.float() * loss_mask).sum()
     num_tokens = loss_mask.sum()
     return total, num_tokens.int(), {"loss": torch.stack([total.detach().double(), num_tokens.double()])}

@@ -29,7 +29,7 @@ from megamem.slots import Slot
 from megamem.spans import Span
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from pretrain.build import build_chunks
+from pretrain.build import build_chunks, unwrap
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.step import evaluation_loss
 from tests.distributed.test_skip_insertion import plain_norm, rope_frequencies, rotate
@@ -156,6 +156,21 @@ def test_every_slot_computes_what_plain_pytorch_does_and_serves_without_tokens(r
     ((errors, served),) = run_ranks(errors_against_plain, 1)
     assert max(errors.values()) < 1e-9, errors
     assert served == [1] * len(SLOTS)
+
+
+def chunks_that_read_tokens(config: RunConfig) -> list[bool]:
+    with tiny_run(config) as run:
+        return [unwrap(chunk).reads_tokens for chunk in run.chunks]
+
+
+def test_a_chunk_in_the_middle_reads_tokens_only_for_its_memories(run_ranks: Any) -> None:
+    """Two stages of two chunks: the embedding is in the first, the loss in the last, a memory in the fourth block or none."""
+    layout = ParallelConfig(pipeline=2, virtual_pipeline=2)
+    dense = replace(SHARED, parallel=layout, model=replace(SHARED.model, num_layers=8, memory=None))
+    one = replace(PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2), placement=PlacementConfig(blocks=(3,)))
+    with_one = replace(dense, model=replace(dense.model, memory=one))
+    found = run_ranks(lambda: [chunks_that_read_tokens(config) for config in (dense, with_one)], 2)
+    assert found == [[[True, False], [True, False]], [[False, True], [True, True]]]
 
 
 def train_and_evaluate(config: RunConfig) -> list[tuple[float, ...]]:
