@@ -77,13 +77,7 @@ def _forward(*operands: Any) -> tuple[Tensor, Tensor]:
             sums,
             reads,
             launch.split,
-            C=groups,
-            P=pre_width,
-            V=width,
-            B=o.num_bins,
-            ACTIVATION=o.activation,
-            SUM=sum_dtype(o.values),
-            **launch.constants,
+            **_constants(o, launch),
         )
     _add_splits(sums, out)
     return out, products
@@ -136,13 +130,7 @@ def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
             sums,
             reads,
             launch.split,
-            C=groups,
-            P=pre_width,
-            V=width,
-            B=o.num_bins,
-            ACTIVATION=o.activation,
-            SUM=sum_dtype(o.values),
-            **launch.constants,
+            **_constants(o, launch),
         )
     _add_splits(sums, made.x)
     return tuple(made)
@@ -155,6 +143,18 @@ gather_pair = Pair(
     lambda o: _forward(*o), lambda o, products, grad_out: PairGradients(*_gradients(*o, products, grad_out))
 )
 """Products and coefficients are not rounded to the dtype of the tables."""
+
+
+def _constants(o: PairOperands, launch: Launch) -> dict[str, Any]:
+    return {
+        "C": o.scores.shape[2],
+        "P": o.pre_values.shape[1],
+        "V": o.values.shape[1],
+        "B": o.num_bins,
+        "ACTIVATION": o.activation,
+        "SUM": sum_dtype(o.values),
+        **launch.constants,
+    }
 
 
 def _room_for_splits(out: Tensor, launch: Launch, dtype: torch.dtype) -> Tensor:
