@@ -1,12 +1,13 @@
 """What belongs to a microbatch besides its hidden states, on its way to every block of every pipeline stage.
 
-A chunk that has a memory reads the microbatch from its own loader, so no message between stages grows. Inside a model chunk two of
-Megatron's arguments carry it, both of which `TransformerBlock` hands to every block and `_checkpointed_forward` saves
-as arguments of what it recomputes: `context_mask` the token ids and positions (`pack`), and `context`, which a block
-also returns, the outputs that join in a later block (`megamem.block.MemoryBlock`). Both belong to cross-attention, of
-which these models have none. Nothing is kept on a module: under 1F1B the forward pass of another microbatch runs before
-a block is recomputed. Megatron's other arguments would do worse: `attention_bias` and `packed_seq_params` reach a
-recomputed block through a closure, and `padding_mask` not at all where `recompute_method: block` leaves a block alone.
+A chunk that has a memory reads the microbatch from its own loader, so no message between stages grows. Inside a model
+chunk two of Megatron's arguments carry it, both of which `TransformerBlock` hands to every block and
+`_checkpointed_forward` saves as arguments of what it recomputes: `context_mask` the token ids and positions (`pack`),
+and `context`, which a block also returns, the outputs that join in a later block (`megamem.block.MemoryBlock`). Both
+belong to cross-attention, of which these models have none. Nothing is kept on a module: under 1F1B the forward pass of
+another microbatch runs before a block is recomputed. Megatron's other arguments would do worse: `attention_bias` and
+`packed_seq_params` reach a recomputed block through a closure, and `padding_mask` not at all where
+`recompute_method: block` leaves a block alone.
 
 Legend: s tokens of a sequence on this rank (of a context-parallel group), b sequences, t tokens of one tensor-parallel
 rank.

@@ -9,7 +9,9 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread per process: sums then do not depend on the machine's cores, and ranks are forked from a process without threads."""
+    """One thread per process: sums then do not depend on the machine's cores, and ranks are forked from a process
+    without threads.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     # Not at the top of the file: the variable above has to be there before torch is loaded.
     import torch
@@ -27,7 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def golden_dir(pytestconfig: pytest.Config) -> Path:
-    """Folder of the golden cases: `$MEGAMEM_GOLDEN_DIR`, which must be there, or `shared/golden` beside the repository. Skips where neither is."""
+    """Folder of the golden cases: `$MEGAMEM_GOLDEN_DIR`, which must be there, or `shared/golden` beside the repository.
+    Skips where neither is.
+    """
     beside = pytestconfig.rootpath.parent / "shared" / "golden"
     named = os.environ.get("MEGAMEM_GOLDEN_DIR")
     folder = Path(named or beside)

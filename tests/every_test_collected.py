@@ -1,8 +1,8 @@
 """Fails a whole-suite run that has not collected every test function that is written in this folder.
 
-A test that is no longer found (its file or class renamed, its module skipped, a definition behind a condition) fails nowhere by itself. `make test` loads
-this plugin with `-p tests.every_test_collected`; a run of some tests by hand does not. Under pytest-xdist every worker collects all tests, and the
-process that the workers report to compares.
+A test that is no longer found (its file or class renamed, its module skipped, a definition behind a condition) fails
+nowhere by itself. `make test` loads this plugin with `-p tests.every_test_collected`; a run of some tests by hand does
+not. Under pytest-xdist every worker collects all tests, and the process that the workers report to compares.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class RunRanks(Protocol):
 def run_ranks() -> RunRanks:
     """A function that runs `fn` on gloo ranks and returns their results by rank.
 
-    `fn` may be a closure; it takes nothing, knows its rank from `torch.distributed`, and returns something picklable. Setting up
-    Megatron's groups costs far more than the fork, so let one `fn` go through many cases and return one result per case. A failed
-    rank fails the test with its traceback; a hang fails it with the stacks of all ranks.
+    `fn` may be a closure; it takes nothing, knows its rank from `torch.distributed`, and returns something picklable.
+    Setting up Megatron's groups costs far more than the fork, so let one `fn` go through many cases and return one
+    result per case. A failed rank fails the test with its traceback; a hang fails it with the stacks of all ranks.
     """
     for module in WARM_MODULES:
         importlib.import_module(module)

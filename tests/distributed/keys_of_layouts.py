@@ -67,7 +67,9 @@ FC1 = "decoder.layers.0.mlp.ffn.linear_fc1.weight"
 
 @LAYOUTS.key("parallel.tensor", 2, FOUR_BLOCKS)
 def _(base: list[OnRank], second: list[OnRank]) -> None:
-    """Half of the rows of a column-parallel weight, and half of a sequence: with data parallelism, half of the microbatches."""
+    """Half of the rows of a column-parallel weight, and half of a sequence: with data parallelism, half of the
+    microbatches.
+    """
     same_losses(base, second)
     for rank in base:
         assert rank.shapes[FC1] == (96, 32)

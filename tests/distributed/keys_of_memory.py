@@ -265,7 +265,9 @@ def _(base: Subject, second: Subject) -> None:
 
 @MEMORIES.key("model.memory.initialisation", "matched")
 def _(base: Subject, second: Subject) -> None:
-    """Only the tables, by the fourth root of the SwiGLU's inner variance over the paper's 0.16, for gates and inputs of variance 0.4."""
+    """Only the tables, by the fourth root of the SwiGLU's inner variance over the paper's 0.16, for gates and inputs of
+    variance 0.4.
+    """
     assert last_parts(changed_names(base.weights, second.weights)) == {"values", "pre_values"}
     gate = np.linspace(-8, 8, 100_001)
     density = np.exp(-(gate**2) / 0.8) / math.sqrt(0.8 * math.pi)
@@ -367,7 +369,9 @@ def _(base: Subject, second: Subject) -> None:
 
 @MEMORIES.key("model.memory.sharing.pattern", "no_ring", with_sharing("ring", 3))
 def _(base: Subject, second: Subject) -> None:
-    """A window of three: floor(12 sqrt(3))^2 = 400 rows from the table before the layer's own. At the ends it goes around, or stops."""
+    """A window of three: floor(12 sqrt(3))^2 = 400 rows from the table before the layer's own. At the ends it goes
+    around, or stops.
+    """
     assert rows_of_banks(base) == rows_of_banks(second) == [4 * 144]
     assert tables_seen(base) == [{3, 0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 0}]
     assert tables_seen(second) == [{0, 1, 2}, {0, 1, 2}, {1, 2, 3}, {1, 2, 3}]

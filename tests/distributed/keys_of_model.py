@@ -1,4 +1,6 @@
-"""What the keys under `model` but those of the memory do, measured on initial weights and single passes of models on one rank."""
+"""What the keys under `model` but those of the memory do, measured on initial weights and single passes of models on
+one rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the keys of data, evaluation, checkpoints and logging do, measured on what whole runs on one rank read and leave behind."""
+"""What the keys of data, evaluation, checkpoints and logging do, measured on what whole runs on one rank read and leave
+behind.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The table of what each configuration key does: entries, and the models and runs that they measure.
 
-An entry is a function of two subjects that differ in one key. It states what that changes, as a number or a shape that can be written down without
-the code in question, and what it leaves alone.
+An entry is a function of two subjects that differ in one key. It states what that changes, as a number or a shape that
+can be written down without the code in question, and what it leaves alone.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def set_key(owner: Any, key: str, value: Any) -> Any:
 
 
 def schema_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every key that has a value of its own, by dataclass fields; an optional section is one (it may be null), and element N of a list."""
+    """Every key that has a value of its own, by dataclass fields; an optional section is one (it may be null), and
+    element N of a list.
+    """
     of = [family.config for family in FAMILIES.values()] if cls is MemoryConfig else [cls]
     fields = {item.name: (owner, item) for owner in of for item in dataclasses.fields(owner)}
     for owner, item in fields.values():
@@ -172,7 +174,9 @@ class Step:
 
 
 class Subject:
-    """A tiny model on one rank, and what can be measured of it. Trained weights are copies: `model` keeps the initial ones."""
+    """A tiny model on one rank, and what can be measured of it. Trained weights are copies: `model` keeps the initial
+    ones.
+    """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.config, self.groups = config, groups

@@ -1,4 +1,6 @@
-"""The backbone's settings reach Megatron's modules: logits against a plain transformer that is written out here, setting by setting."""
+"""The backbone's settings reach Megatron's modules: logits against a plain transformer that is written out here,
+setting by setting.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def built(model: ModelConfig, groups: ParallelGroups) -> MemoryGPTModel:
 
 
 def compare(name: str, groups: ParallelGroups) -> dict[str, Any]:
-    """Of one model: how far its logits are from the plain ones of its own settings, and from those of `PLAIN` with the same weights."""
+    """Of one model: how far its logits are from the plain ones of its own settings, and from those of `PLAIN` with the
+    same weights.
+    """
     model = MODELS[name]
     chunk = built(model, groups)
     frequencies = chunk.rotary_pos_emb.inv_freq

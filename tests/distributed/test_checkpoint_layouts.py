@@ -1,8 +1,9 @@
 """What one layout saves, every other one loads: weights and optimizer state, bit for bit.
 
-A checkpoint is loaded into a run of other weights on the target layout and saved again from there: the two checkpoints must hold the same
-tensors. That compares every element of every global tensor, whichever ranks own it. A checkpoint's tensors are global and know no layout, so
-that every layout writes once and reads once per model: pairs of layouts add nothing to that.
+A checkpoint is loaded into a run of other weights on the target layout and saved again from there: the two checkpoints
+must hold the same tensors. That compares every element of every global tensor, whichever ranks own it. A checkpoint's
+tensors are global and know no layout, so that every layout writes once and reads once per model: pairs of layouts add
+nothing to that.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2
 
 
 def layouts_of(config: RunConfig) -> dict[str, dict[str, int]]:
-    """Pairs of layers that share a table cannot be split. Without memories there is less to see: what the stages do to the ends of the model."""
+    """Pairs of layers that share a table cannot be split. Without memories there is less to see: what the stages do to
+    the ends of the model.
+    """
     if config.model.memory is None:
         return {name: LAYOUTS[name] for name in ("tensor 2 x pipeline 2", "pipeline 2 x data 2, interleaved")}
     shared = config.model.memory.sharing.pattern == "block"
@@ -139,7 +142,9 @@ def check_pairs(
 
 
 def check_contents(config: RunConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Weights, main weights and both moments of every parameter, in the weights' global shape; and the buffers, which have no moments."""
+    """Weights, main weights and both moments of every parameter, in the weights' global shape; and the buffers, which
+    have no moments.
+    """
     state_prefix = "optimizer.state.param."
     weights = {name.removeprefix(state_prefix) for name in tensors if name.startswith(state_prefix)}
     buffers = {name for name in tensors if not name.startswith("optimizer.")} - weights

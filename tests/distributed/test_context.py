@@ -1,4 +1,6 @@
-"""Sequences cut over context-parallel ranks: who holds which tokens, and attention across the cuts against plain attention over whole sequences."""
+"""Sequences cut over context-parallel ranks: who holds which tokens, and attention across the cuts against plain
+attention over whole sequences.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ GROUPED = {"one head per query": 4, "grouped": 2, "one for all": 1}
 
 
 def held_by(rank: int, size: int) -> Tensor:
-    """Positions of a sequence that a rank holds: the rank-th of 2 CP slices from the start, and the rank-th from the end."""
+    """Positions of a sequence that a rank holds: the rank-th of 2 CP slices from the start, and the rank-th from the
+    end.
+    """
     length = LENGTH // (2 * size)
     first, second = rank * length, LENGTH - (rank + 1) * length
     return torch.tensor([*range(first, first + length), *range(second, second + length)])

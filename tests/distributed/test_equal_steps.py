@@ -1,11 +1,12 @@
 """A whole run on a corpus of Python source: its first twenty steps are the same on every layout.
 
-Retrieval is discrete. Where the last candidate taken and the first one left out are closer than fp32 rounding, another layout's rounding
-takes the other one, and from then on the runs are two trainings of the same model, as after a change of seed. No seed is safe from
-that on every machine, since the corpus is the running Python's own library and rounding is its processor's. So the test tells a tie from
-a fault. It compares what every token selects in every layer. Losses and gradient norms must agree to 1e-5 in all steps for as long as all
-8,192 selections of a step do; in the first layer where some part, each of those must be one that a little noise changes on one rank, too.
-(Later layers of that step read what the first one wrote, and may part further.)
+Retrieval is discrete. Where the last candidate taken and the first one left out are closer than fp32 rounding, another
+layout's rounding takes the other one, and from then on the runs are two trainings of the same model, as after a change
+of seed. No seed is safe from that on every machine, since the corpus is the running Python's own library and rounding
+is its processor's. So the test tells a tie from a fault. It compares what every token selects in every layer. Losses
+and gradient norms must agree to 1e-5 in all steps for as long as all 8,192 selections of a step do; in the first layer
+where some part, each of those must be one that a little noise changes on one rank, too. (Later layers of that step read
+what the first one wrote, and may part further.)
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ NUM_STEPS = 20
 TOLERANCE = 1e-5
 # Of the loss, once a tie has parted two runs.
 LOOSE_TOLERANCE = 0.02
-# Relative noise on a retrieval's input, about ten times what layouts differ by. One selection in some thousand hangs on it.
+# Relative noise on a retrieval's input, about ten times what layouts differ by. One selection in some thousand hangs on
+# it.
 ROUNDING = 1e-5
 NUM_DRAWS = 8
 # Axes, microbatch and ranks.

@@ -1,5 +1,5 @@
-"""A family that only the tests have: its folder and its registration here are all that it takes to train, split, pipeline, recompute, save, resume,
-price and measure it."""
+"""A family that only the tests have: its folder and its registration here are all that it takes to train, split,
+pipeline, recompute, save, resume, price and measure it."""
 
 from __future__ import annotations
 

@@ -30,10 +30,11 @@ from pretrain.config.schema import RunConfig, TrainConfig
 CASES = ("e2e_v2_perrank_full", "e2e_memory_plus")
 # Largest error over the largest element of the reference.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-# The one exception: gradients in float32 of a case whose values and pre-values are ten times as large as the release initialises them. A memory's
-# output is a polynomial of third degree in its normalised input, and through four blocks of it one rounding of each weight changes gradients
-# by up to 7e-5. They are held to `SENSITIVITY_FACTOR` times what such roundings do to the same gradient in float64; without the factor of
-# ten they keep to 1e-5 as well (the last test).
+# The one exception: gradients in float32 of a case whose values and pre-values are ten times as large as the release
+# initialises them. A memory's output is a polynomial of third degree in its normalised input, and through four blocks
+# of it one rounding of each weight changes gradients by up to 7e-5. They are held to `SENSITIVITY_FACTOR` times what
+# such roundings do to the same gradient in float64; without the factor of ten they keep to 1e-5 as well (the last
+# test).
 ILL_CONDITIONED = "e2e_v2_perrank_full"
 SENSITIVITY_FACTOR, NUM_ROUNDINGS = 2, 8
 UNIT_ROUNDOFF = 2.0**-24
@@ -87,7 +88,9 @@ def load(model: MemoryGPTModel, weights: dict[str, Tensor]) -> None:
 
 
 def capture_streams(model: MemoryGPTModel) -> dict[str, Tensor]:
-    """Fill a dictionary, during the next forward, with what the case calls block_in, block_out, mem_in and mem_out; all [b, s, D]."""
+    """Fill a dictionary, during the next forward, with what the case calls block_in, block_out, mem_in and mem_out; all
+    [b, s, D].
+    """
     streams: dict[str, Tensor] = {}
 
     def keep(name: str, value: Tensor) -> None:
@@ -158,8 +161,9 @@ def compute(
     load(model, from_released(recorded, config.model))
     rope, width = model.rotary_pos_emb, config.model.attention_head_dim
     frequencies = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    # Megatron computes them in fp32 whatever the model's dtype, and divides, which is one more rounding. The ill-conditioned case multiplies it
-    # by a thousand: the release's take their place, once they are known to be the same to two roundings.
+    # Megatron computes them in fp32 whatever the model's dtype, and divides, which is one more rounding. The
+    # ill-conditioned case multiplies it by a thousand: the release's take their place, once they are known to be the
+    # same to two roundings.
     torch.testing.assert_close(rope.inv_freq.double(), frequencies, rtol=2 * UNIT_ROUNDOFF, atol=0)
     rope.inv_freq = frequencies.to(dtype)
     with torch.no_grad():
@@ -189,7 +193,9 @@ def relative_error(actual: Tensor, reference: Tensor) -> float:
 
 
 def sensitivity(case: Case, groups: ParallelGroups) -> dict[str, float]:
-    """The largest error in float64 after a relative change of every weight by the unit roundoff of float32, up or down at random."""
+    """The largest error in float64 after a relative change of every weight by the unit roundoff of float32, up or down
+    at random.
+    """
     reference = compute(case, groups, torch.float64)
     largest = dict.fromkeys(reference, 0.0)
     for seed in range(NUM_ROUNDINGS):

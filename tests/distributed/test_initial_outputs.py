@@ -1,4 +1,6 @@
-"""Single layers and feed-forwards measured without a model put out what they put out in one, and what is predicted of them."""
+"""Single layers and feed-forwards measured without a model put out what they put out in one, and what is predicted of
+them.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +138,8 @@ def test_product_keys_have_no_prediction(figures: dict[str, list[InModel]]) -> N
 
 
 def test_choices_are_measured_as_one_by_one() -> None:
-    """What is drawn once for several choices is what each would draw, and what is retrieved once what each would retrieve, but for the
-    norms' epsilon, which the queries' initial deviation makes weigh more or less."""
+    """What is drawn once for several choices is what each would draw, and what is retrieved once what each would
+    retrieve, but for the norms' epsilon, which the queries' initial deviation makes weigh more or less."""
     choices: tuple[Initialisation, ...] = ("released", "paper", "matched", "released")
     together = measure_initial_outputs(
         MODEL, seed=3, most_layers=2, choices=[replace(MEMORY, initialisation=choice) for choice in choices]

@@ -81,7 +81,9 @@ def eq_22(model: ModelConfig, memory: TuckerConfig, sigma_s: float, table_std: f
 
 
 def eq_26(model: ModelConfig, memory: TuckerConfig, sigma_s: float) -> float:
-    """sigma_V as the paper writes it; without pre-values P falls out, and 0.08 under a square root stands for 0.2 under a fourth one."""
+    """sigma_V as the paper writes it; without pre-values P falls out, and 0.08 under a square root stands for 0.2 under
+    a fourth one.
+    """
     k_inner = model.ffn_hidden_size / model.hidden_size
     read = memory.top_k * memory.num_heads * memory.value_dim * (1 + sigma_s**2)
     share = k_inner * model.hidden_size / (read * model.num_layers)

@@ -1,7 +1,9 @@
-"""What belongs to a microbatch reaches every slot of every block: the right tokens at the right hidden states, on any schedule and layout.
+"""What belongs to a microbatch reaches every slot of every block: the right tokens at the right hidden states, on any
+schedule and layout.
 
-The memories of these tests are functions of (token id, position) that multiply what they are given, so a token of another microbatch, of another place or of
-another rank changes the loss, and one in a recomputed block changes gradients. One model has a memory in every slot.
+The memories of these tests are functions of (token id, position) that multiply what they are given, so a token of
+another microbatch, of another place or of another rank changes the loss, and one in a recomputed block changes
+gradients. One model has a memory in every slot.
 
 Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension.
 """
@@ -122,7 +124,9 @@ def plain_attention(
 
 
 def errors_against_plain() -> tuple[dict[str, float], list[int]]:
-    """Largest errors of logits and gradients, over the largest element of the reference; passes without a token of each memory."""
+    """Largest errors of logits and gradients, over the largest element of the reference; passes without a token of each
+    memory.
+    """
     with cuda_on_cpu(), pytest.MonkeyPatch.context() as patch:
         with_multiplying_memories(patch)
         groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
@@ -164,7 +168,9 @@ def chunks_that_read_tokens(config: RunConfig) -> list[bool]:
 
 
 def test_a_chunk_in_the_middle_reads_tokens_only_for_its_memories(run_ranks: Any) -> None:
-    """Two stages of two chunks: the embedding is in the first, the loss in the last, a memory in the fourth block or none."""
+    """Two stages of two chunks: the embedding is in the first, the loss in the last, a memory in the fourth block or
+    none.
+    """
     layout = ParallelConfig(pipeline=2, virtual_pipeline=2)
     dense = replace(SHARED, parallel=layout, model=replace(SHARED.model, num_layers=8, memory=None))
     one = replace(PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2), placement=PlacementConfig(blocks=(3,)))
@@ -189,7 +195,8 @@ def train_and_evaluate(config: RunConfig) -> list[tuple[float, ...]]:
 
 
 def outcomes(layouts: list[dict[str, int]], recomputes: tuple[Any, ...]) -> dict[str, list[tuple[float, ...]]]:
-    # Four microbatches per step on a rank that holds all data, two on two: 1F1B has several on their way when blocks are recomputed.
+    # Four microbatches per step on a rank that holds all data, two on two: 1F1B has several on their way when blocks
+    # are recomputed.
     with pytest.MonkeyPatch.context() as patch:
         with_multiplying_memories(patch)
         return {

@@ -373,8 +373,8 @@ def test_ranks_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
 def fork_parent(launch: Callable[[], Any], ignored: Sequence[int] = ()) -> int:
     """Run `launch` in a process of its own, which exits as the command line would. Returns its pid.
 
-    Its stop signals are those of a command in a terminal, but for `ignored`: the test process may itself be a job in the background, for
-    which shells ignore SIGINT.
+    Its stop signals are those of a command in a terminal, but for `ignored`: the test process may itself be a job in
+    the background, for which shells ignore SIGINT.
     """
     pid = os.fork()
     if pid != 0:

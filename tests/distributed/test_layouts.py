@@ -376,7 +376,9 @@ def test_naive_kernels_train_the_same_model(run_ranks: Any, outcomes: dict[str, 
 
 
 def test_bf16_follows_fp32(run_ranks: Any, outcomes: dict[str, list[Outcome]]) -> None:
-    """Loosely, because selections differ: bf16 weights move with their fp32 copies, through every exchange of gradients."""
+    """Loosely, because selections differ: bf16 weights move with their fp32 copies, through every exchange of
+    gradients.
+    """
 
     layouts = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2, "memory": 4})
 

@@ -1,8 +1,10 @@
-"""In fp64, split tables and cut sequences train to the same parameters to ten digits: what is left of a difference in fp32 is rounding and nothing else.
+"""In fp64, split tables and cut sequences train to the same parameters to ten digits: what is left of a difference in
+fp32 is rounding and nothing else.
 
-Megatron's distributed optimizer knows no fp64, so these runs take plain gradient steps on what its schedules, its DDP and our collectives put
-into the gradient buffers. Its cross entropy is in fp32, whose sum over a vocabulary that tensor-parallel ranks share differs in the seventh
-digit: layouts with tensor parallelism are compared in `test_layouts.py`.
+Megatron's distributed optimizer knows no fp64, so these runs take plain gradient steps on what its schedules, its DDP
+and our collectives put into the gradient buffers. Its cross entropy is in fp32, whose sum over a vocabulary that
+tensor-parallel ranks share differs in the seventh digit: layouts with tensor parallelism are compared in
+`test_layouts.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A bank split by columns reads, and learns, what a whole one does: values, every gradient, and the bits of a repetition.
+"""A bank split by columns reads, and learns, what a whole one does: values, every gradient, and the bits of a
+repetition.
 
 The oracle is `Bank` with the naive kernels on the tokens of all ranks together.
 
-Legend: G ranks of the group, T tokens of a rank, J rows read per token, C scores per row, V value dim, P pre-value dim, B bins.
+Legend: G ranks of the group, T tokens of a rank, J rows read per token, C scores per row, V value dim, P pre-value dim,
+B bins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Memories that read in one block and add after a later one: what they compute, and that no schedule or layout changes it.
+"""Memories that read in one block and add after a later one: what they compute, and that no schedule or layout changes
+it.
 
 Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension.
 """
@@ -25,7 +26,8 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
 from tests.microbatch import some_inputs
 
-# Overlapping, nested, one that adds where it reads, two that add after the same block; the first four blocks are closed in themselves.
+# Overlapping, nested, one that adds where it reads, two that add after the same block; the first four blocks are closed
+# in themselves.
 SPANS = "0:2/1:3/2:2/4:7/5:6/6:7"
 # Every pair of blocks is closed in itself, for two stages of two chunks.
 SHORT_SPANS = "0:1/2:3/5:5/6:7"
@@ -40,7 +42,9 @@ def with_spans(spans: str) -> RunConfig:
 
 
 def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Tensor:
-    """The model once more in plain PyTorch, from its weights: logits [b, s, vocabulary]. Memories alone are called as they are."""
+    """The model once more in plain PyTorch, from its weights: logits [b, s, vocabulary]. Memories alone are called as
+    they are.
+    """
     weights = dict(model.named_parameters())
     x = F.embedding(ids, weights["embedding.word_embeddings.weight"])
     pending: list[tuple[Span, Tensor]] = []

@@ -1,4 +1,6 @@
-"""Marks around the parts of a real step: they are all met, they add up, and the step computes what it does without them."""
+"""Marks around the parts of a real step: they are all met, they add up, and the step computes what it does without
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The weights after each step are AdamW's, computed again in float64 from the gradients: with the rates of a warm-up and a decay, a skipped step, and a resume."""
+"""The weights after each step are AdamW's, computed again in float64 from the gradients: with the rates of a warm-up
+and a decay, a skipped step, and a resume.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def weights_of(run: TinyRun) -> dict[str, Tensor]:
 
 
 def largest_errors(run: TinyRun, folder: Path) -> list[float]:
-    """Train, and save on the way: after each step, the largest difference from the trajectory in float64, over the learning rate of the parameter."""
+    """Train, and save on the way: after each step, the largest difference from the trajectory in float64, over the
+    learning rate of the parameter.
+    """
     trajectories = {
         name: AdamW(w.double(), torch.zeros_like(w, dtype=torch.float64), torch.zeros_like(w, dtype=torch.float64))
         for name, w in weights_of(run).items()

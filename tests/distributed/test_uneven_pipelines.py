@@ -1,4 +1,6 @@
-"""Pipelines whose chunks hold different numbers of blocks, or none, train what one rank trains, and share its checkpoints."""
+"""Pipelines whose chunks hold different numbers of blocks, or none, train what one rank trains, and share its
+checkpoints.
+"""
 
 from __future__ import annotations
 

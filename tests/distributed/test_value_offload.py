@@ -1,6 +1,7 @@
 """Tables whose main weights and moments are in host memory train as those on the device, bit for bit.
 
-Without a GPU both are one memory, and the copies between them are copies all the same: the host's tensors are others than the model's.
+Without a GPU both are one memory, and the copies between them are copies all the same: the host's tensors are others
+than the model's.
 """
 
 from __future__ import annotations
@@ -239,7 +240,9 @@ def test_deepspeed_steps_tables_to_rounding(run_ranks: Any, monkeypatch: pytest.
 
 
 def norms(config: RunConfig, num_steps: int = 3) -> Iterator[tuple[float, float, float, float]]:
-    """Per step: the two norms that a run states, and those of what is left in the gradients after clipping, over this rank's shares, squared."""
+    """Per step: the two norms that a run states, and those of what is left in the gradients after clipping, over this
+    rank's shares, squared.
+    """
     with tiny_run(config) as run:
         stated: list[Any] = []
         clip = run.optimizer.clip

@@ -32,10 +32,11 @@ from pretrain.step import Batch
 
 VOCAB_SIZE = 61
 
-# AdamW divides by sqrt(v) + epsilon. Where a gradient is a rounding of 0, the usual 1e-8 makes an update of full size out of it, and the
-# second step's loss depends on it: an ulp more or less in every weight moves losses and norms by 4e-6 of themselves in one of ten seeds.
-# With an epsilon above the median element of the clipped gradients (5e-4), an update still tells how large its gradient was, equal
-# parameters mean equal gradients, and that ulp moves losses and norms by at most 2e-7 in all of the ten.
+# AdamW divides by sqrt(v) + epsilon. Where a gradient is a rounding of 0, the usual 1e-8 makes an update of full size
+# out of it, and the second step's loss depends on it: an ulp more or less in every weight moves losses and norms by
+# 4e-6 of themselves in one of ten seeds. With an epsilon above the median element of the clipped gradients (5e-4), an
+# update still tells how large its gradient was, equal parameters mean equal gradients, and that ulp moves losses and
+# norms by at most 2e-7 in all of the ten.
 EPSILON = 1e-3
 
 MEMORY = UltraMemV2Config(num_keys=12, key_dim=8, value_dim=16, pre_value_dim=8, top_k=4)
@@ -146,7 +147,8 @@ def on(
 
 @contextlib.contextmanager
 def tiny_run(config: RunConfig, build_model: Callable[..., list[MemoryGPTModel]] = build_chunks) -> Iterator[TinyRun]:
-    """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout may follow.
+    """Build a run in the world that is already joined; Megatron's groups are gone afterwards, so that another layout
+    may follow.
 
     Args:
         config: the run.

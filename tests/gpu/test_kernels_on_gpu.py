@@ -82,7 +82,9 @@ def test_repeats_are_bit_identical(kernels: Kernels, gpu: torch.device) -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pair_reads_what_it_has_written(kernels: Kernels, gpu: torch.device, tokens: int, dtype: torch.dtype) -> None:
-    """Many programs at once, each of which reads products back that its other threads have written: any too early is another sum."""
+    """Many programs at once, each of which reads products back that its other threads have written: any too early is
+    another sum.
+    """
     generator = torch.Generator(gpu).manual_seed(0)
 
     def normal(*size: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Commands on tiny models: run in forks of this process, which has paid for the imports, on a corpus that is prepared once."""
+"""Commands on tiny models: run in forks of this process, which has paid for the imports, on a corpus that is prepared
+once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`megamem bench kernels` as a command: its figures, its refusals, and that it reports nothing of kernels that are wrong."""
+"""`megamem bench kernels` as a command: its figures, its refusals, and that it reports nothing of kernels that are
+wrong.
+"""
 
 from __future__ import annotations
 

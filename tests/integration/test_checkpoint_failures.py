@@ -1,4 +1,6 @@
-"""Checkpoints that cannot be written, read or trusted: exit code 4 or the one before it, and no step is lost that was saved."""
+"""Checkpoints that cannot be written, read or trusted: exit code 4 or the one before it, and no step is lost that was
+saved.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two tiny models are compared end to end; what is finished is kept, what was interrupted goes on, and what is of something else is refused."""
+"""Two tiny models are compared end to end; what is finished is kept, what was interrupted goes on, and what is of
+something else is refused.
+"""
 
 from __future__ import annotations
 

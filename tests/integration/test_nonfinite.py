@@ -1,4 +1,6 @@
-"""Steps without a finite gradient change nothing and are counted; too many in a row end the run, and its checkpoint stays."""
+"""Steps without a finite gradient change nothing and are counted; too many in a row end the run, and its checkpoint
+stays.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ FOUR = ("parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every_steps=3")
 
 
 class Poison(Callback):
-    """Puts a value into one gradient of this rank before the optimizer reads it, at some steps; notes which steps changed any state."""
+    """Puts a value into one gradient of this rank before the optimizer reads it, at some steps; notes which steps
+    changed any state.
+    """
 
     def __init__(self, value: float, poisoned: Callable[[int], bool]) -> None:
         self._value, self._poisoned = value, poisoned

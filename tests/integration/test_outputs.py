@@ -59,7 +59,9 @@ def test_tensorboard_has_the_metrics(run: Path) -> None:
 
 
 def log_payload(path: Path) -> bytes:
-    """What a file in LevelDB's log format holds, without the headers: blocks of 32 KiB, of fragments with checksum, length and type."""
+    """What a file in LevelDB's log format holds, without the headers: blocks of 32 KiB, of fragments with checksum,
+    length and type.
+    """
     content, payload, at = path.read_bytes(), b"", 7
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:

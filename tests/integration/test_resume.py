@@ -1,4 +1,6 @@
-"""A run that was stopped, or killed, goes on as if it had never been: bit for bit on its own layout, to rounding on another."""
+"""A run that was stopped, or killed, goes on as if it had never been: bit for bit on its own layout, to rounding on
+another.
+"""
 
 from __future__ import annotations
 

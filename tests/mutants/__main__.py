@@ -1,4 +1,6 @@
-"""`make mutants PACKAGE=megamem`: plants single mistakes in a package, one at a time, and prints those that no test notices."""
+"""`make mutants PACKAGE=megamem`: plants single mistakes in a package, one at a time, and prints those that no test
+notices.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Single mistakes that a careless developer could make in a source file.
 
-The small changes of an expression are mutmut's. Left out of them are those that crash wherever they run (a value replaced by None), because to catch
-one proves nothing; added are a dropped statement, two arguments in the wrong order, and a condition turned round. Text is left alone: docstrings,
-messages of errors, f-strings, and annotations but for the conditions in them.
+The small changes of an expression are mutmut's. Left out of them are those that crash wherever they run (a value
+replaced by None), because to catch one proves nothing; added are a dropped statement, two arguments in the wrong order,
+and a condition turned round. Text is left alone: docstrings, messages of errors, f-strings, and annotations but for the
+conditions in them.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ class Reach:
         return Reach({key: found for key, found in tests.items() if found}, seconds)
 
     def of(self, path: str, function: str) -> dict[str, int]:
-        """The tests that run a function; of code outside of functions those of its whole file, and where nothing was seen of that, all."""
+        """The tests that run a function; of code outside of functions those of its whole file, and where nothing was
+        seen of that, all.
+        """
         known = self.tests.get(f"{path}::{function}")
         if known is None:
             inside = f"{path}::{function}." if function else f"{path}::"
@@ -56,7 +58,8 @@ class Reach:
         return known or dict.fromkeys(self.seconds, 0)
 
     def affordable(self, tests: Mapping[str, int], budget_s: float) -> list[str]:
-        """The cheapest tests for half of what may be spent; then of every file the test that runs most of the function, every file's second and so on.
+        """The cheapest tests for half of what may be spent; then of every file the test that runs most of the function,
+        every file's second and so on.
 
         A test that runs most lines of a function sees its rare branches; of equal ones the cheapest is taken.
         """

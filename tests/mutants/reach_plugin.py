@@ -1,4 +1,5 @@
-"""A pytest plugin that records which test runs which line, in this process and in those forked from it, and how long each test takes.
+"""A pytest plugin that records which test runs which line, in this process and in those forked from it, and how long
+each test takes.
 
 `tests.mutants.reach` loads it; the folder that it writes into is `$MEGAMEM_REACH`.
 """

@@ -1,4 +1,6 @@
-"""Trying mutants: a copy of the repository per worker, a mistake in it, and the tests that run the function with the mistake."""
+"""Trying mutants: a copy of the repository per worker, a mistake in it, and the tests that run the function with the
+mistake.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A process that has paid for the imports of everything that is not ours, and forks one process per mutant from itself.
 
-Reads requests from standard input, one JSON object per line (`module`, `tests`, `timeout_s`, `log`, `collect_only`), and answers each with one: `outcome` is `caught`,
-`survived`, `timeout`, `broken` (the module cannot be imported) or `unknown` (one of the tests is not there); `by` is the test that failed.
+Reads requests from standard input, one JSON object per line (`module`, `tests`, `timeout_s`, `log`, `collect_only`),
+and answers each with one: `outcome` is `caught`, `survived`, `timeout`, `broken` (the module cannot be imported) or
+`unknown` (one of the tests is not there); `by` is the test that failed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stand-ins for CUDA streams and events, and a checker that finds two uses of one memory in no order.
 
-Every actor (the host, and each stream) has a vector clock. What is queued on a stream comes after what the host did before, and after what the
-stream was told to wait for; what the host does comes after what it waited for. Two uses of overlapping memory, one of them a write, must be
-in such an order, or the result depends on who is faster.
+Every actor (the host, and each stream) has a vector clock. What is queued on a stream comes after what the host did
+before, and after what the stream was told to wait for; what the host does comes after what it waited for. Two uses of
+overlapping memory, one of them a write, must be in such an order, or the result depends on who is faster.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class Event:
 
 
 class _Copies(TorchFunctionMode):
-    """Writes down who copies what: a copy from or to the device is queued on the current stream, and waited for unless it is non-blocking."""
+    """Writes down who copies what: a copy from or to the device is queued on the current stream, and waited for unless
+    it is non-blocking.
+    """
 
     def __init__(self, races: Races) -> None:
         super().__init__()

@@ -62,7 +62,9 @@ def names_that_are_no_dtype() -> list[str]:
 
 
 def wants(module: str, name: str) -> bytes:
-    """A pickle that is nothing but a reference, by the opcode that takes any name; most pickled functions say where they are defined instead."""
+    """A pickle that is nothing but a reference, by the opcode that takes any name; most pickled functions say where
+    they are defined instead.
+    """
     return f"c{module}\n{name}\n.".encode()
 
 

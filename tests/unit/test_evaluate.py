@@ -1,4 +1,6 @@
-"""Evaluation in passes: how many microbatches each has, what is summed, and in which mode the model is. The passes are stand-ins."""
+"""Evaluation in passes: how many microbatches each has, what is summed, and in which mode the model is. The passes are
+stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_every_window_counts_once_in_passes_that_fill_the_pipeline(
 def test_a_rank_of_several_reads_its_own_windows_and_as_many_microbatches_as_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Thirteen windows, three at a time, on two ranks: three microbatches each, of which the last of this one, the second, is padding."""
+    """Thirteen windows, three at a time, on two ranks: three microbatches each, of which the last of this one, the
+    second, is padding.
+    """
     windows: Any = Windows(13)
     groups: Any = SimpleNamespace(data_rank=1, data_size=2, device=torch.device("cpu"), is_main=True)
     read: list[tuple[list[float], float]] = []

@@ -79,7 +79,8 @@ class BuiltModel:
 
     Attributes:
         parts: parameters by part.
-        products: FLOPs per token of matrix products in a forward pass, but for attention, by PyTorch's own count; nan if there was none.
+        products: FLOPs per token of matrix products in a forward pass, but for attention, by PyTorch's own count; nan
+        if there was none.
         batched_products: the same of batched ones.
         table_bytes: per token, of the rows that the layers looked up.
     """
@@ -93,7 +94,9 @@ class BuiltModel:
 def built_models(
     models: Mapping[str, ModelConfig], vocab_size: int, *, fake: bool, forward: Collection[str]
 ) -> dict[str, BuiltModel]:
-    """Count on real modules, whose tensors are fake if they would be large; what a forward pass costs, on those named in `forward`."""
+    """Count on real modules, whose tensors are fake if they would be large; what a forward pass costs, on those named
+    in `forward`.
+    """
     from datetime import timedelta
 
     import torch

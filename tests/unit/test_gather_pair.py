@@ -1,8 +1,10 @@
-"""The pair of gathers against its naive twin: forward, every gradient, and accumulation into `main_grad`, in every implementation.
+"""The pair of gathers against its naive twin: forward, every gradient, and accumulation into `main_grad`, in every
+implementation.
 
 Triton's kernels run in its interpreter where there is no GPU (`tests/conftest.py`).
 
-Legend: R table rows, T tokens, J rows read per token, P pre-value columns, V value columns, C scores per row, B blocks of entries.
+Legend: R table rows, T tokens, J rows read per token, P pre-value columns, V value columns, C scores per row, B blocks
+of entries.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import BankSpec
 from tests.unit.test_kernels import main_grad_table, sorts_from_now_on, wide
 
-# Largest error over the largest element of the reference, in float64. Between the gathers there may be two more roundings than in one of them.
+# Largest error over the largest element of the reference, in float64. Between the gathers there may be two more
+# roundings than in one of them.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("torch", "cpu", "triton")
@@ -263,7 +266,9 @@ def test_no_memory_is_read_before_it_is_written(kernels: Kernels, shape: Shape) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[4], SHAPES[5]], ids=str)
 def test_table_gradients_go_to_main_grad(kernels: Kernels, shape: Shape, dtype: torch.dtype) -> None:
-    """Two backward passes add up, nothing dense is left in `grad`, Megatron's hooks fire, and the rows are sorted once for both tables."""
+    """Two backward passes add up, nothing dense is left in `grad`, Megatron's hooks fire, and the rows are sorted once
+    for both tables.
+    """
     c = draw(shape, dtype)
     reference = outcome(twin, in_float64(c), shape)
     tables = [main_grad_table(c.pre_values), main_grad_table(c.values)]
@@ -336,7 +341,9 @@ def test_torch_compile_takes_the_pair_whole(kernels: Kernels, shape: Shape) -> N
     ("tokens", "reads"), [(1, 32), (1, 768), (3, 50), (64, 32), (255, 700), (256, 32), (32768, 768)]
 )
 def test_few_tokens_are_cut_into_parts(tokens: int, reads: int) -> None:
-    """As many programs as a GPU wants where there are entries for them, one per token where there are tokens enough; none of them idle."""
+    """As many programs as a GPU wants where there are entries for them, one per token where there are tokens enough;
+    none of them idle.
+    """
     part = split_length(tokens, reads)
     num_parts = -(-reads // part)
     assert (num_parts - 1) * part < reads

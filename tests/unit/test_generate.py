@@ -1,4 +1,6 @@
-"""Generation from a model whose logits are known: what it is shown, what is taken from it, and how often each token is drawn."""
+"""Generation from a model whose logits are known: what it is shown, what is taken from it, and how often each token is
+drawn.
+"""
 
 from __future__ import annotations
 

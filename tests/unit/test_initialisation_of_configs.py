@@ -1,7 +1,8 @@
-"""Every shipped configuration with a Tucker-scored memory puts out at initialisation what each choice of `initialisation` promises.
+"""Every shipped configuration with a Tucker-scored memory puts out at initialisation what each choice of
+`initialisation` promises.
 
-`paper`: the variance of Eq. 22, which is that of Eq. 25. `matched`: that of the real SwiGLU. `released`: that of Eq. 22 with the public
-constants. All are measured on layers of the full size, of which only the rows that are read are drawn.
+`paper`: the variance of Eq. 22, which is that of Eq. 25. `matched`: that of the real SwiGLU. `released`: that of Eq. 22
+with the public constants. All are measured on layers of the full size, of which only the rows that are read are drawn.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ def test_outputs_have_the_variance_that_the_choice_promises(name: str, record_pr
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_do_not_grow_with_depth(name: str, choice: Initialisation) -> None:
-    """At twice the depth a block puts out half the variance, as its feed-forward does; the released constants know no depth."""
+    """At twice the depth a block puts out half the variance, as its feed-forward does; the released constants know no
+    depth.
+    """
     model = MODELS[name]
     memory = replace(memory_of(model), initialisation=choice)
     deep = replace(model, num_layers=2 * model.num_layers)
@@ -154,8 +157,8 @@ def test_outputs_do_not_grow_with_depth(name: str, choice: Initialisation) -> No
 def test_released_constants_give_the_releases_outputs(
     name: str, overrides: list[str], mean_score: float, output_std: float
 ) -> None:
-    """Its own code, with its README's sizes, was measured at these figures. Mean scores differ between layers as their cores do, and the output
-    is proportional to them."""
+    """Its own code, with its README's sizes, was measured at these figures. Mean scores differ between layers as their
+    cores do, and the output is proportional to them."""
     model = load_config(CONFIGS / f"{name}.yaml", overrides).model
     outputs = measure_initial_outputs(model, seed=1, most_layers=3, choices=choices(model, ("paper", "released")))
     released_gain = memory_of(model).key_dim ** -0.4

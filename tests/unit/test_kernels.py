@@ -1,6 +1,8 @@
-"""The memory kernels against their naive twins: forward, every gradient, and accumulation into `main_grad`, in every implementation.
+"""The memory kernels against their naive twins: forward, every gradient, and accumulation into `main_grad`, in every
+implementation.
 
-Triton's kernels run in its interpreter where there is no GPU (`tests/conftest.py`); `tests/gpu` runs the same comparisons on one.
+Triton's kernels run in its interpreter where there is no GPU (`tests/conftest.py`); `tests/gpu` runs the same
+comparisons on one.
 
 Legend: R table rows, T tokens, J rows read per token, C coefficient groups, W columns.
 """
@@ -75,7 +77,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def fitting(kernels: Kernels, shape: Shape) -> Shape:
-    """The shape with few tokens for Triton's interpreter, which takes milliseconds per program; its kernels make no chunks of tokens."""
+    """The shape with few tokens for Triton's interpreter, which takes milliseconds per program; its kernels make no
+    chunks of tokens.
+    """
     return replace(shape, tokens=min(shape.tokens, 5)) if kernels.implementations["gather_sum"] == "triton" else shape
 
 
@@ -287,7 +291,9 @@ def test_rows_that_are_not_read_may_hold_anything(kernels: Kernels, dtype: torch
 def test_segment_accumulate_equals_its_twin(
     kernels: Kernels, shape: Shape, dtype: torch.dtype, accumulator_dtype: torch.dtype
 ) -> None:
-    """To the bit in the implementations that add in the twin's order; Triton adds up a row's run before it adds to the accumulator."""
+    """To the bit in the implementations that add in the twin's order; Triton adds up a row's run before it adds to the
+    accumulator.
+    """
     c = draw(fitting(kernels, shape), dtype)
     start = torch.randn(shape.rows, shape.width, generator=torch.Generator().manual_seed(1)).to(accumulator_dtype)
     actual, reference = start.clone(), start.clone()
@@ -328,7 +334,9 @@ def main_grad_table(values: Tensor) -> torch.nn.Parameter:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_table_gradient_goes_to_main_grad(kernels: Kernels, shape: Shape, dtype: torch.dtype) -> None:
-    """Two uses of one table in one graph, two backward passes: everything adds up in fp32, nothing dense is left in `grad`."""
+    """Two uses of one table in one graph, two backward passes: everything adds up in fp32, nothing dense is left in
+    `grad`.
+    """
     c = draw(fitting(kernels, shape), dtype)
     table = main_grad_table(c.table)
     reference = c.table.double().requires_grad_()

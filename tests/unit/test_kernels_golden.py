@@ -1,4 +1,6 @@
-"""The gathers against the released fused operations, recorded alone: sums and products per block, ring offsets, padding."""
+"""The gathers against the released fused operations, recorded alone: sums and products per block, ring offsets,
+padding.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def read_cases(folder: Path, prefix: str, dtype: torch.dtype) -> dict[str, Case]
 
 
 def in_our_terms(tensors: dict[str, Tensor], setting: dict[str, Any], dtype: torch.dtype) -> Case:
-    """Release: row = (index % per-layer rows + shift) % rows, block = index // per-layer rows, of which there may be more than are summed."""
+    """Release: row = (index % per-layer rows + shift) % rows, block = index // per-layer rows, of which there may be
+    more than are summed.
+    """
     index, per_layer = tensors["indices"], setting["per_layer_vocab_size"]
     present = index != setting["padding_idx"] if setting["padding_idx"] is not None else torch.ones_like(index).bool()
     index = torch.where(present, index, 0)

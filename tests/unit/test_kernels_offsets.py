@@ -1,4 +1,6 @@
-"""Rows past 2^32 elements, in every implementation. The tables have no memory but for the pages of the rows that are touched."""
+"""Rows past 2^32 elements, in every implementation. The tables have no memory but for the pages of the rows that are
+touched.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Results in bf16: summed in fp32 and rounded once, in the C++ kernels to the bit (to the nearest, ties to even).
 
-The inputs are such that every sum is exact in fp32 in any order. So the C++ kernels' result is PyTorch's conversion of a number that is known,
-whatever the order, the width of the vectors and the path that a width takes (whole vectors, half ones, tails). The other implementations do
-not choose their rounding: PyTorch's sums of bags round ties away from zero, and Triton's interpreter cuts off. They are held to
-one of the two neighbours, which sums in bf16 are not.
+The inputs are such that every sum is exact in fp32 in any order. So the C++ kernels' result is PyTorch's conversion of
+a number that is known, whatever the order, the width of the vectors and the path that a width takes (whole vectors,
+half ones, tails). The other implementations do not choose their rounding: PyTorch's sums of bags round ties away from
+zero, and Triton's interpreter cuts off. They are held to one of the two neighbours, which sums in bf16 are not.
 
 Legend: T tokens, J rows read per token, C column groups, W columns, B blocks of entries.
 """
@@ -42,7 +42,9 @@ def assert_bits(actual: Tensor, exact: Tensor) -> None:
 
 
 def assert_neighbours(actual: Tensor, exact: Tensor) -> None:
-    """`actual` is one of the two numbers of bf16 around `exact`, or `exact` itself where bf16 has it; all are finite, and none subnormal."""
+    """`actual` is one of the two numbers of bf16 around `exact`, or `exact` itself where bf16 has it; all are finite,
+    and none subnormal.
+    """
     assert actual.dtype == BF16
     inwards = (exact.float().view(torch.int32) & -0x10000).view(torch.float32)
     step = torch.where(inwards == exact, 0, 2.0 ** (exact.abs().float().clamp_min(1).log2().floor() - 7))
@@ -93,7 +95,9 @@ def bf16(*bits: int) -> Tensor:
 
 
 def summands() -> tuple[Tensor, Tensor]:
-    """Pairs whose sums, exact in fp32, lie on, just above and just below the middle between two numbers of bf16; and special values."""
+    """Pairs whose sums, exact in fp32, lie on, just above and just below the middle between two numbers of bf16; and
+    special values.
+    """
     # Even and odd mantissas, the last before a power of two, and the largest finite number; in both signs.
     high = bf16(0x3F80, 0x3F81, 0x3FFF, 0x4000, 0x42FE, 0x42FF, 0x0101, 0x7F7E, 0x7F7F).float()
     high = torch.cat([high, -high])

@@ -1,4 +1,6 @@
-"""Which implementation runs: the rule of `auto`, what is refused, and the library that the C++ kernels are compiled into."""
+"""Which implementation runs: the rule of `auto`, what is refused, and the library that the C++ kernels are compiled
+into.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def test_resources_leave_room_for_many_warps(builds: list[dict[str, Any]]) -> No
 
 
 def test_rows_are_loaded_sixteen_bytes_at_a_time(builds: list[dict[str, Any]]) -> None:
-    """Narrower loads are those of ids, coefficients and blocks alone: one element per row, which no thread has more than its tile's rows of."""
+    """Narrower loads are those of ids, coefficients and blocks alone: one element per row, which no thread has more
+    than its tile's rows of.
+    """
     for build in builds:
         wide = build["load_bits"].get("128", 0)
         element_bits = 16 if build["shape"]["dtype"] == "bf16" else 32

@@ -1,4 +1,6 @@
-"""The training loop around the step: what happens in which order, on which steps, with which arguments. The step itself is a stand-in."""
+"""The training loop around the step: what happens in which order, on which steps, with which arguments. The step itself
+is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ class Step:
 
 @dataclass
 class World:
-    """A run whose step, checkpoints, evaluation and observation of the memory are stand-ins that write down what is asked of them.
+    """A run whose step, checkpoints, evaluation and observation of the memory are stand-ins that write down what is
+    asked of them.
 
     Attributes:
         log: what happened, in order.

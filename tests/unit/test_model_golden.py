@@ -1,4 +1,6 @@
-"""Memory layers of every kind against what the released codes computed: forward, retrieved indices, scores, losses, and every gradient."""
+"""Memory layers of every kind against what the released codes computed: forward, retrieved indices, scores, losses, and
+every gradient.
+"""
 
 from __future__ import annotations
 

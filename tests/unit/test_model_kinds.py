@@ -1,4 +1,6 @@
-"""Memory layers of every kind: what they compute by their definition, which weights they have and train, and how they start."""
+"""Memory layers of every kind: what they compute by their definition, which weights they have and train, and how they
+start.
+"""
 
 from __future__ import annotations
 
@@ -289,7 +291,9 @@ def test_a_layer_without_tokens_reads_nothing_and_has_no_gradient_to_give(kind: 
 
 
 def test_layers_begin_a_step_together_as_they_would_alone() -> None:
-    """One decomposition of all layers' cores gives the bits of one for each: singular vectors, penalties and their gradients."""
+    """One decomposition of all layers' cores gives the bits of one for each: singular vectors, penalties and their
+    gradients.
+    """
     memory = replace(V2, num_heads=2, tucker_rank=3, tucker_penalty_weight=0.5, tucker_penalty_margin=0.01)
     layers = [build(memory, torch.float32)[0] for _ in range(6)]
     for index in range(3):

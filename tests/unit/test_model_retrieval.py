@@ -87,7 +87,9 @@ def test_the_first_stage_bounds_the_second(problem: Problem, row_top_k: int, top
 
 
 def test_rank_one_cores_make_the_first_stage_exact() -> None:
-    """u and v then rank rows and columns as the grid does, so for positive scores nothing outside of the kept ones can win."""
+    """u and v then rank rows and columns as the grid does, so for positive scores nothing outside of the kept ones can
+    win.
+    """
     problem = draw(tokens=20, heads=1, keys=12, cores=1, seed=3)
     core = torch.outer(torch.tensor([0.8, 0.6]), torch.tensor([0.6, 0.8])).double().view(1, 1, 2, 2)
     u, v = leading_singular_vectors(core.sum(0), torch.zeros(1, 2).double(), torch.zeros(1, 2).double())

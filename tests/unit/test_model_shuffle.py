@@ -77,7 +77,9 @@ def test_shuffles_depend_on_seed_and_name_alone(shuffle: Shuffle) -> None:
 @pytest.mark.parametrize("num_keys", [16, 61, 128])
 @pytest.mark.parametrize("side", ["row", "column"])
 def test_neighbours_are_torn_apart(shuffle: Shuffle, num_keys: int, side: str) -> None:
-    """Slots of one row (or column) meet again in a row or a column as often as any two slots do: with probability about 1/N each."""
+    """Slots of one row (or column) meet again in a row or a column as often as any two slots do: with probability about
+    1/N each.
+    """
     met_in_row, met_in_column, pairs = 0, 0, 0
     for seed in range(4):
         grid = shuffle(num_keys, seed, "layer").view(num_keys, num_keys)

@@ -1,7 +1,8 @@
-"""Nothing in a training step of the memory, or in attention, waits for the device, or makes a tensor whose shape depends on data.
+"""Nothing in a training step of the memory, or in attention, waits for the device, or makes a tensor whose shape
+depends on data.
 
-Two nets: the source is searched for calls that do, and the memory and attention of one of 512 ranks run forward and backward on fake tensors, which have no
-data to look at.
+Two nets: the source is searched for calls that do, and the memory and attention of one of 512 ranks run forward and
+backward on fake tensors, which have no data to look at.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def config_of(memory: MemoryConfig) -> RunConfig:
 
 
 def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
-    """Forward and backward of every memory layer and an attention of a rank's stage on fake tensors; the shape of its table."""
+    """Forward and backward of every memory layer and an attention of a rank's stage on fake tensors; the shape of its
+    table.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

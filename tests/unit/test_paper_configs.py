@@ -1,4 +1,6 @@
-"""The papers' models in configs/: they load, run on the GPUs that they state, follow the paper's rules, and cost what the closed formulas say."""
+"""The papers' models in configs/: they load, run on the GPUs that they state, follow the paper's rules, and cost what
+the closed formulas say.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ MEMORIES = {name: config.model.memory for name, config in CONFIGS.items() if con
 V2 = {name: memory for name, memory in MEMORIES.items() if memory.kind == "ultramem_v2"}
 ABLATIONS = [name for name in NAMES if name.startswith("ablations/")]
 BASELINE = "ultramemv2/500m_6.8b"
-# The other kinds of model at UltraMemV2's sizes, and the UltraMemV2 that each is like. What is retrieved is no part of their names.
+# The other kinds of model at UltraMemV2's sizes, and the UltraMemV2 that each is like. What is retrieved is no part of
+# their names.
 PEERS = {
     f"{folder}/{name.split('/')[1].split('_top')[0]}": name
     for folder in ("ultramem", "memory_plus", "olmoe")
@@ -38,8 +41,8 @@ PEERS = {
     if name.startswith("ultramemv2/")
 }
 GIVEN = {f"{folder}/227m_1.2b" for folder in ("ultramem", "memory_plus", "olmoe")}
-# Of these a forward pass is counted: one ablation per table, for they differ in numbers alone, and no experts, because fake tokens cannot be
-# sorted by them.
+# Of these a forward pass is counted: one ablation per table, for they differ in numbers alone, and no experts, because
+# fake tokens cannot be sorted by them.
 PASSED = {name for name in MEMORIES if name not in ABLATIONS} | {
     "ablations/table4_dk880",
     "ablations/table5_1to8",
@@ -50,7 +53,9 @@ VOCAB = 50304
 
 
 def to_build(name: str) -> ModelConfig:
-    """The model, but of more than 64 experts two blocks: all are alike, and 24 have up to 12,480 experts, a module each."""
+    """The model, but of more than 64 experts two blocks: all are alike, and 24 have up to 12,480 experts, a module
+    each.
+    """
     model = CONFIGS[name].model
     return replace(model, num_layers=2) if model.moe is not None and model.moe.num_experts > 64 else model
 
@@ -91,7 +96,9 @@ def test_it_can_run_on_the_gpus_that_it_states(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ABLATIONS])
 def test_a_gpu_holds_as_many_bytes_as_its_layout_states(name: str) -> None:
-    """bf16 weights and fp32 gradients of a stage (6 bytes), and its share of the optimizer (12 bytes, split over the ranks of the stage)."""
+    """bf16 weights and fp32 gradients of a stage (6 bytes), and its share of the optimizer (12 bytes, split over the
+    ranks of the stage).
+    """
     text = (REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
     config, counts = CONFIGS[name], count_parameters(CONFIGS[name].model, VOCAB)
     layout, moe = config.parallel, config.model.moe
@@ -118,7 +125,9 @@ def test_the_closed_formulas_are_the_built_model(name: str, built: dict[str, Bui
 
 @pytest.mark.parametrize("name", V2)
 def test_the_papers_rules(name: str) -> None:
-    """D_k = h/2 counting both sides, D_p:D_v = 1:3, at most 128 rows and columns, where the paper's tables do not say otherwise."""
+    """D_k = h/2 counting both sides, D_p:D_v = 1:3, at most 128 rows and columns, where the paper's tables do not say
+    otherwise.
+    """
     model, memory = CONFIGS[name].model, V2[name]
     assert memory.row_top_k <= 128
     if name.startswith("ablations/table4"):

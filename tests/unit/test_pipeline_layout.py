@@ -1,4 +1,6 @@
-"""Uneven pipeline layouts: every block once and in order, as Megatron reads them, and refused where they split what belongs together."""
+"""Uneven pipeline layouts: every block once and in order, as Megatron reads them, and refused where they split what
+belongs together.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,9 @@ def test_a_huge_depth_is_counted_without_listing_it() -> None:
 
 
 def test_every_memory_is_as_large_as_a_feed_forward() -> None:
-    """The L of Eq. 26 comes from the feed-forward's output projection, which is scaled by the depth: fewer memories are not larger ones."""
+    """The L of Eq. 26 comes from the feed-forward's output projection, which is scaled by the depth: fewer memories are
+    not larger ones.
+    """
     everywhere, sparse = model(8), model(8, every=4)
     assert everywhere.memory is not None
     assert sparse.memory is not None

@@ -19,7 +19,9 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), 
 
 
 def tracked_files(repository: Path) -> list[str]:
-    """Paths of the repository's files: tracked, or new and not ignored, so that a file is missed before it is committed."""
+    """Paths of the repository's files: tracked, or new and not ignored, so that a file is missed before it is
+    committed.
+    """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listing = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout

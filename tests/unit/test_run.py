@@ -1,4 +1,6 @@
-"""Opening a run: what its parts are built from, what may change before it goes on, and what is written down. The parts are stand-ins."""
+"""Opening a run: what its parts are built from, what may change before it goes on, and what is written down. The parts
+are stand-ins.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The memory on a stream of its own: who waits for whom, in which order. The streams are stand-ins; no GPU has run this."""
+"""The memory on a stream of its own: who waits for whom, in which order. The streams are stand-ins; no GPU has run
+this.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The intervals of a step: whose time is whose, in forward and in backward, on the clock of a CPU and by a GPU's events."""
+"""The intervals of a step: whose time is whose, in forward and in backward, on the clock of a CPU and by a GPU's
+events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The selections' Triton kernels compiled for GPUs that are not there, as the launchers launch them at the papers' shapes."""
+"""The selections' Triton kernels compiled for GPUs that are not there, as the launchers launch them at the papers'
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ pytestmark = pytest.mark.skipif(
 )
 # Of a block without opting in to more, on every one of these GPUs; and of a thread.
 MAX_SHARED_BYTES, MAX_SPILLED_BYTES = 48 * 1024, 0
-# Versions of Triton that do worse: bytes that a block shares (Triton opts in), bytes that a thread of a grid of 128 x 128 spills.
+# Versions of Triton that do worse: bytes that a block shares (Triton opts in), bytes that a thread of a grid of 128 x
+# 128 spills.
 OF_OTHER_TRITONS = {"3.6": (64 * 1024, 344), "3.8": (48 * 1024, 72)}
 # Of an SM.
 REGISTERS = 65_536

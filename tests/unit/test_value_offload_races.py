@@ -1,4 +1,6 @@
-"""Stepping tables in host memory waits for every copy that it must wait for, and hides the others. The streams are stand-ins."""
+"""Stepping tables in host memory waits for every copy that it must wait for, and hides the others. The streams are
+stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_three_times(*sizes: int) -> Races:
-    """Three steps of tables of these sizes, each between a backward pass that adds to the gradients, and a forward pass that reads the weights."""
+    """Three steps of tables of these sizes, each between a backward pass that adds to the gradients, and a forward pass
+    that reads the weights.
+    """
     races = Races()
     with races.watching():
         shards = [

@@ -1,7 +1,9 @@
-"""Compiles the selections' Triton kernels for GPUs that are not there, and reports what came out: `python -m tests.unit.topk_builds`.
+"""Compiles the selections' Triton kernels for GPUs that are not there, and reports what came out: `python -m
+tests.unit.topk_builds`.
 
-A process of its own, because Triton decides at import whether it compiles or interprets. The kernels are built with the very arguments that
-the launchers pass for tensors of the papers' shapes (on the meta device). Prints one JSON object per build.
+A process of its own, because Triton decides at import whether it compiles or interprets. The kernels are built with the
+very arguments that the launchers pass for tensors of the papers' shapes (on the meta device). Prints one JSON object
+per build.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ TYPES = {torch.float32: "*fp32", torch.int64: "*i64"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One retrieval: its selection, keys per side, heads, rows kept and slots retrieved; and the GPUs it can be built for."""
+    """One retrieval: its selection, keys per side, heads, rows kept and slots retrieved; and the GPUs it can be built
+    for.
+    """
 
     selection: str
     keys: int

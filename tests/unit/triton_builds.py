@@ -1,6 +1,8 @@
-"""Compiles the Triton kernels for GPUs that are not there, and reports what came out: `python -m tests.unit.triton_builds`.
+"""Compiles the Triton kernels for GPUs that are not there, and reports what came out: `python -m
+tests.unit.triton_builds`.
 
-A process of its own, because Triton decides at import whether it compiles or interprets. Prints one JSON object per build.
+A process of its own, because Triton decides at import whether it compiles or interprets. Prints one JSON object per
+build.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Most of what a build shows is the same for every generation of GPUs, and each costs a minute: `MEGAMEM_BUILD_FOR=all` builds for the others too.
+# Most of what a build shows is the same for every generation of GPUs, and each costs a minute: `MEGAMEM_BUILD_FOR=all`
+# builds for the others too.
 ALL_CAPABILITIES = (80, 90, 100)
 CAPABILITIES = ALL_CAPABILITIES if os.environ.get("MEGAMEM_BUILD_FOR") == "all" else (90,)
 _LOADS = re.compile(r"\bLDG\.E(?:\.[A-Z0-9_]+)*")
@@ -60,7 +63,8 @@ SHAPES = (
     Shape("bf16", 24, groups=1, reads=256),
     Shape("fp32", 192, groups=1, blocks=4, reads=32),
 )
-# Values and pre-values: of the 227M model, of the 120B one, of a PEER as wide as the 1B model; virtual blocks, and widths that are no powers of two.
+# Values and pre-values: of the 227M model, of the 120B one, of a PEER as wide as the 1B model; virtual blocks, and
+# widths that are no powers of two.
 PAIR_SHAPES = (
     Shape("bf16", 192, groups=2, reads=32, pre_width=192),
     Shape("bf16", 960, groups=2, reads=256, pre_width=320),

@@ -1,4 +1,6 @@
-"""Every number of the configuration at its limits: the last value that can run passes, the first that cannot is refused by key and value."""
+"""Every number of the configuration at its limits: the last value that can run passes, the first that cannot is refused
+by key and value.
+"""
 
 from __future__ import annotations
 

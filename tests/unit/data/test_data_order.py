@@ -1,4 +1,6 @@
-"""What every epoch serves, counted token by token, and in which order: over epochs, seeds, blends, resumptions and batch sizes."""
+"""What every epoch serves, counted token by token, and in which order: over epochs, seeds, blends, resumptions and
+batch sizes.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from pretrain.run import RunFolder, open_run
 NUM_DOCUMENTS, NUM_LETTERS = 8, 5
 EPOCH_TOKENS = NUM_DOCUMENTS * (NUM_LETTERS + 1)
 
-# (sequence length, samples, epochs): a length that divides an epoch into n leaves n - 1 samples per block, because the last label belongs
-# to the next epoch. So n blocks are n - 1 epochs to the token.
+# (sequence length, samples, epochs): a length that divides an epoch into n leaves n - 1 samples per block, because the
+# last label belongs to the next epoch. So n blocks are n - 1 epochs to the token.
 WHOLE_EPOCHS = [(12, 12, 3), (6, 56, 7), (24, 2, 1)]
 
 
@@ -96,7 +98,8 @@ def test_counts_hold_across_a_resumption_with_another_batch_layout_and_length(tm
     """Two steps of 8 on two ranks, then one of 12 on three, then seven of 4 on one: 56 samples, which are seven epochs."""
     entry = make(tmp_path)
     served, consumed = [], 0
-    # Global batch, microbatch, data-parallel ranks, steps: each leg knows only as many samples as are to be consumed by its end.
+    # Global batch, microbatch, data-parallel ranks, steps: each leg knows only as many samples as are to be consumed by
+    # its end.
     for global_batch_size, micro_batch_size, data_size, num_steps in ((8, 2, 2, 2), (12, 4, 3, 1), (4, 1, 1, 7)):
         end = consumed + num_steps * global_batch_size
         dataset = build([entry], tmp_path / "cache", 6, end)

@@ -39,7 +39,9 @@ def make(folder: Path, name: str = "data") -> DatasetEntry:
 
 
 def put(entry: DatasetEntry, split: str, token_id: int) -> None:
-    """Other ids in place of letters of the first document: the smallest of all, which is a good one, and behind it `token_id`."""
+    """Other ids in place of letters of the first document: the smallest of all, which is a good one, and behind it
+    `token_id`.
+    """
     path = Path(entry.path) / f"{split}.bin"
     ids = np.fromfile(path, dtype=np.int32)
     ids[1], ids[3] = 0, token_id
