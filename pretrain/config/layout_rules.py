@@ -13,6 +13,7 @@ from megamem.retrieval.config import RetrievalConfig
 from parallel.layout import Unit, unsplittable_units
 from parallel.pipeline_layout import layout_text, model_chunks, nearest_layouts, split_units
 from pretrain.config.schema import RunConfig
+from pretrain.config.suggest import nearest_multiples
 
 _MAX_LAYOUTS_LISTED = 4
 
@@ -38,13 +39,11 @@ def _model_ranks(config: RunConfig) -> int:
 def _ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
     model_ranks = _model_ranks(config)
     if world_size is not None and world_size % model_ranks:
-        below, above = world_size // model_ranks * model_ranks, math.ceil(world_size / model_ranks) * model_ranks
-        nearest = f"{below} or {above}" if below else str(above)
         parallel = config.parallel
         yield (
             f"the run has {world_size} ranks, which is not a multiple of parallel.tensor {parallel.tensor} x pipeline "
             f"{parallel.pipeline} x context {parallel.context} = {model_ranks}: "
-            f"start {nearest} ranks or change the layout"
+            f"start {nearest_multiples(world_size, model_ranks)} ranks or change the layout"
         )
 
 
@@ -73,10 +72,9 @@ def _sequence(config: RunConfig) -> Iterator[str]:
     # parallelism splits what a context rank holds over the tensor-parallel ranks.
     unit = math.lcm(2 * context if context > 1 else 1, tensor * context if tensor > 1 else 1)
     if length % unit:
-        below, above = length // unit * unit, math.ceil(length / unit) * unit
         yield (
             f"train.sequence_length is {length}, which must be a multiple of {unit} with parallel.tensor {tensor} and "
-            f"context {context}: use {f'{below} or {above}' if below else above}"
+            f"context {context}: use {nearest_multiples(length, unit)}"
         )
 
 

@@ -52,52 +52,39 @@ class Node:
             yield from self.value
 
 
-_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
-_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
-_FLOAT = re.compile(
-    r"^(?:[-+]?(?:\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*\.[0-9]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_DIGITS = "0123456789"
 _TAG = "tag:yaml.org,2002:"
-
-
-def _core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """YAML 1.2's scalar rules, keyed by first character as PyYAML wants them."""
-    rules = (
-        ("null", _NULL, ["~", "n", "N", ""]),
-        ("bool", _BOOL, list("tTfF")),
-        ("int", _INT, list("-+" + _DIGITS)),
-        ("float", _FLOAT, list("-+." + _DIGITS)),
-    )
-    resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for kind, pattern, first_characters in rules:
-        for character in first_characters:
-            resolvers.setdefault(character, []).append((_TAG + kind, pattern))
-    return resolvers
-
-
-def _careful_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """The scalar rules of YAML 1.2 and 1.1 together."""
-    core, old = _core_resolvers(), yaml.SafeDumper.yaml_implicit_resolvers
-    return {character: core.get(character, []) + old.get(character, []) for character in {*core, *old}}
+_DIGITS = "0123456789"
+# YAML 1.2's scalar rules: the type, what it looks like, and the characters that it may begin with.
+_RULES = (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", list("-+" + _DIGITS)),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*\.[0-9]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+." + _DIGITS),
+    ),
+)
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's parser with YAML 1.2's scalar rules."""
+    """PyYAML's parser with YAML 1.2's scalar rules instead of its own."""
 
-    yaml_implicit_resolvers = _core_resolvers()
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (it is PyYAML that declares it so)
 
 
 class _CarefulDumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 *or* 1.2 would read as something else, so that every reader gets the same value."""
 
-    yaml_implicit_resolvers = _careful_resolvers()
-
     def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
         # Readers fold and convert line breaks, of which Unicode has many, unless they are escaped.
         return super().represent_scalar(tag, value, style if value.isprintable() else '"')
+
+
+for _kind, _pattern, _first in _RULES:
+    for _reader in (_CoreLoader, _CarefulDumper):
+        _reader.add_implicit_resolver(_TAG + _kind, re.compile(_pattern), _first)
 
 
 def dump_yaml(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The nearest valid key to one that a user mistyped or put into the wrong section."""
+"""What a user may have meant: the valid key, name or number nearest to one that is not."""
 
 from __future__ import annotations
 
@@ -50,3 +50,9 @@ def did_you_mean(value: object, choices: Iterable[object]) -> str:
     """`: did you mean X?`, or nothing where no choice is alike."""
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
     return f": did you mean {close[0]}?" if close else ""
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` on both sides of `value`, in words; 0 is not one of them."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

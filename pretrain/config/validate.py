@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -13,6 +12,7 @@ from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
 from pretrain.config.schema import RunConfig
+from pretrain.config.suggest import nearest_multiples
 from pretrain.errors import ConfigError
 
 
@@ -48,20 +48,15 @@ def _batch(config: RunConfig, world_size: int | None) -> Iterator[str]:
     if train.global_batch_size % unit:
         yield (
             f"train.global_batch_size is {train.global_batch_size}, which is not a multiple of train.micro_batch_size "
-            f"{train.micro_batch_size}{over} = {unit}: {_use_multiple(train.global_batch_size, unit * rounds)}"
+            f"{train.micro_batch_size}{over} = {unit}: use {nearest_multiples(train.global_batch_size, unit * rounds)}"
         )
     elif train.global_batch_size % (unit * rounds):
         yield (
             f"train.global_batch_size is {train.global_batch_size}, which gives {train.global_batch_size // unit} "
             f"microbatches per rank: with parallel.virtual_pipeline {parallel.virtual_pipeline} their number must be a "
             f"multiple of parallel.pipeline {parallel.pipeline}: "
-            f"{_use_multiple(train.global_batch_size, unit * rounds)}"
+            f"use {nearest_multiples(train.global_batch_size, unit * rounds)}"
         )
-
-
-def _use_multiple(value: int, unit: int) -> str:
-    below, above = value // unit * unit, math.ceil(value / unit) * unit
-    return f"use {above}" if below == 0 else f"use {below} or {above}"
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
