@@ -10,8 +10,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from torch.distributed import DistError
@@ -63,8 +63,6 @@ class Failure:
     traceback: str = ""
     is_user_error: bool = False
     """The exception carried an exit code of its own: its message says all, a traceback would only hide it."""
-    signal_number: int | None = None
-    """The signal that killed the rank."""
     at_s: float = field(default_factory=time.monotonic)
     """When, on the machine's monotonic clock, which all local ranks share."""
 
@@ -89,15 +87,6 @@ class Failure:
             is_user_error=is_user_error,
         )
 
-    def shortened(self, num_bytes: int) -> Failure:
-        """The same with the beginning of its message and the end of its traceback, each of so many bytes at most."""
-        message, trace = self.message.encode(errors="replace"), self.traceback.encode(errors="replace")
-        return replace(
-            self,
-            message=message[:num_bytes].decode(errors="ignore"),
-            traceback=trace[-num_bytes:].decode(errors="ignore"),
-        )
-
     @classmethod
     def from_exitcode(cls, rank: int, exitcode: int) -> Failure:
         """Describe a rank that left no report. An `exitcode` below zero is the signal that killed it."""
@@ -107,7 +96,7 @@ class Failure:
         number = -exitcode
         kinds: dict[int, FailureKind] = {signal.SIGABRT: FailureKind.ABORTED, signal.SIGTERM: FailureKind.TERMINATED}
         message = f"rank {rank} was killed by {signal_name(number)}{_SIGNAL_HINTS.get(number, '')}"
-        return cls(rank, kinds.get(number, FailureKind.ERROR), message, signal_number=number)
+        return cls(rank, kinds.get(number, FailureKind.ERROR), message)
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -162,26 +151,6 @@ class RankError(LaunchError):
             text += f"\n\nlast lines of rank {failure.rank}:\n{self.log_tail}"
         if failure.traceback:
             text += f"\n\ntraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"
-        return text
-
-
-class RankTimeout(LaunchError):
-    """The ranks did not finish in time and were killed. `stacks` holds what each unfinished rank was doing."""
-
-    def __init__(self, timeout_s: float, num_ranks: int, stacks: Mapping[int, str]) -> None:
-        super().__init__(timeout_s, num_ranks, stacks)
-        self.timeout_s = timeout_s
-        self.num_ranks = num_ranks
-        self.stacks = stacks
-
-    def __str__(self) -> str:
-        which = ", ".join(map(str, self.stacks))
-        text = (
-            f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: "
-            f"{which}"
-        )
-        for rank, stack in self.stacks.items():
-            text += f"\n\nrank {rank} stood at:\n{stack or '(no stack: it did not answer)'}"
         return text
 
 

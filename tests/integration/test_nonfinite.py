@@ -11,12 +11,13 @@ import torch
 from commands import Megamem, checkpoint, last_step, rows
 
 import pretrain.checkpoint.folder as folders
-from parallel.launch import RankError, launch_ranks
+from parallel.launch import RankError
 from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
 from pretrain.loop import train
 from pretrain.run import Run, RunFolder, open_run
 from pretrain.session import session
+from tests.deadline import launch_within
 
 FOUR = ("parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every_steps=3")
 
@@ -59,7 +60,7 @@ def train_with(config_file: Path, path: Path, poison: Poison, *overrides: str) -
             train(run, [*default_callbacks(run), poison])
             return poison.unchanged
 
-    return launch_ranks(main, 4, timeout_s=240, log_dir=path / "logs")
+    return launch_within(main, 4, timeout_s=240, log_dir=path / "logs")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
