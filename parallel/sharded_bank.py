@@ -141,7 +141,7 @@ class GatheredRows:
         self._form, self._num_rows_read = form, rows.shape[1]
         self._ids_by_rank = [count * rows.shape[1] for count in exchange.counts]
         self._sizes = [form.num_bytes(num_ids) for num_ids in self._ids_by_rank]
-        self._packed = exchange.gather_bytes(form.pack(rows, bins), self._sizes)
+        self._packed = exchange.gather(form.pack(rows, bins), self._sizes)
         self.rows, self.bins = self._unpack()
 
     def empty(self) -> None:
@@ -159,13 +159,10 @@ class GatheredRows:
                 ids.data.copy_(again)
 
     def _unpack(self) -> tuple[Tensor, Tensor | None]:
+        # Equal in training.
         if len(set(self._ids_by_rank)) == 1:
-            rows, bins = self._form.unpack(self._packed, self._ids_by_rank[0])
+            ids = self._form.unpack(self._packed, self._ids_by_rank[0])
         else:
             parts = zip(self._packed.split(self._sizes), self._ids_by_rank, strict=True)
-            of_ranks = [self._form.unpack(part, num_ids) for part, num_ids in parts]
-            rows = torch.cat([rows for rows, _ in of_ranks])
-            with_bins = [bins for _, bins in of_ranks if bins is not None]
-            bins = torch.cat(with_bins) if with_bins else None
-        shape = (rows.numel() // self._num_rows_read, self._num_rows_read)
-        return rows.view(shape), None if bins is None else bins.view(shape)
+            ids = torch.cat([self._form.unpack(part, num_ids) for part, num_ids in parts])
+        return self._form.rows_and_bins(ids.view(-1, self._num_rows_read))
