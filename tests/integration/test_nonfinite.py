@@ -95,7 +95,7 @@ def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megame
     saved, problems = folders.newest_complete(run / "checkpoints")
     assert saved is not None
     assert (saved.step, problems) == (3, [])
-    assert saved.run["num_skipped"] == 0
+    assert saved.run.num_skipped == 0
     result = megamem("train", config_file, *FOUR, "--run-dir", run, "train.num_steps=6")
     assert result.code == 0, result.output
     assert last_step(run) == 6
