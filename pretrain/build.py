@@ -101,14 +101,12 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
     Raises:
         ConfigError: this machine cannot run them.
     """
-    train = config.train
-    if config.model.memory is None:
-        # Nothing reads a table: nothing to compile.
-        return select_kernels("torch", device_type=device_type)
+    # Without a memory nothing reads a table: nothing to compile.
+    kernels = "torch" if config.model.memory is None else config.train.kernels
     try:
-        return select_kernels(train.kernels, device_type=device_type)
+        return select_kernels(kernels, device_type=device_type)
     except KernelUnavailableError as error:
-        raise ConfigError(f"train.kernels is {train.kernels}: {error}") from error
+        raise ConfigError(f"train.kernels is {kernels}: {error}") from error
 
 
 def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
