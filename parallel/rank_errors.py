@@ -58,8 +58,6 @@ class Failure:
     message: str
     exit_code: int = 1
     """What the whole command should exit with."""
-    type_name: str | None = None
-    """Type of the exception, when there was one."""
     traceback: str = ""
     is_user_error: bool = False
     """The exception carried an exit code of its own: its message says all, a traceback would only hide it."""
@@ -77,12 +75,13 @@ class Failure:
         elif type(code := getattr(error, "exit_code", None)) is int:
             exit_code, is_user_error = code or 1, True
         kind = FailureKind.PEER if is_peer_error(error) else FailureKind.ERROR
+        type_name = type(error).__name__
+        message = str(error) or type_name
         return cls(
             rank=rank,
             kind=FailureKind.STOPPED if exit_code == os.EX_TEMPFAIL else kind,
-            message=str(error) or type(error).__name__,
+            message=message if is_user_error else f"rank {rank} failed with {type_name}: {message}",
             exit_code=exit_code,
-            type_name=type(error).__name__,
             traceback="".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
         )
@@ -141,12 +140,9 @@ class RankError(LaunchError):
         self.log_tail = log_tail
 
     def __str__(self) -> str:
-        failure = self.failure
+        failure, text = self.failure, self.failure.message
         if failure.is_user_error:
-            return failure.message
-        text = failure.message
-        if failure.type_name is not None:
-            text = f"rank {failure.rank} failed with {failure.type_name}: {text}"
+            return text
         if self.log_tail:
             text += f"\n\nlast lines of rank {failure.rank}:\n{self.log_tail}"
         if failure.traceback:
