@@ -33,13 +33,7 @@ def make_bank(
 ) -> Bank:
     """A bank as this layout holds it: whole in a memory group of one rank, else this rank's columns of it.
 
-    Args:
-        spec: size and readers.
-        memory: which tables, their widths and the activation.
-        dtype: of the tables.
-        device: where they live.
-        kernels: the two gathers.
-        groups: of which `ep` is the memory group, and `expt_dp` the ranks that hold the same columns.
+    Of the groups, `ep` is the memory group, and `expt_dp` the ranks that hold the same columns. See `Bank`.
     """
     replica_rank = groups.expt_dp.rank()
     if groups.ep.size() == 1:
@@ -78,11 +72,7 @@ class ShardedBank(Bank):
         replica_rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """Allocate this rank's columns; see `Bank` for the other arguments.
-
-        Args:
-            group: the memory group, whose size divides the widths of the tables.
-        """
+        """Allocate this rank's columns; see `Bank`. The size of `group` divides the widths of the tables."""
         columns = Columns(group.rank(), group.size())
         super().__init__(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, columns=columns)
         self.group = group
@@ -130,14 +120,7 @@ class GatheredRows:
     """
 
     def __init__(self, exchange: Exchange, form: RowFormat, rows: Tensor, bins: Tensor | None) -> None:
-        """Gather them. Collective.
-
-        Args:
-            exchange: the group.
-            form: of the bank.
-            rows: [T, J] int64.
-            bins: [T, J] int64, or None.
-        """
+        """Gather rows, and bins if there are any, [T, J] int64 each. Collective."""
         self._form, self._num_rows_read = form, rows.shape[1]
         self._ids_by_rank = [count * rows.shape[1] for count in exchange.counts]
         self._sizes = [form.num_bytes(num_ids) for num_ids in self._ids_by_rank]

@@ -56,8 +56,6 @@ def build_unset_chunks(
     """This rank's bare model chunks without weights: they refuse to train before a checkpoint has filled them.
 
     Args:
-        config: the run.
-        groups: this rank's positions and process groups.
         vocab_size: token ids, before padding.
         dtype: overrides the run's precision (tests run in fp64).
 

@@ -72,10 +72,8 @@ def train_step(
     A non-finite gradient norm leaves weights and optimizer state as they are.
 
     Args:
-        chunks: this rank's model chunks.
         optimizer: whose groups already carry this step's learning rates.
         iterators: a stream of microbatches per chunk; all read the same samples.
-        groups: this rank's positions and process groups.
         num_microbatches: per data-parallel rank.
         micro_batch_size: b.
         sequence_length: s.
