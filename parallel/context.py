@@ -25,7 +25,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from megamem.attention import SdpaCoreAttention, causal_attention
-from parallel.exchange import sum_in_order
+from parallel.exchange import linear, sum_in_order
 
 
 def attention_core(groups: ProcessGroupCollection) -> type[SdpaCoreAttention]:
@@ -41,8 +41,19 @@ def own_tokens(batch: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tokens of all ranks in the order of the sequence: from [t, ...] to [s, ...]. Collective, backward too."""
-    whole: Tensor = _GatherSequence.apply(x, group)
-    return whole
+
+    def gather(x: Tensor) -> Tensor:
+        by_rank = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(by_rank, x.contiguous(), group=group)
+        return _sequence_order(by_rank, group.size())
+
+    def scatter(grad: Tensor) -> Tensor:
+        to_ranks = _rank_order(grad, group.size())
+        from_ranks = torch.empty_like(to_ranks)
+        dist.all_to_all_single(from_ranks, to_ranks, group=group)
+        return sum_in_order(from_ranks.unflatten(0, (group.size(), -1)), 0)
+
+    return linear(x, gather, scatter)
 
 
 class ContextParallelAttention(SdpaCoreAttention):
@@ -68,22 +79,6 @@ class ContextParallelAttention(SdpaCoreAttention):
             for queries, end in zip(query.split(length), ends, strict=True)
         ]
         return torch.cat(outs)
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        by_rank = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(by_rank, x.contiguous(), group=group)
-        return _sequence_order(by_rank, group.size())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        to_ranks = _rank_order(grads[0], ctx.group.size())
-        from_ranks = torch.empty_like(to_ranks)
-        dist.all_to_all_single(from_ranks, to_ranks, group=ctx.group)
-        return sum_in_order(from_ranks.unflatten(0, (ctx.group.size(), -1)), 0), None
 
 
 def _sequence_order(x: Tensor, num_ranks: int) -> Tensor:

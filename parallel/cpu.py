@@ -26,23 +26,15 @@ class _Event:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
 
 
-class _Stream(_Event):
+class _Stream:
     """A CUDA stream on a device that runs everything in order."""
 
     def wait_stream(self, *_: Any) -> None: ...
-    def wait_event(self, *_: Any) -> None: ...
     def record_event(self, *_: Any) -> _Event:
         return _Event()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -53,10 +45,6 @@ def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
-def _same_module(self: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
-    return self
-
-
 def _split_sizes(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -65,32 +53,22 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 REDIRECTIONS: dict[str, Any] = {
     # device= arguments all over Megatron: the CPU is the current device.
     "torch.cuda.current_device": lambda: torch.device("cpu"),
-    # Timers and checkpoint writers: CPU work is done when a call returns.
-    "torch.cuda.synchronize": _nothing,
+    # Timers and messages between stages: CPU work is done when a call returns.
+    "torch.cuda.synchronize": lambda *_: None,
     # model_parallel_cuda_manual_seed: the CPU generator takes the seed.
     "torch.cuda.manual_seed": lambda seed: torch.manual_seed(seed),
-    # The RNG tracker of tensor-parallel regions and recomputation.
+    # The RNG tracker of tensor-parallel regions and recomputation, by both of the function's names.
     "torch.cuda.get_rng_state": _get_rng_state,
-    "torch.cuda.set_rng_state": _set_rng_state,
-    # The same, by its defining module.
     "torch.cuda.random.get_rng_state": _get_rng_state,
-    "torch.cuda.random.set_rng_state": _set_rng_state,
     # Sets the state through CUDA's lazy-call queue.
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": _set_rng_state,
-    # DDP and checkpoint staging.
+    # The experts' all-to-all, and our copies of tables that are stepped on the host.
     "torch.cuda.Stream": _Stream,
     "torch.cuda.Event": _Event,
-    # DDP's reductions on a side stream, and who hands work back from one.
     "torch.cuda.stream": nullcontext,
     "torch.cuda.current_stream": _Stream,
-    "torch.cuda.default_stream": _Stream,
-    # Checkpoint savers: the CPU allocator has no cache to empty, and no device memory is in use.
-    "torch.cuda.empty_cache": _nothing,
-    "torch.cuda.memory_allocated": lambda *_, **__: 0,
     # The experts' all-to-all: turns split sizes into numbers only where they come from a GPU.
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _split_sizes,
-    # Modules built on the CPU stay there.
-    "torch.nn.Module.cuda": _same_module,
 }
 
 
@@ -111,8 +89,6 @@ class _CudaNamesToCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], torch.device("cpu"), *args[2:])
         return func(*args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel.cpu import cuda_on_cpu
+from parallel.ranks import RankEnvironment
 
 
 @dataclass(frozen=True)
@@ -66,41 +67,31 @@ class ParallelGroups:
 
 @contextmanager
 def parallel_context(
-    sizes: ParallelSizes,
-    *,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    init_method: str,
-    timeout_minutes: float,
-    seed: int,
+    sizes: ParallelSizes, ranks: RankEnvironment, *, timeout_minutes: float, seed: int
 ) -> Iterator[ParallelGroups]:
     """Join the world, build the groups, and leave in order.
 
-    On a GPU machine this is NCCL on device `local_rank`; elsewhere gloo under `parallel.cpu.cuda_on_cpu`.
+    On a GPU machine this is NCCL on device `ranks.local_rank`; elsewhere gloo under `parallel.cpu.cuda_on_cpu`.
 
     Args:
-        sizes: the layout; the product of tensor, pipeline and context must divide world_size.
-        rank: this process among all.
-        world_size: number of processes.
-        local_rank: this process on its machine.
-        init_method: torch.distributed's rendezvous URL.
+        sizes: the layout; the product of tensor, pipeline and context must divide the number of ranks.
+        ranks: this process's place among them.
         timeout_minutes: longest wait in a collective.
         seed: of Megatron's random states.
     """
     with ExitStack() as stack:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(local_rank)
+            torch.cuda.set_device(ranks.local_rank)
         else:
             stack.enter_context(cuda_on_cpu())
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        device = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
+            init_method=ranks.init_method,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if on_gpu else None,
         )

@@ -25,7 +25,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -33,18 +32,10 @@ import psutil
 import torch
 
 from parallel.parent_death import signal_on_parent_death
-from parallel.rank_errors import (
-    Failure,
-    FailureKind,
-    LaunchError,
-    RankError,
-    RanksInterrupted,
-    RankTimeout,
-    first_cause,
-)
-from parallel.rank_process import STOP_SIGNALS, RankPlan, release_openmp_threads, run_rank
+from parallel.rank_errors import Failure, FailureKind, LaunchError, RankError, RanksInterrupted, first_cause
+from parallel.rank_process import STOP_SIGNALS, RankPlan, Report, release_openmp_threads, run_rank
 
-__all__ = ["LaunchError", "RankError", "RankTimeout", "RanksInterrupted", "launch_ranks"]
+__all__ = ["LaunchError", "RankError", "RanksInterrupted", "launch_ranks"]
 
 T = TypeVar("T")
 
@@ -57,8 +48,6 @@ _AWAITED = frozenset({signal.SIGCHLD, _ABANDON, *STOP_SIGNALS})
 _PATIENCE_S = 5.0
 # The same after the first rank that stopped as it was asked to: another may still send off its last metrics.
 _STOP_PATIENCE_S = 30.0
-# How long ranks may take to write down their stacks.
-_STACKS_PATIENCE_S = 2.0
 # How long a killed process may take to go. One that is stuck in the kernel (a dead network disk) must not hold up the
 # report.
 _KILL_PATIENCE_S = 10.0
@@ -70,7 +59,6 @@ def launch_ranks(
     main: Callable[[], T],
     num_ranks: int,
     *,
-    timeout_s: float | None = None,
     log_dir: Path | None = None,
     num_threads: int | None = None,
 ) -> list[T]:
@@ -88,7 +76,6 @@ def launch_ranks(
         main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by
             `sys.exit(0)` returns None.
         num_ranks: how many ranks.
-        timeout_s: kill the ranks after this many seconds and report where each of them stood.
         log_dir: folder for the logs of the ranks but 0, made if missing, appended to; without it only a failed rank's
             last lines are seen.
         num_threads: torch threads per rank; by default the cores this process may use, divided by the ranks.
@@ -97,7 +84,6 @@ def launch_ranks(
         ValueError: `num_ranks` or `num_threads` is below one.
         RuntimeError: this process cannot be forked any more.
         RankError: a rank raised, was killed or exited. Carries the first cause and the exit code for the command.
-        RankTimeout: the ranks took longer than `timeout_s`.
         RanksInterrupted: a signal ended the ranks before they stopped by themselves.
     """
     if num_ranks < 1 or (num_threads is not None and num_threads < 1):
@@ -106,18 +92,19 @@ def launch_ranks(
     num_threads = num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks)
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="megamem_ranks_") as name:
-        scratch = Path(name)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megamem_ranks_")))
+        verdict, *reports = (stack.enter_context(contextlib.closing(Report())) for _ in range(1 + num_ranks))
         plans = []
-        for rank in range(num_ranks):
-            log = None if rank == 0 else (log_dir or scratch) / f"rank_{rank}.log"
-            log_start = log.stat().st_size if log is not None and log.exists() else 0
-            failure = multiprocessing.Pipe(duplex=False)
-            plans.append(RankPlan(rank, num_ranks, num_threads, timeout_s, scratch, log, log_start, failure))
-        error = _run_supervisor(main, plans)
+        for rank, report in enumerate(reports):
+            path = (log_dir or scratch) / f"rank_{rank}.log"
+            log = None if rank == 0 else stack.enter_context(path.open("a+b"))
+            log_start = 0 if log is None else log.tell()
+            plans.append(RankPlan(rank, num_ranks, num_threads, scratch, log, log_start, report))
+        error = _run_supervisor(main, plans, verdict)
         if error is not None:
             raise error
-        return [pickle.loads(plan.result.read_bytes()) for plan in plans]
+        return [pickle.loads(report.read()) for report in reports]
 
 
 def _check_forkable() -> None:
@@ -134,12 +121,11 @@ def _check_forkable() -> None:
         )
 
 
-def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
+def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Report) -> LaunchError | None:
     """Fork the supervisor and wait for its end, passing on stop signals. Returns what it says of the ranks."""
     release_openmp_threads()
-    # Not a file: a full disk may be what the verdict is about.
-    verdict, sender = multiprocessing.Pipe(duplex=False)
-    supervisor = multiprocessing.get_context("fork").Process(target=_supervise, args=(main, plans, sender, os.getpid()))
+    context = multiprocessing.get_context("fork")
+    supervisor = context.Process(target=_supervise, args=(main, plans, verdict, os.getpid()))
 
     def send(number: int, _: object = None) -> None:
         assert supervisor.pid is not None
@@ -147,10 +133,8 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> Launc
             os.kill(supervisor.pid, number)
 
     # Only the main thread has handlers. A signal that is ignored stays so: nohup and shells ask for that.
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    heeded = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: old for number in heeded if (old := signal.getsignal(number)) is not signal.SIG_IGN}
     # The supervisor starts with them blocked: none of this process's handlers may run in it.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     try:
@@ -161,12 +145,11 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> Launc
         for number in handlers:
             signal.signal(number, send)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        wait([verdict, supervisor.sentinel])
-        if not verdict.poll():
-            return LaunchError("the process that watches over the ranks died before they did: start again")
-        error: LaunchError | None = verdict.recv()
         supervisor.join()
-        return error
+        found: tuple[LaunchError | None] | None = verdict.read()
+        if found is None:
+            return LaunchError("the process that watches over the ranks died before they did: start again")
+        return found[0]
     finally:
         if supervisor.is_alive():
             send(_ABANDON)
@@ -176,7 +159,7 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> Launc
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Connection, launcher_pid: int) -> NoReturn:
+def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Report, launcher_pid: int) -> NoReturn:
     """The whole life of the supervisor. All signals that it cares for are blocked, and waited for in `_watch`."""
     # An own session: Ctrl-C reaches the launcher alone, which decides.
     os.setsid()
@@ -189,22 +172,21 @@ def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Conn
     finally:
         _kill_descendants()
     if os.getppid() == launcher_pid:
-        verdict.send(error)
+        verdict.write((error,))
     else:
         shutil.rmtree(plans[0].scratch, ignore_errors=True)
     os._exit(0)
 
 
 def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
-    """Start the ranks and wait until all have ended, or their time is up. Returns what the caller should see."""
+    """Start the ranks and wait until all have ended, or failed. Returns what the caller should see."""
     context = multiprocessing.get_context("fork")
     running = {plan: context.Process(target=run_rank, args=(main, plan, os.getpid())) for plan in plans}
     for rank in running.values():
         rank.start()
     failures: list[Failure] = []
     stopped_by: int | None = None
-    timeout_s = plans[0].timeout_s
-    deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s + _STACKS_PATIENCE_S
+    deadline_s = math.inf
     while running and (left_s := deadline_s - time.monotonic()) > 0:
         found = signal.sigtimedwait(_AWAITED, min(left_s, threading.TIMEOUT_MAX))
         number = signal.SIGCHLD if found is None else found.si_signo
@@ -220,25 +202,21 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
                 failures.append(failure)
                 patience_s = _STOP_PATIENCE_S if failure.kind is FailureKind.STOPPED else _PATIENCE_S
                 deadline_s = min(deadline_s, time.monotonic() + patience_s)
-    if failures:
-        cause = first_cause(failures)
-        if cause.kind is FailureKind.TERMINATED and stopped_by is not None:
-            return RanksInterrupted(stopped_by)
-        return RankError(cause, plans[cause.rank].log_tail())
-    if running and timeout_s is not None:
-        return RankTimeout(timeout_s, len(plans), {plan.rank: plan.own_frames() for plan in running})
-    return None
+    if not failures:
+        return None
+    cause = first_cause(failures)
+    if cause.kind is FailureKind.TERMINATED and stopped_by is not None:
+        return RanksInterrupted(stopped_by)
+    return RankError(cause, plans[cause.rank].log_tail())
 
 
 def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
     """How a rank that has ended failed, if it did."""
-    if plan.result.exists():
-        return None
-    if plan.failure[0].poll():
-        # What it reported explains more than the signal that may have ended it afterwards.
-        failure: Failure = plan.failure[0].recv()
-        return failure
-    return Failure.from_exitcode(plan.rank, exitcode or 0)
+    report: Failure | bytes | None = plan.report.read()
+    if report is None:
+        return Failure.from_exitcode(plan.rank, exitcode or 0)
+    # What it reported explains more than the signal that may have ended it afterwards.
+    return report if isinstance(report, Failure) else None
 
 
 def _kill_descendants() -> None:

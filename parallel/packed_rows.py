@@ -31,13 +31,14 @@ class RowFormat:
     num_bins: int
 
     @property
-    def half_bytes(self) -> int:
-        """Half bytes per id."""
-        return max(1, -(-(self.num_rows * self.num_bins - 1).bit_length() // 4))
+    def _bytes_per_id(self) -> tuple[int, int]:
+        """Whole bytes, and whether half a byte more."""
+        half_bytes = max(1, -(-(self.num_rows * self.num_bins - 1).bit_length() // 4))
+        return divmod(half_bytes, 2)
 
     def num_bytes(self, num_ids: int) -> int:
         """Bytes of `num_ids` packed ids."""
-        whole, odd = divmod(self.half_bytes, 2)
+        whole, odd = self._bytes_per_id
         return num_ids * whole + odd * -(-num_ids // 2)
 
     def pack(self, rows: Tensor, bins: Tensor | None) -> Tensor:
@@ -51,7 +52,7 @@ class RowFormat:
             [num_bytes(N)] uint8.
         """
         ids = rows if bins is None else bins * self.num_rows + rows
-        whole, odd = divmod(self.half_bytes, 2)
+        whole, odd = self._bytes_per_id
         in_bytes = ids.reshape(-1, 1).contiguous().view(torch.uint8)
         parts = [in_bytes[:, :whole].flatten()]
         if odd:
@@ -61,7 +62,7 @@ class RowFormat:
             parts.append(halves[0::2] | (halves[1::2] << 4))
         return torch.cat(parts)
 
-    def unpack(self, packed: Tensor, num_ids: int) -> tuple[Tensor, Tensor | None]:
+    def unpack(self, packed: Tensor, num_ids: int) -> Tensor:
         """The ids of ranks that have equally many.
 
         Args:
@@ -69,9 +70,9 @@ class RowFormat:
             num_ids: N.
 
         Returns:
-            rows [g N] int64, and bins [g N] int64 (None if B is 1).
+            [g N] int64, for `rows_and_bins`.
         """
-        whole, odd = divmod(self.half_bytes, 2)
+        whole, odd = self._bytes_per_id
         of_ranks = packed.view(packed.numel() // max(1, self.num_bytes(num_ids)), self.num_bytes(num_ids))
         # The low bytes of an int64 come first, on every machine that PyTorch runs on.
         in_bytes = packed.new_zeros(of_ranks.shape[0], num_ids, _BYTES_OF_INT64)
@@ -79,5 +80,8 @@ class RowFormat:
         if odd:
             halves = of_ranks[:, num_ids * whole :]
             in_bytes[:, :, whole] = torch.stack([halves & 15, halves >> 4], dim=2).flatten(1)[:, :num_ids]
-        ids = in_bytes.view(torch.int64).flatten()
+        return in_bytes.view(torch.int64).flatten()
+
+    def rows_and_bins(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The int64 rows, and bins (None if B is 1), of unpacked ids of any shape."""
         return (ids, None) if self.num_bins == 1 else (ids % self.num_rows, ids // self.num_rows)

@@ -41,7 +41,7 @@ def model_chunks(
         num_layers: blocks of the model; without a layout, divisible by pipeline x virtual_pipeline.
         pipeline: stages.
         virtual_pipeline: chunks per stage.
-        layout: a text, or None for equal parts.
+        layout: None for equal parts.
 
     Raises:
         ValueError: the text is malformed, or does not fit the model or the number of chunks.

@@ -10,8 +10,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from torch.distributed import DistError
@@ -58,13 +58,9 @@ class Failure:
     message: str
     exit_code: int = 1
     """What the whole command should exit with."""
-    type_name: str | None = None
-    """Type of the exception, when there was one."""
     traceback: str = ""
     is_user_error: bool = False
     """The exception carried an exit code of its own: its message says all, a traceback would only hide it."""
-    signal_number: int | None = None
-    """The signal that killed the rank."""
     at_s: float = field(default_factory=time.monotonic)
     """When, on the machine's monotonic clock, which all local ranks share."""
 
@@ -79,23 +75,15 @@ class Failure:
         elif type(code := getattr(error, "exit_code", None)) is int:
             exit_code, is_user_error = code or 1, True
         kind = FailureKind.PEER if is_peer_error(error) else FailureKind.ERROR
+        type_name = type(error).__name__
+        message = str(error) or type_name
         return cls(
             rank=rank,
             kind=FailureKind.STOPPED if exit_code == os.EX_TEMPFAIL else kind,
-            message=str(error) or type(error).__name__,
+            message=message if is_user_error else f"rank {rank} failed with {type_name}: {message}",
             exit_code=exit_code,
-            type_name=type(error).__name__,
             traceback="".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
-        )
-
-    def shortened(self, num_bytes: int) -> Failure:
-        """The same with the beginning of its message and the end of its traceback, each of so many bytes at most."""
-        message, trace = self.message.encode(errors="replace"), self.traceback.encode(errors="replace")
-        return replace(
-            self,
-            message=message[:num_bytes].decode(errors="ignore"),
-            traceback=trace[-num_bytes:].decode(errors="ignore"),
         )
 
     @classmethod
@@ -107,7 +95,7 @@ class Failure:
         number = -exitcode
         kinds: dict[int, FailureKind] = {signal.SIGABRT: FailureKind.ABORTED, signal.SIGTERM: FailureKind.TERMINATED}
         message = f"rank {rank} was killed by {signal_name(number)}{_SIGNAL_HINTS.get(number, '')}"
-        return cls(rank, kinds.get(number, FailureKind.ERROR), message, signal_number=number)
+        return cls(rank, kinds.get(number, FailureKind.ERROR), message)
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -152,36 +140,13 @@ class RankError(LaunchError):
         self.log_tail = log_tail
 
     def __str__(self) -> str:
-        failure = self.failure
+        failure, text = self.failure, self.failure.message
         if failure.is_user_error:
-            return failure.message
-        text = failure.message
-        if failure.type_name is not None:
-            text = f"rank {failure.rank} failed with {failure.type_name}: {text}"
+            return text
         if self.log_tail:
             text += f"\n\nlast lines of rank {failure.rank}:\n{self.log_tail}"
         if failure.traceback:
             text += f"\n\ntraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"
-        return text
-
-
-class RankTimeout(LaunchError):
-    """The ranks did not finish in time and were killed. `stacks` holds what each unfinished rank was doing."""
-
-    def __init__(self, timeout_s: float, num_ranks: int, stacks: Mapping[int, str]) -> None:
-        super().__init__(timeout_s, num_ranks, stacks)
-        self.timeout_s = timeout_s
-        self.num_ranks = num_ranks
-        self.stacks = stacks
-
-    def __str__(self) -> str:
-        which = ", ".join(map(str, self.stacks))
-        text = (
-            f"{len(self.stacks)} of {self.num_ranks} ranks did not finish within {self.timeout_s:g} s and were killed: "
-            f"{which}"
-        )
-        for rank, stack in self.stacks.items():
-            text += f"\n\nrank {rank} stood at:\n{stack or '(no stack: it did not answer)'}"
         return text
 
 

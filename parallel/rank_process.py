@@ -11,19 +11,16 @@ import ctypes
 import faulthandler
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 
-from parallel.atomic_write import atomic_write
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
@@ -31,8 +28,30 @@ from parallel.ranks import RENDEZVOUS_VARIABLE
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _OMP_PAUSE_SOFT = 1
-# Of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
-_REPORT_BYTES = 24 * 1024
+
+
+class Report:
+    """Memory in which a fork leaves one object for those that wait for its end.
+
+    Not a file, because a full disk may be what is to be reported; and not a pipe, which holds only so much unread.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("report"), "w+b")
+
+    def write(self, content: object) -> None:
+        pickle.dump(content, self._file)
+        self._file.flush()
+
+    def read(self) -> Any:
+        """What was written; None if nothing was, or its writer was killed before it was done."""
+        self._file.seek(0)
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            return pickle.load(self._file)
+        return None
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @dataclass(frozen=True)
@@ -42,39 +61,21 @@ class RankPlan:
     rank: int
     num_ranks: int
     num_threads: int
-    timeout_s: float | None
-    """After which the rank writes down where it stands."""
     scratch: Path
     """Folder of this launch."""
-    log: Path | None
-    """File for stdout and stderr; None leaves them where the parent's go."""
+    log: IO[bytes] | None
+    """Open file to append stdout and stderr to; None leaves them where the parent's go."""
     log_start: int
     """Bytes in the log before the rank started: a resumed run appends."""
-    failure: tuple[Connection, Connection]
-    """Read and write end of a pipe for the `Failure` of a rank without a result: a full disk may be what failed. One
-    that was killed sends none."""
+    report: Report
+    """Of the result, pickled; or of the `Failure`. A rank that was killed leaves none."""
 
-    @property
-    def result(self) -> Path:
-        """What the rank returned, pickled."""
-        return self.scratch / f"rank_{self.rank}.result"
-
-    @property
-    def stacks(self) -> Path:
-        return self.scratch / f"rank_{self.rank}.stacks"
-
-    def own_frames(self) -> str:
-        """Where the rank stood at the time-out, without the frames that it inherited from its parent."""
-        text = self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
-        return re.sub(r"^  File .* in run_rank\n(  .*\n?)*", "", text, flags=re.MULTILINE).rstrip()
-
-    def log_tail(self, num_lines: int = 30) -> str:
+    def log_tail(self) -> str:
         """The last lines that the rank printed, if that went to a file."""
-        if self.log is None or not self.log.exists():
+        if self.log is None:
             return ""
-        with self.log.open("rb") as log:
-            log.seek(max(self.log_start, self.log.stat().st_size - 64 * 1024))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-num_lines:])
+        self.log.seek(max(self.log_start, os.fstat(self.log.fileno()).st_size - 64 * 1024))
+        return "\n".join(self.log.read().decode(errors="replace").splitlines()[-30:])
 
 
 def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoReturn:
@@ -88,15 +89,11 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
             if stop.code:
                 raise
             result = None
-        with atomic_write(plan.result) as file:
-            file.write(pickle.dumps(result))
+        plan.report.write(pickle.dumps(result))
     except BaseException as error:
-        # The launcher's own frames are no news.
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        failure = Failure.from_exception(plan.rank, error.with_traceback(trace))
-        plan.failure[1].send(failure.shortened(_REPORT_BYTES))
+        # This frame is no news.
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        plan.report.write(Failure.from_exception(plan.rank, error.with_traceback(trace)))
     for stream in (sys.stdout, sys.stderr):
         # Whoever read them may be gone.
         with contextlib.suppress(OSError, ValueError):
@@ -108,18 +105,14 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
 def _enter(plan: RankPlan) -> None:
     """Make the fork a rank: own streams, own environment, own handlers."""
     if plan.log is not None:
-        log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        os.dup2(plan.log.fileno(), 1)
+        os.dup2(plan.log.fileno(), 2)
     # Made anew, because a test runner may have replaced them; line by line, so that the log of a rank that is killed is
     # complete.
     stdout, stderr = (os.fdopen(i, "w", buffering=1, errors="backslashreplace", closefd=False) for i in (1, 2))
     sys.stdout = sys.__stdout__ = stdout  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = stderr  # type: ignore[misc]
     faulthandler.enable(file=2)
-    if plan.timeout_s is not None:
-        # By a thread that needs nothing of the interpreter: a rank that hangs in native code answers too.
-        faulthandler.dump_traceback_later(plan.timeout_s, file=os.open(plan.stacks, os.O_WRONLY | os.O_CREAT))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

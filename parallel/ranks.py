@@ -10,19 +10,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 RENDEZVOUS_VARIABLE = "MEGAMEM_RENDEZVOUS"
-
-Source = Literal["torchrun", "slurm", "megamem"]
-
-_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Of rank, world_size, local_rank and local_world_size.
-_NAMES: Mapping[Source, tuple[str, str, str, str]] = {
-    "torchrun": _TORCHRUN_NAMES,
-    "megamem": _TORCHRUN_NAMES,
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
 
 # Step ids from here on are Slurm's own (batch script, interactive shell, extern): they hold a shell, not ranks.
 _FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
@@ -42,25 +31,8 @@ class RankEnvironment:
     """Number of processes in the job."""
     local_rank: int
     """Number of this process on its machine, from 0: the index of its GPU."""
-    local_world_size: int
-    """Number of the job's processes on this machine."""
     init_method: str
     """URL for `torch.distributed.init_process_group(init_method=..., rank=..., world_size=...)`."""
-    source: Source
-    """Who started the ranks."""
-
-    def __post_init__(self) -> None:
-        rank, world_size, local_rank, local_world_size = _NAMES[self.source]
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"{rank}={self.rank} is not a rank of {world_size}={self.world_size}: "
-                f"ranks run from 0 to {world_size} - 1; start every process with torchrun or srun, which set both"
-            )
-        if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
-            raise ValueError(
-                f"{local_rank}={self.local_rank} does not fit {self.local_world_size} local of {self.world_size} "
-                f"ranks: it counts the processes of this machine from 0; correct {local_rank} or {local_world_size}"
-            )
 
 
 def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -79,7 +51,7 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
     """
     environ = os.environ if environ is None else environ
     if RENDEZVOUS_VARIABLE in environ:
-        return _from_variables(environ, environ[RENDEZVOUS_VARIABLE], "megamem")
+        return _from_variables(environ, environ[RENDEZVOUS_VARIABLE])
     if "RANK" in environ:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):
@@ -89,10 +61,14 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
                 )
         _integer(environ, "MASTER_PORT")
         # Not tcp://: torchrun's agent already serves this port, and env:// knows it.
-        return _from_variables(environ, "env://", "torchrun")
+        return _from_variables(environ, "env://")
     # SLURM_PROCID alone does not tell: a batch script has it too, and waits for no other rank.
     is_step = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
-    if is_step and _integer(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP_ID and _slurm_world_size(environ) > 1:
+    if (
+        is_step
+        and _integer(environ, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP_ID
+        and _integer(environ, _slurm_size_name(environ)) > 1
+    ):
         return _from_slurm(environ)
     if environ.get("WORLD_SIZE", "1") != "1" and "SLURM_JOB_ID" not in environ:
         raise ValueError(
@@ -102,11 +78,15 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
     return None
 
 
-def _from_variables(environ: Mapping[str, str], init_method: str, source: Source) -> RankEnvironment:
-    rank, world_size, local_rank = (_integer(environ, name) for name in _TORCHRUN_NAMES[:3])
-    # Some launchers leave it out; they are the ones that start everything on one machine.
-    local_world_size = _integer(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world_size
-    return RankEnvironment(rank, world_size, local_rank, local_world_size, init_method, source)
+def _from_variables(environ: Mapping[str, str], init_method: str) -> RankEnvironment:
+    # Some launchers leave LOCAL_WORLD_SIZE out; they are the ones that start everything on one machine.
+    local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "WORLD_SIZE"
+    return RankEnvironment(
+        rank=_rank(environ, "RANK", "WORLD_SIZE"),
+        world_size=_integer(environ, "WORLD_SIZE"),
+        local_rank=_rank(environ, "LOCAL_RANK", local_size_name),
+        init_method=init_method,
+    )
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
@@ -115,19 +95,18 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     port = _FIRST_PORT + (_integer(environ, "SLURM_JOB_ID") * 7 + _integer(environ, "SLURM_STEP_ID")) % _NUM_PORTS
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
+    size_name = _slurm_size_name(environ)
     return RankEnvironment(
-        rank=_integer(environ, "SLURM_PROCID"),
-        world_size=_slurm_world_size(environ),
-        local_rank=_integer(environ, "SLURM_LOCALID"),
-        local_world_size=_slurm_tasks_on_this_node(environ),
+        rank=_rank(environ, "SLURM_PROCID", size_name),
+        world_size=_integer(environ, size_name),
+        local_rank=_rank(environ, "SLURM_LOCALID", size_name),
         init_method=f"tcp://{environ.get('MASTER_ADDR') or _slurm_first_host(environ)}:{port}",
-        source="slurm",
     )
 
 
-def _slurm_world_size(environ: Mapping[str, str]) -> int:
+def _slurm_size_name(environ: Mapping[str, str]) -> str:
     # The step's own count first: SLURM_NTASKS is the job's when a step asked for fewer.
-    return _integer(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
 def _slurm_first_host(environ: Mapping[str, str]) -> str:
@@ -158,23 +137,15 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.findall(host, nodelist)[0])
 
 
-def _slurm_tasks_on_this_node(environ: Mapping[str, str]) -> int:
-    """This node's entry in the run-length form of tasks per node: "2(x3),1" is 2, 2, 2 and 1."""
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if not environ.get(name):
-            continue
-        if re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", environ[name]) is None:
-            raise ValueError(
-                f"{name}={environ[name]!r} is not a list like 2(x3),1: start the ranks with srun, which sets it"
-            )
-        counts: list[int] = []
-        for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[name]):
-            counts += [int(count)] * int(repeats or 1)
-        node = _integer(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
-        if node >= len(counts):
-            raise ValueError(f"SLURM_NODEID={node} has no entry in {name}={environ[name]!r}: start the ranks with srun")
-        return counts[node]
-    return _slurm_world_size(environ)
+def _rank(environ: Mapping[str, str], name: str, size_name: str) -> int:
+    """One of the numbers from 0 to that of `size_name` - 1."""
+    rank, size = _integer(environ, name), _integer(environ, size_name)
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"{name}={rank} is not a rank of {size_name}={size}: ranks run from 0 to {size_name} - 1; "
+            "start every process with torchrun or srun, which set both"
+        )
+    return rank
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

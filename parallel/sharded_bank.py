@@ -33,13 +33,7 @@ def make_bank(
 ) -> Bank:
     """A bank as this layout holds it: whole in a memory group of one rank, else this rank's columns of it.
 
-    Args:
-        spec: size and readers.
-        memory: which tables, their widths and the activation.
-        dtype: of the tables.
-        device: where they live.
-        kernels: the two gathers.
-        groups: of which `ep` is the memory group, and `expt_dp` the ranks that hold the same columns.
+    Of the groups, `ep` is the memory group, and `expt_dp` the ranks that hold the same columns. See `Bank`.
     """
     replica_rank = groups.expt_dp.rank()
     if groups.ep.size() == 1:
@@ -78,11 +72,7 @@ class ShardedBank(Bank):
         replica_rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """Allocate this rank's columns; see `Bank` for the other arguments.
-
-        Args:
-            group: the memory group, whose size divides the widths of the tables.
-        """
+        """Allocate this rank's columns; see `Bank`. The size of `group` divides the widths of the tables."""
         columns = Columns(group.rank(), group.size())
         super().__init__(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, columns=columns)
         self.group = group
@@ -130,18 +120,11 @@ class GatheredRows:
     """
 
     def __init__(self, exchange: Exchange, form: RowFormat, rows: Tensor, bins: Tensor | None) -> None:
-        """Gather them. Collective.
-
-        Args:
-            exchange: the group.
-            form: of the bank.
-            rows: [T, J] int64.
-            bins: [T, J] int64, or None.
-        """
+        """Gather rows, and bins if there are any, [T, J] int64 each. Collective."""
         self._form, self._num_rows_read = form, rows.shape[1]
         self._ids_by_rank = [count * rows.shape[1] for count in exchange.counts]
         self._sizes = [form.num_bytes(num_ids) for num_ids in self._ids_by_rank]
-        self._packed = exchange.gather_bytes(form.pack(rows, bins), self._sizes)
+        self._packed = exchange.gather(form.pack(rows, bins), self._sizes)
         self.rows, self.bins = self._unpack()
 
     def empty(self) -> None:
@@ -159,13 +142,10 @@ class GatheredRows:
                 ids.data.copy_(again)
 
     def _unpack(self) -> tuple[Tensor, Tensor | None]:
+        # Equal in training.
         if len(set(self._ids_by_rank)) == 1:
-            rows, bins = self._form.unpack(self._packed, self._ids_by_rank[0])
+            ids = self._form.unpack(self._packed, self._ids_by_rank[0])
         else:
             parts = zip(self._packed.split(self._sizes), self._ids_by_rank, strict=True)
-            of_ranks = [self._form.unpack(part, num_ids) for part, num_ids in parts]
-            rows = torch.cat([rows for rows, _ in of_ranks])
-            with_bins = [bins for _, bins in of_ranks if bins is not None]
-            bins = torch.cat(with_bins) if with_bins else None
-        shape = (rows.numel() // self._num_rows_read, self._num_rows_read)
-        return rows.view(shape), None if bins is None else bins.view(shape)
+            ids = torch.cat([self._form.unpack(part, num_ids) for part, num_ids in parts])
+        return self._form.rows_and_bins(ids.view(-1, self._num_rows_read))

@@ -56,8 +56,6 @@ def build_unset_chunks(
     """This rank's bare model chunks without weights: they refuse to train before a checkpoint has filled them.
 
     Args:
-        config: the run.
-        groups: this rank's positions and process groups.
         vocab_size: token ids, before padding.
         dtype: overrides the run's precision (tests run in fp64).
 
@@ -101,14 +99,12 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
     Raises:
         ConfigError: this machine cannot run them.
     """
-    train = config.train
-    if config.model.memory is None:
-        # Nothing reads a table: nothing to compile.
-        return select_kernels("torch", device_type=device_type)
+    # Without a memory nothing reads a table: nothing to compile.
+    kernels = "torch" if config.model.memory is None else config.train.kernels
     try:
-        return select_kernels(train.kernels, device_type=device_type)
+        return select_kernels(kernels, device_type=device_type)
     except KernelUnavailableError as error:
-        raise ConfigError(f"train.kernels is {train.kernels}: {error}") from error
+        raise ConfigError(f"train.kernels is {kernels}: {error}") from error
 
 
 def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:

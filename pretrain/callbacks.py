@@ -39,24 +39,43 @@ class Callback:
         """After the last step, or before an early stop; not after an error."""
 
 
-class MetricsFile(Callback):
-    """`metrics.jsonl`: one object per step and per evaluation, with full precision. Rank 0 only.
+class RowWriter(Callback):
+    """Writes the rows of steps that are logged, and those of evaluations. Rank 0 only."""
+
+    def on_step(self, run: Run, row: Row) -> None:
+        step, settings = run.state.step, run.config.logging
+        if step % settings.every_steps == 0 or step == run.config.train.num_steps or observes_usage(run, step):
+            self.write(row)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        self.write({"step": run.state.step, **evaluation_row(evaluation)})
+
+    def write(self, row: Row) -> None:
+        """Keep a row, which names its step."""
+        raise NotImplementedError
+
+
+class MetricsFile(RowWriter):
+    """`metrics.jsonl`: one object per step and per evaluation, with full precision.
 
     A resumed run first drops rows of steps past its checkpoint, so that the file reads as that of an uninterrupted run.
     """
 
     def on_start(self, run: Run) -> None:
-        path = run.folder.metrics
-        rows = _rows_up_to(path, run.state.step) if path.exists() else []
-        with atomic_write(path) as stream:
+        self._path = run.folder.metrics
+        rows = _rows_up_to(self._path, run.state.step) if self._path.exists() else []
+        with atomic_write(self._path) as stream:
             stream.write("".join(rows).encode())
 
-    def on_step(self, run: Run, row: Row) -> None:
-        if is_logged(run) or run.state.step == run.config.train.num_steps:
-            _append(run.folder.metrics, row)
-
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        _append(run.folder.metrics, {"step": run.state.step, **evaluation_row(evaluation)})
+    def write(self, row: Row) -> None:
+        try:
+            with open(self._path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self._path} cannot be written: {error}. Free some space; checkpoints are intact, "
+                "and the run goes on from the newest one"
+            ) from error
 
 
 def evaluation_row(evaluation: Evaluation) -> dict[str, float | int]:
@@ -73,11 +92,6 @@ def observes_usage(run: Run, step: int) -> bool:
     """Whether the use of the memory is observed on this step (counted from 1)."""
     every = run.config.logging.memory_every_steps
     return run.config.model.memory is not None and every > 0 and step > 0 and step % every == 0
-
-
-def is_logged(run: Run) -> bool:
-    """Whether the step just done is logged: one of every so many, and those that observe the memory."""
-    return run.state.step % run.config.logging.every_steps == 0 or observes_usage(run, run.state.step)
 
 
 def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float | int]]:
@@ -101,17 +115,6 @@ def _rows_up_to(path: Path, step: int) -> list[str]:
             # A row that a killed process left half-written; its step is past the checkpoint.
             continue
     return rows
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    try:
-        with open(path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error}. Free some space; checkpoints are intact, "
-            "and the run goes on from the newest one"
-        ) from error
 
 
 def _finite(value: Any) -> Any:
@@ -190,32 +193,25 @@ class ProgressLine(Callback):
         self._bar.close()
 
 
-class TensorBoard(Callback):
-    """Scalars in TensorBoard event files. Rank 0 only."""
+class TensorBoard(RowWriter):
+    """Scalars in TensorBoard event files."""
 
     def on_start(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.folder.tensorboard), purge_step=run.state.step + 1)
 
-    def on_step(self, run: Run, row: Row) -> None:
-        if is_logged(run):
-            self._write(row, run.state.step)
-
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        self._write(evaluation_row(evaluation), run.state.step)
+    def write(self, row: Row) -> None:
+        for name, value in scalars(row):
+            if name != "step":
+                self._writer.add_scalar(name, value, row["step"])
 
     def on_end(self, run: Run) -> None:
         self._writer.close()
 
-    def _write(self, row: Row, step: int) -> None:
-        for name, value in scalars(row):
-            if name != "step":
-                self._writer.add_scalar(name, value, step)
 
-
-class WandB(Callback):
-    """Weights & Biases, online or offline. Rank 0 only."""
+class WandB(RowWriter):
+    """Weights & Biases, online or offline."""
 
     def on_start(self, run: Run) -> None:
         import wandb
@@ -230,12 +226,8 @@ class WandB(Callback):
             config=to_dict(run.config),
         )
 
-    def on_step(self, run: Run, row: Row) -> None:
-        if is_logged(run):
-            self._run.log(dict(scalars(row)), step=run.state.step)
-
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        self._run.log(evaluation_row(evaluation), step=run.state.step)
+    def write(self, row: Row) -> None:
+        self._run.log(dict(scalars(row)), step=row["step"])
 
     def on_end(self, run: Run) -> None:
         self._run.finish()

@@ -80,13 +80,13 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
     config = run.config
     rates = _learning_rates(run)
     run.state = run.state.after_step(
-        samples=config.train.global_batch_size, tokens=run.tokens_per_step, updated=result.updated
+        samples=config.train.global_batch_size, tokens=run.tokens_per_step, updated=result.norms.are_finite
     )
     tokens_per_s = run.tokens_per_step / step_s
     row: Row = {
         "step": run.state.step,
         "loss": result.loss.mean,
-        "grad_norm": result.grad_norm,
+        "grad_norm": result.norms.main,
         "lr": rates["backbone"],
         "consumed_samples": run.state.consumed_samples,
         "consumed_tokens": run.state.consumed_tokens,
@@ -97,8 +97,8 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
     }
     if config.model.memory is not None:
         row["value_lr"] = rates["values"]
-    if result.value_grad_norm is not None:
-        row["value_grad_norm"] = result.value_grad_norm
+    if result.norms.tables is not None:
+        row["value_grad_norm"] = result.norms.tables
     for name, of_block in result.auxiliary.items():
         row[name] = fmean(of_block.values())
         by_block = row.setdefault("moe" if name in ROUTER_LOSS_NAMES else "memory", {})

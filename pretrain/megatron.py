@@ -50,7 +50,6 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        autocast_dtype=dtype,
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.tensor > 1,
         pipeline_model_parallel_size=layout.pipeline,
@@ -63,12 +62,6 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         # Layers carry their global number in checkpoint names, whatever stage they are on.
         hetereogenous_dist_checkpoint=True,
         calculate_per_token_loss=True,
-        # Fused kernels of Apex and TE only: the local layers do without.
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         **_recompute(config),
         **_experts(config, dtype),
     )
@@ -120,7 +113,6 @@ def _experts(config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
         # Softmax over all experts before the selection, or over those selected: which is the former, renormalised.
         "moe_router_pre_softmax": not moe.renormalise,
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": moe.balance_loss_weight,
         "moe_z_loss_coeff": moe.z_loss_weight or None,
         "moe_token_dispatcher_type": "alltoall",
@@ -131,23 +123,13 @@ def _experts(config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
 
 def ddp_config() -> DistributedDataParallelConfig:
     """Gradients in fp32 buffers, reduced at the end of the step, with optimizer state split over the replicas."""
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False, use_distributed_optimizer=True
-    )
+    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
 
 
 def optimizer_config(config: RunConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    """Megatron's optimizer config; `pretrain.schedule` sets learning rates and weight decays, per group and step."""
-    settings = config.optimizer
+    """What Megatron's optimizer asks of its config. AdamW is ours, with rates and decays from `pretrain.schedule`."""
     return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=0.0,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.epsilon,
-        clip_grad=settings.clip_grad,
+        clip_grad=config.optimizer.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,

@@ -45,8 +45,7 @@ def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parame
                 assert getattr(parameter, "allreduce", True) == (group in DENSE_GROUPS), name
                 assigned[group].append(parameter)
     grouped = [id(p) for parameters in assigned.values() for p in parameters]
-    everything = {id(p) for chunk in chunks for p in chunk.parameters() if p.requires_grad}
-    assert len(grouped) == len(set(grouped)) == len(everything), "parameter groups do not add up to the model"
+    assert len(grouped) == len(set(grouped)), "parameter groups do not add up to the model"
     return assigned
 
 
@@ -95,20 +94,19 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
     def set_num_updates(self, num_updates: int) -> None:
         """Tell AdamW how many updates its moments have seen, for bias correction."""
         if not self.is_stub_optimizer:
-            for parameter in self._main_parameters():
-                self.optimizer.state[parameter]["step"] = _step_tensor(num_updates, parameter)
-
-    def _main_parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
+            self._allocate_state()
+            for state in self.optimizer.state.values():
+                state["step"].fill_(num_updates)
 
     def _allocate_state(self) -> None:
-        for parameter in self._main_parameters():
-            state = self.optimizer.state[parameter]
-            if not state:
-                state["step"] = _step_tensor(0, parameter)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if not state:
+                    # As the fused implementation keeps it: fp32, beside the parameter.
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's flat share of a parameter's main weights and moments."""
@@ -116,11 +114,6 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         parameter = self.optimizer.param_groups[index]["params"][order]
         state = self.optimizer.state[parameter]
         return {"param": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-
-
-def _step_tensor(num_updates: int, parameter: Tensor) -> Tensor:
-    """AdamW's per-parameter step counter as the fused implementation keeps it: fp32, beside the parameter."""
-    return torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
 
 
 class OffloadingOptimizer(MemoryDistributedOptimizer):

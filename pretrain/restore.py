@@ -48,13 +48,9 @@ def saved_config(saved: SavedState, parallel: ParallelConfig | None) -> RunConfi
 def restore_model(
     config: RunConfig, path: Path, tokenizer: Tokenizer, groups: ParallelGroups
 ) -> Sequence[MemoryGPTModel]:
-    """This rank's model chunks with a checkpoint's weights. Collective.
+    """This rank's model chunks with the weights of the checkpoint in a folder. Collective.
 
-    Args:
-        config: of the checkpoint, with the layout of `groups`.
-        path: the checkpoint's folder.
-        tokenizer: of the run, for the embedding's size.
-        groups: of this rank.
+    `config` is the checkpoint's, with the layout of `groups`; the tokenizer decides the embedding's size.
     """
     chunks = build_unset_chunks(config, groups, vocab_size=model_vocab_size(config.model, tokenizer))
     load_weights(path, chunks)

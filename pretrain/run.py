@@ -32,39 +32,18 @@ from pretrain.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.state import RunState
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Where a run keeps what."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def data_cache(self) -> Path:
-        return self.path / "data_cache"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.data_cache = path / "data_cache"
+        self.tokenizer = path / "tokenizer"
+        self.tensorboard = path / "tensorboard"
 
 
 @dataclass
@@ -151,7 +130,7 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
     train = config.train
     tokenizer = check_blend(config.data.datasets)
     saved = _find_resumable(config, folder, groups)
-    state = RunState() if saved is None else RunState(**saved.run)
+    state = RunState() if saved is None else saved.run
     vocab_size = model_vocab_size(config.model, tokenizer)
     train_data = build_train_dataset(
         config.data.datasets,
@@ -174,14 +153,14 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
         held_out=held_out,
         chunks=chunks,
         optimizer=build_optimizer(config, chunks, groups),
-        state=RunState(),
+        state=state,
         flops_per_token=training_flops_per_token(
             config.model, padded_size(vocab_size, config.model.vocab_size_multiple), train.sequence_length
         ),
     )
     if saved is not None:
-        run.state = restore_run(saved, run.chunks, run.optimizer)
-        run.last_saved_step = run.state.step
+        restore_run(saved, run.chunks, run.optimizer)
+        run.last_saved_step = state.step
     _record_config(run)
     return run
 

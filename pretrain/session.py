@@ -20,13 +20,7 @@ def session(config: RunConfig) -> AbstractContextManager[ParallelGroups]:
     if ranks is None:
         raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
     return parallel_context(
-        parallel_sizes(config),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        local_rank=ranks.local_rank,
-        init_method=ranks.init_method,
-        timeout_minutes=config.parallel.timeout_minutes,
-        seed=config.seed,
+        parallel_sizes(config), ranks, timeout_minutes=config.parallel.timeout_minutes, seed=config.seed
     )
 
 

@@ -46,17 +46,13 @@ class StepResult:
         loss: the training loss, without auxiliary losses.
         auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's
             tokens.
-        grad_norm: global norm before clipping, without the tables if these are clipped apart.
-        value_grad_norm: the tables' norm before clipping if they are clipped apart, else None.
-        updated: whether the norms were finite, and weights were updated.
+        norms: of the gradients. Weights were updated if they are finite.
         stop_requested: whether any rank was told to stop.
     """
 
     loss: LossSum
     auxiliary: dict[str, dict[int, float]]
-    grad_norm: float
-    value_grad_norm: float | None
-    updated: bool
+    norms: GradientNorms
     stop_requested: bool
 
 
@@ -76,10 +72,8 @@ def train_step(
     A non-finite gradient norm leaves weights and optimizer state as they are.
 
     Args:
-        chunks: this rank's model chunks.
         optimizer: whose groups already carry this step's learning rates.
         iterators: a stream of microbatches per chunk; all read the same samples.
-        groups: this rank's positions and process groups.
         num_microbatches: per data-parallel rank.
         micro_batch_size: b.
         sequence_length: s.
@@ -90,9 +84,9 @@ def train_step(
         unwrap(chunk).begin_step()
     optimizer.zero_grad()
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
-    updated, norms = _update(optimizer)
+    norms = _update(optimizer)
     loss, auxiliary, stop = _world_loss(losses, chunks, groups, stop_requested)
-    return StepResult(loss, auxiliary, norms.main, norms.tables, updated, stop)
+    return StepResult(loss, auxiliary, norms, stop)
 
 
 @torch.no_grad()
@@ -152,15 +146,14 @@ def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dic
     return total, num_tokens.int(), {"loss": torch.stack([total.detach().double(), num_tokens.double()])}
 
 
-def _update(optimizer: MemoryOptimizer) -> tuple[bool, GradientNorms]:
+def _update(optimizer: MemoryOptimizer) -> GradientNorms:
     """Clip by norm and step, or skip the step if a norm is not finite."""
     optimizer.prepare_grads()
     norms = optimizer.gradient_norms()
-    if not norms.are_finite:
-        return False, norms
-    optimizer.clip(norms)
-    optimizer.step_with_ready_grads()
-    return True, norms
+    if norms.are_finite:
+        optimizer.clip(norms)
+        optimizer.step_with_ready_grads()
+    return norms
 
 
 def _world_loss(

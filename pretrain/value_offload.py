@@ -110,31 +110,24 @@ class HostShard:
         group: the optimizer group, whose `lr` and `weight_decay` the schedule sets.
         weights: [E] on the device, a view of the model's.
         gradient: [E] fp32 on the device, a view of the reduced gradient's buffer.
-        main: [E] fp32 in host memory.
-        exp_avg: [E] fp32 in host memory.
-        exp_avg_sq: [E] fp32 in host memory.
+        state: main weights `param`, and moments `exp_avg` and `exp_avg_sq`: [E] fp32 each in host memory, by their
+            names in checkpoints.
     """
 
     group: dict[str, Any]
     weights: Tensor
     gradient: Tensor
-    main: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    state: dict[str, Tensor]
 
     @staticmethod
     def of(group: dict[str, Any], weights: Tensor, gradient: Tensor) -> HostShard:
         """A shard with main weights copied from the device's, and moments at zero."""
-        main, exp_avg, exp_avg_sq = (torch.zeros(weights.numel(), dtype=torch.float32, device="cpu") for _ in range(3))
+        names = ("param", "exp_avg", "exp_avg_sq")
+        state = {name: torch.zeros(weights.numel(), dtype=torch.float32, device="cpu") for name in names}
         for window in _windows(weights.numel()):
             # Widened on the host: the device never holds an fp32 copy.
-            main[window].copy_(weights[window].cpu())
-        return HostShard(group, weights, gradient, main, exp_avg, exp_avg_sq)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint."""
-        return {"param": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+            state["param"][window].copy_(weights[window].cpu())
+        return HostShard(group, weights, gradient, state)
 
 
 class _Slot:
@@ -163,7 +156,7 @@ class HostTables:
         """Take over the shards, whose weights have one dtype; staging memory is allocated here, once."""
         self.num_updates = 0
         self._adamw = adamw
-        self._windows = [(shard, window) for shard in shards for window in _windows(shard.main.numel())]
+        self._windows = [(shard, window) for shard in shards for window in _windows(shard.weights.numel())]
         if self._windows:
             size = max(window.stop - window.start for _, window in self._windows)
             device_weights = shards[0].weights
@@ -197,19 +190,20 @@ class HostTables:
     def _update(self, index: int) -> None:
         shard, window = self._windows[index]
         slot, size = self._slots[index % 2], window.stop - window.start
+        main = shard.state["param"][window]
         # Host sync, as the host works on what arrives; the next window is on its way meanwhile.
         slot.arrived.synchronize()
         self._adamw.update(
-            shard.main[window],
+            main,
             slot.gradient[:size],
-            shard.exp_avg[window],
-            shard.exp_avg_sq[window],
+            shard.state["exp_avg"][window],
+            shard.state["exp_avg_sq"][window],
             num_updates=self.num_updates,
             lr=shard.group["lr"],
             weight_decay=shard.group["weight_decay"],
         )
         # Two windows ago this memory was sent from: before the gradient that has arrived, on the same stream.
-        slot.weights[:size].copy_(shard.main[window])
+        slot.weights[:size].copy_(main)
 
     def _send(self, index: int) -> None:
         shard, window = self._windows[index]

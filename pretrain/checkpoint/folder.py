@@ -19,6 +19,7 @@ from typing import Any
 from parallel.atomic_write import sync
 from pretrain.checkpoint.safe_metadata import check_index
 from pretrain.errors import CheckpointError
+from pretrain.state import RunState
 
 STATE_FILE = "state.json"
 _FORMAT = 1
@@ -33,23 +34,17 @@ class SavedState:
 
     Attributes:
         path: the checkpoint's folder.
-        run: counters of the run (see `pretrain.state.RunState`).
-        rng: what random numbers follow from.
+        run: how far the run had come.
         config: the resolved config, as plain values.
-        versions: of the packages that wrote it.
-        files: sizes in bytes by name.
     """
 
     path: Path
-    run: dict[str, Any]
-    rng: dict[str, Any]
+    run: RunState
     config: dict[str, Any]
-    versions: dict[str, str]
-    files: dict[str, int]
 
     @property
     def step(self) -> int:
-        return int(self.run["step"])
+        return self.run.step
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -72,23 +67,16 @@ def start_writing(folder: Path, step: int) -> Path:
     return path
 
 
-def complete(
-    folder: Path,
-    step: int,
-    *,
-    run: dict[str, Any],
-    rng: dict[str, Any],
-    config: dict[str, Any],
-    versions: dict[str, str],
-) -> Path:
-    """Write `state.json` into a step's writing folder, and give the folder its name.
+def complete(folder: Path, step: int, **content: dict[str, Any]) -> Path:
+    """Write `state.json`, of this content, into a step's writing folder, and give the folder its name.
 
     An older checkpoint of the step is replaced.
     """
     path, final = writing_folder(folder, step), step_folder(folder, step)
     files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
-    content = {"format": _FORMAT, "run": run, "rng": rng, "config": config, "versions": versions, "files": files}
-    (path / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    (path / STATE_FILE).write_text(
+        json.dumps({"format": _FORMAT, **content, "files": files}, indent=1), encoding="utf-8"
+    )
     sync(path / STATE_FILE)
     sync(path)
     if final.exists():
@@ -106,10 +94,10 @@ def read_state(path: Path) -> SavedState:
     """
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        format_version = content["format"]
-        state = SavedState(path, *(content[key] for key in ("run", "rng", "config", "versions", "files")))
-        sizes = {str(name): int(size) for name, size in state.files.items()}
-        step = state.step
+        format_version, versions = content["format"], content["versions"]
+        saved = SavedState(path, RunState(**content["run"]), content["config"])
+        name_of_step = step_folder(path.parent, saved.step).name
+        sizes = {str(name): int(size) for name, size in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its {STATE_FILE} cannot be read ({error})"
@@ -117,17 +105,17 @@ def read_state(path: Path) -> SavedState:
     if format_version != _FORMAT:
         raise CheckpointError(
             f"{path} has checkpoint format {format_version}, and this version reads format {_FORMAT}: "
-            f"use the version that wrote it ({state.versions})"
+            f"use the version that wrote it ({versions})"
         )
-    if step_folder(path.parent, step).name != path.name:
-        raise CheckpointError(f"{path} is damaged: its {STATE_FILE} says that it is of step {step}")
+    if name_of_step != path.name:
+        raise CheckpointError(f"{path} is damaged: its {STATE_FILE} says that it is of step {saved.step}")
     for name, size in sizes.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
             found = "is missing" if actual is None else f"has {actual} bytes"
             raise CheckpointError(f"{path} is damaged: {name} {found}, and {size} bytes were written")
-    return state
+    return saved
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -40,11 +40,6 @@ class Rectangle:
 
 def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
     """The positions start..stop-1 of a flattened tensor as rectangles, in order: at most 2 N - 1 for N dimensions."""
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield Rectangle((start,), (stop - start,), start)
-        return
     row_size = math.prod(shape[1:])
     position = start
     while position < stop:

@@ -73,17 +73,15 @@ def _or_error(action: Callable[[], object], path: Path) -> None:
 
 def restore_run(
     saved: folders.SavedState, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer
-) -> RunState:
+) -> None:
     """Load weights and optimizer state in place, whatever layout wrote them. Collective.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or is of another model.
     """
-    state = RunState(**saved.run)
     loaded = load_tensors(_entries(chunks, optimizer), saved.path)
     _load_chunks([unwrap(chunk) for chunk in chunks], loaded)
-    optimizer.set_num_updates(state.num_updates)
-    return state
+    optimizer.set_num_updates(saved.run.num_updates)
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:

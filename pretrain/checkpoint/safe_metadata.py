@@ -12,6 +12,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
 from pretrain.errors import CheckpointError
 
 # What Megatron 0.16.1 with torch 2.11 to 2.13 writes into an index: names by module.
@@ -31,15 +34,10 @@ _ALLOWED = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, "").split() or (module == "torch" and name.isidentifier() and _is_dtype(name)):
+        is_dtype = module == "torch" and name.isidentifier() and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint index needs")
-
-
-def _is_dtype(name: str) -> bool:
-    import torch
-
-    return isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def check_index(folder: Path) -> None:
@@ -48,22 +46,11 @@ def check_index(folder: Path) -> None:
     Raises:
         CheckpointError: it is missing or damaged, or refers to anything but an index's classes.
     """
-    from torch.distributed.checkpoint.metadata import Metadata
-
     try:
         content = (folder / ".metadata").read_bytes()
         index = _IndexUnpickler(io.BytesIO(content)).load()
         if not isinstance(index, Metadata):
             raise TypeError(f"it holds a {type(index).__name__}")
-    except (
-        OSError,
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        AttributeError,
-        TypeError,
-        IndexError,
-        ImportError,
-        KeyError,
-    ) as error:
+    # Damaged bytes make an unpickler raise anything.
+    except Exception as error:
         raise CheckpointError(f"{folder}/.metadata is not a checkpoint index that can be trusted: {error}") from error

@@ -34,9 +34,6 @@ class InProcessSaveStrategy(SaveShardedStrategy):
     which ends the run.
     """
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write the main replica of every shard; one file per rank, synced to disk."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
@@ -59,7 +56,7 @@ def save_tensors(entries: ShardedStateDict, folder: Path) -> None:
     """
     tensors = _without_objects(entries)
     try:
-        dist_checkpointing.save(tensors, str(folder), sharded_strategy=InProcessSaveStrategy())
+        dist_checkpointing.save(tensors, str(folder), sharded_strategy=InProcessSaveStrategy("torch_dist", 1))
     except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
         if isinstance(error, RuntimeError) and not _is_stream_failure(error):
             raise

@@ -10,8 +10,9 @@ from typing import Protocol, TypeVar
 import pytest
 import torch
 
-from parallel.launch import RanksInterrupted, launch_ranks
+from parallel.launch import RanksInterrupted
 from parallel.ranks import current_ranks
+from tests.deadline import launch_within
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def run_ranks() -> RunRanks:
                 init_method=ranks.init_method,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
-                # Longer than the launcher's own: it is the one that shows where every rank stands.
+                # Longer than that of `launch_within`, which shows where every rank stands.
                 timeout=timedelta(seconds=10 * timeout_s),
             )
             result = fn()
@@ -62,7 +63,7 @@ def run_ranks() -> RunRanks:
             return result
 
         try:
-            return launch_ranks(main, num_ranks, timeout_s=timeout_s, num_threads=1)
+            return launch_within(main, num_ranks, timeout_s=timeout_s, num_threads=1)
         except RanksInterrupted as interruption:
             # Ctrl-C is meant for the whole session, not for one test.
             raise KeyboardInterrupt from interruption

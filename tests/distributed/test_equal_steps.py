@@ -140,7 +140,7 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
         batches, history = run.batches(), []
         for _ in range(NUM_STEPS):
             result, _row = take_step(run, batches)
-            history.append(Step(result.loss.mean, result.grad_norm, *selections.take()))
+            history.append(Step(result.loss.mean, result.norms.main, *selections.take()))
         return history
 
 

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from parallel.launch import launch_ranks
+from tests.deadline import launch_within
 
 WORLD, STAGE = 16, 8
 MEMORY_SIZES = (2, 4, 8)
@@ -36,7 +36,9 @@ def groups_of_every_rank(memory: int) -> list[dict[str, list[int]]]:
 @pytest.fixture(scope="module")
 def by_size() -> dict[int, Any]:
     # In a fork: a process can have but one world.
-    (found,) = launch_ranks(lambda: {memory: groups_of_every_rank(memory) for memory in MEMORY_SIZES}, 1, timeout_s=120)
+    (found,) = launch_within(
+        lambda: {memory: groups_of_every_rank(memory) for memory in MEMORY_SIZES}, 1, timeout_s=120
+    )
     return found
 
 

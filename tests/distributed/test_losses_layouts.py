@@ -78,7 +78,7 @@ def run_steps(run: TinyRun) -> Outcome:
     evaluation_loss(run.chunks, run.batches, run.groups, **sizes)
     return Outcome(
         [result.loss.mean for result in results],
-        [result.grad_norm for result in results],
+        [result.norms.main for result in results],
         [result.auxiliary for result in results],
         collector.finish(),
     )

@@ -192,7 +192,7 @@ def test_ids_take_as_many_half_bytes_as_the_bank_needs(num_rows: int, num_blocks
             ranks.append((rows, block))
         packed = [form.pack(rows, block) for rows, block in ranks]
         assert {part.numel() for part in packed} == {form.num_bytes(count)}
-        rows, block = form.unpack(torch.cat(packed), count)
+        rows, block = form.rows_and_bins(form.unpack(torch.cat(packed), count))
         assert torch.equal(rows, torch.cat([rows for rows, _ in ranks]))
         assert (block is None) == (num_blocks == 1)
         if block is not None:

@@ -102,12 +102,12 @@ def largest_errors(run: TinyRun, folder: Path) -> list[float]:
                 result, _ = take_step(run.run, run.batches)
         else:
             result, _ = take_step(run.run, run.batches)
-        assert result.updated == (step != SKIPPED)
+        assert result.norms.are_finite == (step != SKIPPED)
         worst = 0.0
         for name, parameter in run.bare[0].named_parameters():
             lr, decay = settings_of(name, parameter.dim(), step)
             trajectory = trajectories[name]
-            if result.updated:
+            if result.norms.are_finite:
                 trajectory.update(parameter.main_grad.double(), lr, decay)
             worst = max(worst, float((parameter.detach().double() - trajectory.weight).abs().max()) / lr)
         errors.append(worst)

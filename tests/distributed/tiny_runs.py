@@ -117,7 +117,9 @@ class TinyRun:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint: state and place in the data. The run has not trained yet."""
-        self.run.state = restore_run(read_state(path), self.chunks, self.optimizer)
+        saved = read_state(path)
+        restore_run(saved, self.chunks, self.optimizer)
+        self.run.state = saved.run
         per_rank = self.config.train.micro_batch_size * self.groups.data_size
         for batches in self.batches:
             for _ in range(self.run.state.consumed_samples // per_rank):

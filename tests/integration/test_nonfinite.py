@@ -13,12 +13,13 @@ import torch
 from commands import Megamem, checkpoint, last_step, rows
 
 import pretrain.checkpoint.folder as folders
-from parallel.launch import RankError, launch_ranks
+from parallel.launch import RankError
 from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
 from pretrain.loop import train
 from pretrain.run import Run, RunFolder, open_run
 from pretrain.session import session
+from tests.deadline import launch_within
 
 FOUR = ("parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every_steps=3")
 
@@ -63,7 +64,7 @@ def train_with(config_file: Path, path: Path, poison: Poison, *overrides: str) -
             train(run, [*default_callbacks(run), poison])
             return poison.unchanged
 
-    return launch_ranks(main, 4, timeout_s=240, log_dir=path / "logs")
+    return launch_within(main, 4, timeout_s=240, log_dir=path / "logs")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -98,7 +99,7 @@ def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megame
     saved, problems = folders.newest_complete(run / "checkpoints")
     assert saved is not None
     assert (saved.step, problems) == (3, [])
-    assert saved.run["num_skipped"] == 0
+    assert saved.run.num_skipped == 0
     result = megamem("train", config_file, *FOUR, "--run-dir", run, "train.num_steps=6")
     assert result.code == 0, result.output
     assert last_step(run) == 6

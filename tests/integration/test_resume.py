@@ -25,13 +25,14 @@ from commands import (
     wait_until,
 )
 
-from parallel.launch import RankError, launch_ranks
+from parallel.launch import RankError
 from pretrain import build
 from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
 from pretrain.loop import train
 from pretrain.run import Run, RunFolder, open_run
 from pretrain.session import session
+from tests.deadline import launch_within
 
 Rates = dict[int, list[tuple[str, float, float]]]
 
@@ -105,7 +106,7 @@ def train_in_ranks(
             train(run, [*default_callbacks(run), recorder, *extra(groups.rank)])
             return recorder.rates
 
-    return Trained(path, launch_ranks(main, layout.num_ranks, timeout_s=240, log_dir=path / "logs"))
+    return Trained(path, launch_within(main, layout.num_ranks, timeout_s=240, log_dir=path / "logs"))
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))

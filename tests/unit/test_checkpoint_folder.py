@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pretrain.checkpoint import folder as folders
 from pretrain.errors import CheckpointError
+from pretrain.state import RunState
 
 
 def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
@@ -35,8 +36,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, 7)
     assert path == folders.step_folder(tmp_path, 7)
     saved = folders.read_state(path)
-    assert (saved.step, saved.rng, saved.config, saved.versions) == (7, {"seed": 1}, {"a": 1}, {"torch": "2"})
-    assert saved.files == {"__0_0.distcp": 7, ".metadata": (path / ".metadata").stat().st_size}
+    assert (saved.path, saved.run, saved.config) == (path, RunState(step=7), {"a": 1})
+    assert json.loads((path / folders.STATE_FILE).read_text()) == {
+        "format": 1,
+        "run": {"step": 7},
+        "rng": {"seed": 1},
+        "config": {"a": 1},
+        "versions": {"torch": "2"},
+        "files": {"__0_0.distcp": 7, ".metadata": (path / ".metadata").stat().st_size},
+    }
 
 
 def test_the_packages_that_wrote_it_are_named() -> None:
@@ -127,6 +135,7 @@ DAMAGES = (
     edit_state(run=[]),
     edit_state(run={"step": 8}),
     edit_state(run={"step": None}),
+    edit_state(run={"step": 9, "num_epochs": 1}),
     edit_state(files=["__0_0.distcp"]),
     edit_state(files={"__0_0.distcp": "big"}),
     plant_code,

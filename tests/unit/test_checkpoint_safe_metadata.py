@@ -94,8 +94,8 @@ def test_a_dtype_of_another_module_is_refused_before_the_module_is_imported(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"junk", b"\x80\x04", pickle.dumps([]), pickle.dumps({"a": 1})],
-    ids=["empty", "junk", "cut", "list", "dict"],
+    [b"", b"junk", b"\x80\x04", pickle.dumps([]), pickle.dumps({"a": 1}), b"\x8e" + b"\xff" * 8],
+    ids=["empty", "junk", "cut", "list", "dict", "a length past any memory"],
 )
 def test_damage_is_an_error(saved: Path, content: bytes) -> None:
     (saved / ".metadata").write_bytes(content)

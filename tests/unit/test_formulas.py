@@ -105,9 +105,9 @@ def built_models(
 
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import ParallelSizes, initialise_groups
-    from parallel.launch import launch_ranks
     from parallel.ranks import current_ranks
     from pretrain import build
+    from tests.deadline import launch_within
 
     def main() -> dict[str, BuiltModel]:
         ranks = current_ranks()
@@ -128,7 +128,7 @@ def built_models(
                     counts[name] = BuiltModel(_by_part(chunk), *passed)
             return counts
 
-    return launch_ranks(main, 1, timeout_s=300)[0]
+    return launch_within(main, 1, timeout_s=300)[0]
 
 
 def _count_forward(chunk: Any) -> tuple[float, float, float]:

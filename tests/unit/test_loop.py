@@ -5,6 +5,7 @@ is a stand-in.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from pretrain.config.schema import (
 )
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.evaluate import Evaluation
+from pretrain.optimizer import GradientNorms
 from pretrain.run import Run, RunFolder
 from pretrain.state import RunState
 from pretrain.step import LossSum, StepResult
@@ -111,10 +113,8 @@ class World:
         ]
         of_group = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
         self.steps.append(Step(of_group, samples, arguments))
-        updated = number not in self.skipped
-        return StepResult(
-            LossSum(6.0, 4.0), {}, 0.5, None, updated, arguments["stop_requested"] or number == self.asked
-        )
+        norms = GradientNorms(math.inf if number in self.skipped else 0.5, None)
+        return StepResult(LossSum(6.0, 4.0), {}, norms, arguments["stop_requested"] or number == self.asked)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -229,7 +229,8 @@ def test_the_rows_say_what_the_steps_were_taken_with(make: Any) -> None:
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert [row["lr"] for row in rows] == BACKBONE_RATES
     assert [row["value_lr"] for row in rows] == VALUE_RATES
-    assert {(row["loss"], row["grad_norm"]) for row in rows} == {(1.5, 0.5)}
+    assert {row["loss"] for row in rows} == {1.5}
+    assert [row["grad_norm"] for row in rows] == [None if step in world.skipped else 0.5 for step in range(1, 13)]
     assert [row["consumed_samples"] for row in rows] == list(range(12, 145, 12))
     assert [row["consumed_tokens"] for row in rows] == list(range(96, 1153, 96))
     assert [row["num_skipped"] for row in rows] == [0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3]
@@ -245,7 +246,7 @@ def test_a_row_says_what_the_groups_carried_and_else_what_the_schedule_has(make:
     """A schedule that is applied wrongly shows; a stage without tables has no group to say it."""
     world = make(state=RunState(step=3))
     groups = world.run.optimizer.param_groups
-    result = StepResult(LossSum(6.0, 4.0), {}, 0.5, 0.75, True, False)
+    result = StepResult(LossSum(6.0, 4.0), {}, GradientNorms(0.5, 0.75), False)
     for group in groups:
         group["lr"] = {"backbone": 0.125, "values": 0.375}.get(group["name"], 1.0)
     row = loop._account(world.run, result, 0.1)
@@ -266,7 +267,7 @@ def test_losses_of_blocks_are_averaged_and_kept_by_block(make: Any) -> None:
     world = make()
     world.run.optimizer.param_groups = []
     auxiliary = {"key_balance": {0: 1.0, 2: 4.0}, "moe_z": {1: 3.0}}
-    row = loop._account(world.run, StepResult(LossSum(6.0, 4.0), auxiliary, 0.5, None, True, False), 0.1)
+    row = loop._account(world.run, StepResult(LossSum(6.0, 4.0), auxiliary, GradientNorms(0.5, None), False), 0.1)
     assert (row["key_balance"], row["moe_z"]) == (2.5, 3.0)
     assert row["memory"] == {"0": {"key_balance": 1.0}, "2": {"key_balance": 4.0}}
     assert row["moe"] == {"1": {"moe_z": 3.0}}
@@ -416,7 +417,7 @@ def test_ranks_but_the_first_write_nothing_and_take_part_in_all_else(make: Any) 
 
 
 def test_trackers_get_the_same_rows_as_the_file(make: Any) -> None:
-    world = make(spaced(rows=4, usage=6, evaluation=5))
+    world = make(spaced(rows=5, usage=7, evaluation=5))
     tracked: list[tuple[str, float, int]] = []
     tracker = TensorBoard()
     tracker.on_start = lambda run: None  # type: ignore[method-assign]
@@ -429,8 +430,8 @@ def test_trackers_get_the_same_rows_as_the_file(make: Any) -> None:
     evaluations._listeners = [tracker]  # type: ignore[attr-defined]
     loop.train(world.run, [measuring, file, tracker, evaluations, checkpoints])
     steps_of = {name: [step for found, _, step in tracked if found == name] for name, _, _ in tracked}
-    assert steps_of["loss"] == [4, 6, 8, 12]
-    assert steps_of["memory/3/coverage"] == [6, 12]
+    assert steps_of["loss"] == [row["step"] for row in world.rows if "loss" in row] == [5, 7, 10, 12]
+    assert steps_of["memory/3/coverage"] == [7]
     assert steps_of["validation_loss"] == [5, 10, 12]
     assert "step" not in steps_of
     assert tracked[-1][0] == "closed"

@@ -174,8 +174,8 @@ def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def test_one_of_512_ranks_runs_without_data_to_look_at() -> None:
-    from parallel.launch import launch_ranks
+    from tests.deadline import launch_within
 
     for rank in (0, 511):
-        (shapes,) = launch_ranks(lambda rank=rank: passes_of_a_rank(rank), 1, timeout_s=120)
+        (shapes,) = launch_within(lambda rank=rank: passes_of_a_rank(rank), 1, timeout_s=120)
         assert shapes == {"ultramem_v2": (2 * 64**2, 2), "ultramem": (64**2, 3), "peer": (64**2, 4)}

@@ -47,7 +47,7 @@ STATE = RunState(step=6, consumed_samples=100, consumed_tokens=3200, num_updates
 
 
 def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
-    return SavedState(Path("somewhere/step_00000006"), asdict(state), {}, to_dict(config), {}, {})
+    return SavedState(Path("somewhere/step_00000006"), state, to_dict(config))
 
 
 # What may change
@@ -174,7 +174,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
         "build_unset_chunks": "unset chunks",
         "wrap_chunks": ["wrapped chunks"],
         "build_optimizer": "optimizer",
-        "restore_run": STATE,
+        "restore_run": None,
         "_record_config": None,
     }
     for name, result in results.items():
@@ -320,7 +320,7 @@ def test_restoring_tells_the_optimizer_how_many_updates_there_were(monkeypatch: 
     monkeypatch.setattr(saving, "_load_chunks", lambda chunks, tensors: log.append((chunks, tensors)))
     optimizer: Any = SimpleNamespace(set_num_updates=lambda number: log.append(number))
     saved, chunks = saved_with(CONFIG), ["chunk"]
-    assert saving.restore_run(saved, chunks, optimizer) == STATE  # type: ignore[arg-type]
+    saving.restore_run(saved, chunks, optimizer)  # type: ignore[arg-type]
     assert log == [("entries", saved.path), (["bare chunk"], loaded), 4]
 
 

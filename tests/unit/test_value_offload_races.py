@@ -61,7 +61,7 @@ def step_three_times(*sizes: int) -> Races:
     for shard in shards:
         # Less i + (i + 1) + (i + 2) of element i.
         assert torch.equal(shard.weights, 50 - 3 * torch.arange(shard.weights.numel()) - 3)
-        assert torch.equal(shard.main, shard.weights)
+        assert torch.equal(shard.state["param"], shard.weights)
     return races
 
 

@@ -1,0 +1,43 @@
+"""Local ranks that must have ended by a time, and otherwise show where each of them stands."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from parallel.launch import LaunchError, launch_ranks
+from parallel.ranks import current_ranks
+
+T = TypeVar("T")
+
+
+def launch_within(main: Callable[[], T], num_ranks: int, *, timeout_s: float, **options: Any) -> list[T]:
+    """`launch_ranks`. Ranks that are still there after `timeout_s` are killed, and the error notes where they stood."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def watched() -> T:
+            ranks = current_ranks()
+            assert ranks is not None
+            with (folder / f"{ranks.rank:04d}").open("w") as stacks:
+                # By a thread that needs nothing of the interpreter: a rank that hangs in native code answers too.
+                faulthandler.dump_traceback_later(timeout_s, file=stacks)
+                # Later, as a rank that is gone would show in the stacks of the others.
+                signal.setitimer(signal.ITIMER_REAL, timeout_s + 2)
+                try:
+                    return main()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    faulthandler.cancel_dump_traceback_later()
+
+        try:
+            return launch_ranks(watched, num_ranks, **options)
+        except LaunchError as error:
+            for path in sorted(folder.iterdir()):
+                if stacks := path.read_text(errors="replace"):
+                    error.add_note(f"rank {int(path.name)} stood at:\n{stacks}")
+            raise
