@@ -94,7 +94,7 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
-    """Where a selection takes other slots than its twin, or in another order, in words; nothing if all is well.
+    """Where a selection takes other entries than its twin, or in another order, in words; nothing if all is well.
 
     Args:
         kernels: to look at.
@@ -115,7 +115,7 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
         )
         for name, select, twin, operands in comparisons:
             actual = select(*(tensor.to(device) for tensor in operands), *sizes)
-            for part, ours, twins in zip(("first stage", "slots"), actual, twin(*operands, *sizes), strict=True):
+            for part, ours, twins in zip(("first stage", "entries"), actual, twin(*operands, *sizes), strict=True):
                 if not torch.equal(ours.cpu(), twins):
                     yield f"{name} {shape}: {part} differ from the twin's"
 

@@ -28,9 +28,9 @@ from megamem.shuffle import KeyedShuffle, random_permutation
 class TuckerLayer(RetrievalLayer):
     """Tucker-decomposed retrieval (TDQKR), a shuffle, and a value projection.
 
-    With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M slots, and block b's slots read
-    the same M rows (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own
-    projection (`projected`, Eq. 9). As released, the block of a slot comes from the shuffle and not from the key set
+    With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M entries, and all blocks read the
+    same M rows (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own
+    projection (`projected`, Eq. 9). As released, the block of an entry comes from the shuffle and not from the key set
     (Eq. 10-11), and all blocks share their cores.
     """
 
@@ -99,14 +99,14 @@ class TuckerLayer(RetrievalLayer):
         rows, columns = products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1).unbind(0)
         return rows, columns
 
-    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
         """Shuffled (Eq. 8), split into virtual block and row, moved to the window's start, wrapped around the bank."""
         if self.shuffle is not None:
-            slots = self.shuffle(slots)
+            entries = self.shuffle(entries)
         elif self.memory.shuffle == "table":
-            slots = self.permutation[slots]
-        rows = (slots % self.view.num_rows + self.view.first_row) % self.num_bank_rows
-        return rows, slots // self.view.num_rows if self.memory.num_value_projections > 1 else None
+            entries = self.permutation[entries]
+        rows = (entries % self.view.num_rows + self.view.first_row) % self.num_bank_rows
+        return rows, entries // self.view.num_rows if self.memory.num_value_projections > 1 else None
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """Eq. 12, or Eq. 9 with the projections of all blocks side by side."""

@@ -44,8 +44,8 @@ def retrieve(
     """
     num_keys = row_scores.shape[2]
     with torch.no_grad():
-        stage_ids, slots = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
-        rows, columns = slots.unbind(0)
+        stage_ids, entries = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
+        rows, columns = entries.unbind(0)
     scores = torch.einsum(
         "thkr,chrs,thks->thkc", kept_scores(row_scores, rows), cores, kept_scores(column_scores, columns)
     )

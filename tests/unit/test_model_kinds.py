@@ -89,10 +89,10 @@ def weighted_values(layer: MemoryLayer, bank: Bank, x: Tensor) -> Tensor:
     memory = layer.memory
     found, pre_input = layer.retrieve(x), layer.pre_input(x)
     sums = torch.zeros(x.shape[0], memory.lookup.bins, memory.value_dim, dtype=x.dtype)
-    for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.slots.shape)).tolist():
-        row, block = layer.locate(found.slots[t, h, k])
+    for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.entries.shape)).tolist():
+        row, block = layer.locate(found.entries[t, h, k])
         product = torch.ones((), dtype=x.dtype)
-        if bank.pre_values is not None:
+        if hasattr(bank, "pre_values"):
             assert pre_input is not None
             product = bank.pre_values[row] @ pre_input[t]
             product = F.gelu(product) if memory.lookup.activation == "gelu" else product
@@ -167,7 +167,7 @@ def test_product_keys_find_the_best_sums_of_the_whole_grid(top_k: int) -> None:
     rows, columns = layer.key_scores(x)
     best = (rows.unsqueeze(3) + columns.unsqueeze(2)).flatten(2).topk(top_k, dim=-1)
     found = layer.retrieve(x)
-    assert torch.equal(found.slots, best.indices)
+    assert torch.equal(found.entries, best.indices)
     torch.testing.assert_close(found.scores.squeeze(3), best.values.softmax(-1))
 
 

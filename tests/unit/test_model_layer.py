@@ -132,7 +132,7 @@ def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
     layer.view, layer.num_bank_rows = LayerView(0, 90, 64), 100
     rows = layer.locate(torch.arange(64))[0]
     assert sorted(rows.tolist()) == [*range(54), *range(90, 100)]
-    assert (rows.tolist() == [(90 + slot) % 100 for slot in range(64)]) == (shuffle == "none")
+    assert (rows.tolist() == [(90 + entry) % 100 for entry in range(64)]) == (shuffle == "none")
 
 
 def test_tokens_do_not_see_each_other() -> None:
