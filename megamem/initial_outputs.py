@@ -80,7 +80,7 @@ def measure_initial_outputs(
         seed: the run's seed.
         most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
         choices: configs that differ from the model's in their initial weights alone; each of the layers is measured
-            with all of them, on the same random numbers and slots. None: with the model's own.
+            with all of them, on the same random numbers and entries. None: with the model's own.
     """
     assert model.memory is not None
     outputs = []
@@ -132,13 +132,13 @@ class _LayerAlone:
             calibration=calibration,
             table_std=tables.std,
             predicted_std=predicted,
-            measured_std=_root_mean_square(layer(self.tokens, Inputs(ids, torch.zeros_like(ids)))),
+            measured_std=_root_mean_square(layer(self.tokens, Inputs(torch.stack((ids, torch.zeros_like(ids)))))),
             ffn_std=self.ffn_std,
             num_tokens=len(self.tokens),
         )
 
     def _retrieve_once(self, layer: RetrievalLayer) -> None:
-        """Retrieve under the first choice alone: another's gains scale all scores alike and select the same slots."""
+        """Retrieve under the first choice alone: another's gains scale all scores alike and select the same entries."""
         if self.found is None:
             self.found = layer.retrieve(self.tokens.squeeze(1)), layer.score_gain
         found, first_gain = self.found
@@ -220,7 +220,13 @@ class _DrawnTables:
         self._drawn: dict[str, tuple[Tensor, Tensor]] = {}
 
     def read(
-        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        pre_input: Tensor | None,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
+        **names: str,
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)
@@ -234,7 +240,7 @@ class _DrawnTables:
         )
         for name, table in bank.named_parameters():
             table.copy_(self._standard_normal(name, wanted, table.shape[1])).mul_(self.std)
-        return bank.read(places, scores, pre_input, bins, num_bins)
+        return bank.read(places, scores, pre_input, bins, num_bins, **names)
 
     def _standard_normal(self, table: str, rows: Tensor, width: int) -> Tensor:
         """[n, width]: rows of a table for a standard deviation of 1; those of the last call are not drawn again."""
