@@ -28,7 +28,7 @@ from megamem.moe import Router
 from megamem.parameters import parameter_device
 from megamem.sharing import SharingPlan
 from megamem.side_stream import SideStream
-from megamem.slots import Site, slot_of
+from megamem.slots import Site
 from megamem.spans import Span
 
 
@@ -38,7 +38,8 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
-        reads_tokens: whether this chunk needs the microbatch: it has the embedding, a memory or the loss.
+        reads_tokens: whether this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for
+            tokens.
         weights_are_set: to be set by whoever fills the weights.
     """
 
@@ -105,7 +106,8 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config = model
-        self.reads_tokens = pre_process or post_process or bool(sites)
+        self._memory_reads_tokens = bool(sites) and model.memory is not None and model.memory.reads_tokens
+        self.reads_tokens = pre_process or post_process or self._memory_reads_tokens
         self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
@@ -130,7 +132,8 @@ class MemoryGPTModel(GPTModel):
             [b, s, vocabulary] without labels.
         """
         carried = None
-        if input_ids is not None:
+        if self._memory_reads_tokens:
+            assert input_ids is not None
             assert position_ids is not None
             carried = {"context_mask": pack(input_ids, position_ids)}
         out: Tensor = super().forward(
@@ -227,12 +230,11 @@ def _sites(
     memory = model.memory
     if memory is None:
         return {}
-    family, sites = family_of(memory), {}
-    spans = model.memory_spans
+    sites, spans = {}, model.memory_spans
     for layer, index in index_of.items():
         view, span = plan.views[index], spans[index]
         make_memory = partial(
-            family.layer(),
+            family_of(memory).layer(),
             config,
             memory,
             view,
@@ -244,5 +246,5 @@ def _sites(
             seed=seed,
             token_group=token_group,
         )
-        sites[layer] = Site(family.slot or slot_of(memory.placement, span), span, make_memory)
+        sites[layer] = Site(memory.slot_of(span), span, make_memory)
     return sites
