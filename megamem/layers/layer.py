@@ -99,8 +99,17 @@ class MemoryLayer(MegatronModule):
         """Set what depends on other weights, once these are drawn; returns what it measured of its scores, if so."""
         return None
 
-    def predicted_std(self, model: ModelConfig, table_std: float, seed: int) -> float | None:
-        """Standard deviation of the initial output by the formula of the family's paper; None: there is none."""
+    def predicted_std(
+        self, model: ModelConfig, table_std: float, calibration: ScoreCalibration | None, seed: int
+    ) -> float | None:
+        """Standard deviation of the initial output by the formula of the family's paper; None: there is none.
+
+        Args:
+            model: that it stands in.
+            table_std: of its tables.
+            calibration: what `calibrate` returned.
+            seed: the run's seed.
+        """
         return None
 
     @classmethod

@@ -31,11 +31,6 @@ class RetrievalLayer(MemoryLayer):
         """N: keys per side, e times what the layer's window has rows for."""
         return self.memory.expansion * self.view.num_keys
 
-    @property
-    def score_gain(self) -> float:
-        """What the retrieved scores are proportional to, of all that the choices of initial weights differ in."""
-        return 1.0
-
     @abstractmethod
     def retrieve(self, x: Tensor) -> Retrieved:
         """Entries and scores of the tokens `x` [T, D]; scores are fp32 (fp64 for fp64 inputs)."""
