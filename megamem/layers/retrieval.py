@@ -56,6 +56,6 @@ class RetrievalLayer(MemoryLayer):
         values = self.lookup.read(rows, scores, self.pre_input(x), bins, self.memory.lookup.bins)
         out = self.project(values, x)
         if self.losses is not None and torch.is_grad_enabled():
-            out = self.losses.inject(out, self.cores, found.stage_scores, (found.row_ids, found.column_ids))
+            out = self.losses.inject(out, self.cores, found.stage_scores, found.stage_ids)
         self.observe(rows, found.scores, out)
         return out.view_as(hidden)

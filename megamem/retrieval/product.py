@@ -35,5 +35,5 @@ def retrieve(
         rows, columns = entries.unbind(0)
     sums = kept_scores(row_scores.unsqueeze(3), rows) + kept_scores(column_scores.unsqueeze(3), columns)
     return Retrieved(
-        rows * num_keys + columns, sums.softmax(2), stage_ids[0], stage_ids[1], lambda: (row_scores, column_scores)
+        rows * num_keys + columns, sums.softmax(2), stage_ids, lambda: torch.stack((row_scores, column_scores))
     )

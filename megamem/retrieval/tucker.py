@@ -49,13 +49,12 @@ def retrieve(
     scores = torch.einsum(
         "thkr,chrs,thks->thkc", kept_scores(row_scores, rows), cores, kept_scores(column_scores, columns)
     )
-    return Retrieved(
-        rows * num_keys + columns,
-        scores,
-        stage_ids[0],
-        stage_ids[1],
-        lambda: (torch.einsum("thnr,hr->thn", row_scores, u), torch.einsum("thnr,hr->thn", column_scores, v)),
-    )
+
+    def stage_scores() -> Tensor:
+        sides = ((row_scores, u), (column_scores, v))
+        return torch.stack([torch.einsum("thnr,hr->thn", side, direction) for side, direction in sides])
+
+    return Retrieved(rows * num_keys + columns, scores, stage_ids, stage_scores)
 
 
 def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ def retrieved(subject: Subject) -> Any:
 def _(base: Subject, second: Subject) -> None:
     """More of one order, out of nine candidates."""
     for subject, top_k in ((base, 4), (second, 6)):
-        assert retrieved(subject).row_ids.shape == retrieved(subject).column_ids.shape == (7, 1, 3)
+        assert retrieved(subject).stage_ids[0].shape == retrieved(subject).stage_ids[1].shape == (7, 1, 3)
         assert retrieved(subject).entries[:, 0].tolist() == best_entries(subject, top_k)
 
 
@@ -113,8 +113,8 @@ def best_entries(subject: Subject, top_k: int) -> list[list[int]]:
     for token in range(7):
         grid = [
             (float(rows[token, i] @ core @ columns[token, j]), int(i) * 12 + int(j))
-            for i in found.row_ids[token, 0]
-            for j in found.column_ids[token, 0]
+            for i in found.stage_ids[0, token, 0]
+            for j in found.stage_ids[1, token, 0]
         ]
         best.append([entry for _, entry in sorted(grid, reverse=True)[:top_k]])
     return best
@@ -124,11 +124,11 @@ def best_entries(subject: Subject, top_k: int) -> list[list[int]]:
 def _(base: Subject, second: Subject) -> None:
     """Four entries of two rows and two columns are all of their grid."""
     all_kept, limited = retrieved(base), retrieved(second)
-    assert all_kept.row_ids.shape[2] == all_kept.column_ids.shape[2] == 4
-    assert torch.equal(limited.row_ids, all_kept.row_ids[..., :2])
-    assert torch.equal(limited.column_ids, all_kept.column_ids[..., :2])
+    assert all_kept.stage_ids[0].shape[2] == all_kept.stage_ids[1].shape[2] == 4
+    assert torch.equal(limited.stage_ids[0], all_kept.stage_ids[0, ..., :2])
+    assert torch.equal(limited.stage_ids[1], all_kept.stage_ids[1, ..., :2])
     for token in range(7):
-        grid = {int(i * 12 + j) for i in limited.row_ids[token, 0] for j in limited.column_ids[token, 0]}
+        grid = {int(i * 12 + j) for i in limited.stage_ids[0, token, 0] for j in limited.stage_ids[1, token, 0]}
         assert set(limited.entries[token, 0].tolist()) == grid
     assert not torch.equal(limited.entries, all_kept.entries)
 

@@ -305,8 +305,8 @@ def test_layers_retrieve_what_the_release_retrieves(golden_dir: Path, case: str,
 def check_tucker_retrieval(layer: TuckerLayer, bank: Bank, x: Tensor, recorded: dict[str, Tensor]) -> None:
     tolerance = TOLERANCE[x.dtype]
     found = layer.retrieve(x)
-    assert torch.equal(found.row_ids, recorded["row_top"])
-    assert torch.equal(found.column_ids, recorded["col_top"])
+    assert torch.equal(found.stage_ids[0], recorded["row_top"])
+    assert torch.equal(found.stage_ids[1], recorded["col_top"])
     assert torch.equal(found.entries.flatten(1), recorded["best_index"])
     assert torch.equal(layer.permutation[found.entries].flatten(1), recorded["best_virtual"])
     rows, blocks = layer.locate(found.entries.flatten(1))

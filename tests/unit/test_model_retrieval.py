@@ -76,8 +76,8 @@ def test_the_first_stage_bounds_the_second(problem: Problem, row_top_k: int, top
     found = problem.retrieve(row_top_k=row_top_k, top_k=top_k)
     by_u = torch.einsum("thnr,hr->thn", problem.rows, problem.u).topk(row_top_k, dim=-1).indices
     by_v = torch.einsum("thnr,hr->thn", problem.columns, problem.v).topk(row_top_k, dim=-1).indices
-    assert torch.equal(found.row_ids, by_u)
-    assert torch.equal(found.column_ids, by_v)
+    assert torch.equal(found.stage_ids[0], by_u)
+    assert torch.equal(found.stage_ids[1], by_v)
     candidates = torch.full_like(problem.full_grid().sum(2), float("-inf"))
     for t in range(candidates.shape[0]):
         for h in range(candidates.shape[1]):
