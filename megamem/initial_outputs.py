@@ -147,15 +147,12 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
         use_cpu_initialization=True,
         params_dtype=torch.float32,
     )
-    plan = model.memory_plan
-    view = plan.views[index]
     return family_of(memory).layer()(
         config,
         memory,
-        view,
+        model.memory_plan.views[index],
         tables,
         kernels=select_kernels("torch"),
-        num_bank_rows=plan.banks[view.bank].num_rows,
         name=model.memory_name(index),
         seed=seed,
     )

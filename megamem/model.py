@@ -241,7 +241,6 @@ def _sites(
             # Not the module itself: the bank belongs to the model, not to the layer.
             SimpleNamespace(read=banks[view.bank].read),
             kernels=kernels,
-            num_bank_rows=plan.banks[view.bank].num_rows,
             name=model.memory_name(index),
             seed=seed,
             token_group=token_group,

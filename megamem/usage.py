@@ -43,9 +43,8 @@ class LayerUsage:
         sums: [5] fp64, the number of tokens and sums over them.
     """
 
-    def __init__(self, view: LayerView, num_bank_rows: int, counts: Tensor) -> None:
-        self.view, self.num_bank_rows = view, num_bank_rows
-        self.counts = counts
+    def __init__(self, view: LayerView, counts: Tensor) -> None:
+        self.view, self.counts = view, counts
         self.sums = torch.zeros(_NUM_SUMS, dtype=torch.float64, device=counts.device)
 
     def reset(self) -> None:
@@ -62,7 +61,7 @@ class LayerUsage:
             scores: [T, H, K, C], best first within a head; None in layers whose rows have none.
             out: [T, D], the layer's output.
         """
-        in_window = ((rows - self.view.first_row) % self.num_bank_rows).flatten()
+        in_window = ((rows - self.view.first_row) % self.view.num_bank_rows).flatten()
         # Integers: the order of the atomic additions does not show.
         self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
@@ -96,8 +95,7 @@ class UsageCollector:
         sizes = [layer.view.num_rows for layer in layers]
         self._counts = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._usages = [
-            LayerUsage(layer.view, layer.num_bank_rows, counts)
-            for layer, counts in zip(layers, self._counts.split(sizes), strict=True)
+            LayerUsage(layer.view, counts) for layer, counts in zip(layers, self._counts.split(sizes), strict=True)
         ]
 
     def start(self) -> None:

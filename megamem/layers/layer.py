@@ -48,7 +48,6 @@ class MemoryLayer(MegatronModule):
         lookup: TableLookup,
         *,
         kernels: Kernels,
-        num_bank_rows: int,
         name: str,
         seed: int,
         token_group: torch.distributed.ProcessGroup | None = None,
@@ -58,7 +57,7 @@ class MemoryLayer(MegatronModule):
         Args:
             config: Megatron's config of the model.
             memory: of the layer's own family.
-            view: the window of the bank that this layer sees, which wraps around at its `num_bank_rows`.
+            view: the window of the bank that this layer sees.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
             kernels: of retrieval.
             name: the layer's global name, which with the seed keys what it draws by itself.
@@ -67,7 +66,7 @@ class MemoryLayer(MegatronModule):
         """
         super().__init__(config=config)
         self.name = name
-        self.memory, self.view, self.lookup, self.num_bank_rows = memory, view, lookup, num_bank_rows
+        self.memory, self.view, self.lookup = memory, view, lookup
         self.kernels = kernels
         self.epsilon = config.layernorm_epsilon
         weights = memory.loss_weights

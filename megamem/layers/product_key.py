@@ -65,7 +65,7 @@ class ProductKeyLayer(RetrievalLayer):
 
     def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
         """Moved to where the layer's window starts, and wrapped around the bank."""
-        return (entries + self.view.first_row) % self.num_bank_rows, None
+        return (entries + self.view.first_row) % self.view.num_bank_rows, None
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """The value projection, if there is one, times the scalar gate of the token, if there is one."""

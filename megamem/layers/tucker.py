@@ -104,7 +104,7 @@ class TuckerLayer(RetrievalLayer):
             entries = self.shuffle(entries)
         elif self.memory.shuffle == "table":
             entries = self.permutation[entries]
-        rows = (entries % self.view.num_rows + self.view.first_row) % self.num_bank_rows
+        rows = (entries % self.view.num_rows + self.view.first_row) % self.view.num_bank_rows
         return rows, entries // self.view.num_rows if self.memory.num_value_projections > 1 else None
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:

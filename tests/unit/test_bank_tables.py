@@ -75,6 +75,6 @@ def test_a_layer_reads_the_tables_that_it_names() -> None:
 
 def test_banks_of_any_number_of_rows() -> None:
     assert private_banks(7, 2).banks == (BankSpec(0, 7, (0,)), BankSpec(1, 7, (1,)))
-    assert private_banks(7, 2).views == (LayerView(0, 0, 7), LayerView(1, 0, 7))
+    assert private_banks(7, 2).views == (LayerView(0, 0, 7, 7), LayerView(1, 0, 7, 7))
     assert common_bank(7, 2).banks == (BankSpec(0, 7, (0, 1)),)
-    assert common_bank(7, 2).views == (LayerView(0, 0, 7), LayerView(0, 0, 7))
+    assert common_bank(7, 2).views == (LayerView(0, 0, 7, 7), LayerView(0, 0, 7, 7))

@@ -39,10 +39,9 @@ def build(memory: UltraMemV2Config, dtype: torch.dtype = torch.float64) -> tuple
     layer = UltraMemV2Layer(
         config,
         memory,
-        LayerView(0, 0, memory.num_keys**2),
+        LayerView(0, 0, memory.num_keys**2, spec.num_rows),
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
-        num_bank_rows=spec.num_rows,
         name="decoder.layers.0.mlp.memory",
         seed=1,
     )

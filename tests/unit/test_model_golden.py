@@ -219,7 +219,6 @@ def build(folder: Path, case: str, dtype: torch.dtype, kernels: Literal["auto", 
             # Not the module itself: the bank belongs to the model, not to the layer.
             SimpleNamespace(read=banks[view.bank].read),
             kernels=implementation,
-            num_bank_rows=plan.banks[view.bank].num_rows,
             name=f"decoder.layers.{index}.mlp.memory",
             seed=1,
         )

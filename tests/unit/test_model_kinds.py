@@ -54,10 +54,10 @@ NAME = "decoder.layers.0.mlp.memory"
 
 
 def build(
-    memory: MemoryConfig, dtype: torch.dtype = torch.float64, view: LayerView | None = None, num_rows: int | None = None
+    memory: MemoryConfig, dtype: torch.dtype = torch.float64, view: LayerView | None = None
 ) -> tuple[MemoryLayer, Bank]:
-    view = view or LayerView(0, 0, memory.num_keys**2)
-    spec = BankSpec(0, num_rows or view.num_rows, (0,))
+    view = view or LayerView(0, 0, memory.num_keys**2, memory.num_keys**2)
+    spec = BankSpec(0, view.num_bank_rows, (0,))
     bank = Bank(spec, memory, select_kernels("auto"), dtype=dtype, device="cpu", replica_rank=0)
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, params_dtype=dtype
@@ -68,7 +68,6 @@ def build(
         view,
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
-        num_bank_rows=spec.num_rows,
         name=NAME,
         seed=1,
     )
@@ -143,7 +142,7 @@ def test_every_virtual_block_addresses_every_row_of_the_window_once(shuffle: Any
     memory = replace(
         V2, key_expansion=expansion, value_blocks="projected" if expansion > 1 else "summed", shuffle=shuffle
     )
-    layer, _ = build(memory, view=LayerView(0, 90, 64), num_rows=100)
+    layer, _ = build(memory, view=LayerView(0, 90, 64, 100))
     rows, blocks = layer.locate(torch.arange((8 * expansion) ** 2))
     assert (blocks is None) == (expansion == 1)
     window = sorted([*range(54), *range(90, 100)])
