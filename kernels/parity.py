@@ -68,13 +68,7 @@ SELECTION_SHAPES = (
 
 
 def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.dtype) -> Iterator[str]:
-    """What differs from the twins, in words; nothing if all is well.
-
-    Args:
-        kernels: to look at.
-        device: where to run them; the twins run on the CPU.
-        dtype: of the tables.
-    """
+    """What differs from the twins, which run on the CPU, in words; nothing if all is well. Tables are of this dtype."""
     for shape in PARITY_SHAPES:
         for case in _cases(shape, dtype):
             actual = _outcome(getattr(kernels, case.op), case, device)
@@ -88,12 +82,7 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
-    """Where a selection takes other entries than its twin, or in another order, in words; nothing if all is well.
-
-    Args:
-        kernels: to look at.
-        device: where to run them; the twins run on the CPU. Scores are fp32.
-    """
+    """Where a selection of fp32 scores takes other entries than its twin, or in another order, in words."""
     for shape in SELECTION_SHAPES:
         g = torch.Generator().manual_seed(0)
         scores = torch.randn(2, 2, shape.tokens, shape.heads, shape.keys, generator=g)

@@ -14,7 +14,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from torch import Tensor, nn
 
 from kernels.gather_pair.operands import Activation
-from kernels.gather_pair.weighting import weighted
 from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
 from megamem.parameters import ReducedOver, declare
@@ -91,10 +90,8 @@ class Bank(nn.Module):
         """Allocate the tables; `megamem.initialisation` fills them.
 
         Args:
-            spec: size and readers.
             memory: which tables, their widths and the activation.
             kernels: the gathers.
-            dtype, device: of the tables.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
             columns: that this rank holds; a subclass that holds less than all of them knows how to read.
         """
@@ -131,10 +128,6 @@ class Bank(nn.Module):
         return self.kernels.gather_pair(
             self.get_parameter(pre_values), table, rows, pre_input, scores, self.activation, bins, num_bins
         )
-
-    def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
-        """The coefficients of the values, [T, J, C], from scores [T, J, C] and products of the pre-values [T, J]."""
-        return weighted(scores, products, self.activation)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -67,12 +67,8 @@ def measure_initial_outputs(model: ModelConfig, *, seed: int, most_layers: int) 
     """Build and measure memory layers one after the other.
 
     sigma_V is that of the measured layer's own sigma_s. In a run the layers that share a bank agree on one, from the
-    mean square of theirs.
-
-    Args:
-        model: with a memory.
-        seed: the run's seed.
-        most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
+    mean square of theirs. Of a model that is deeper, `most_layers` are measured, evenly spread from the first to the
+    last.
     """
     assert model.memory is not None
     return [_measure(model, model.memory, index, seed) for index in spread(len(model.memory_spans), most_layers)]

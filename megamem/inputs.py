@@ -46,11 +46,6 @@ class Inputs:
         assert self.packed is not None, "a layer asks for tokens whose config does not say `reads_tokens = True`"
         return self.packed[index]
 
-    @classmethod
-    def of_no_token(cls, device: torch.device) -> Inputs:
-        """[0, 1] each."""
-        return cls(torch.empty(2, 0, 1, dtype=torch.int64, device=device))
-
     def share(self, group: dist.ProcessGroup) -> Inputs:
         """[t, b]: those of this rank's tokens between the tensor-parallel regions, under sequence parallelism."""
         return self if self.packed is None else Inputs(self.packed.chunk(group.size(), 1)[group.rank()])

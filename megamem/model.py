@@ -23,10 +23,8 @@ from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step
-from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.parameters import parameter_device
-from megamem.sharing import SharingPlan
 from megamem.side_stream import SideStream
 from megamem.slots import Site
 from megamem.spans import Span
@@ -64,25 +62,18 @@ class MemoryGPTModel(GPTModel):
         """Build the chunk with unset weights; `megamem.initialisation.initialise` or a checkpoint fills them.
 
         Args:
-            config: Megatron's config of the model.
-            model: ours.
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
             attention_core: what attends where Transformer Engine does not.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
-            pre_process: whether this chunk holds the embedding.
-            post_process: whether it holds the final norm and output projection.
             vp_stage: index of the chunk on its rank; None without interleaving.
             seed: the run's seed, which keys the shuffles.
 
         Raises:
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
-        plan = model.memory_plan
-        index_of = _memory_indices(model.memory_spans, layers)
-        banks = _build_banks(plan, index_of, model.memory, config, make_bank)
-        sites = _sites(config, model, plan, index_of, banks, kernels=kernels, seed=seed, token_group=groups.tp_cp)
+        banks, sites = _memories(config, model, layers, make_bank, kernels=kernels, seed=seed, token_group=groups.tp_cp)
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(
@@ -160,7 +151,7 @@ class MemoryGPTModel(GPTModel):
         """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
-        inputs = Inputs.of_no_token(weight.device)
+        inputs = Inputs(torch.empty(2, 0, 1, dtype=torch.int64, device=weight.device))
         for site in self._memory_sites():
             if site.memory_enabled:
                 site.serve(no_token, inputs)
@@ -204,33 +195,30 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
     return inside
 
 
-def _build_banks(
-    plan: SharingPlan, index_of: dict[int, int], memory: MemoryConfig | None, config: TransformerConfig, make: MakeBank
-) -> dict[int, Bank]:
-    if memory is None:
-        return {}
-    indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
-    device = parameter_device(config)
-    specs = plan.banks_of(indices)
-    return {spec.index: make(spec, memory, dtype=config.params_dtype, device=device) for spec in specs}
-
-
-def _sites(
+def _memories(
     config: TransformerConfig,
     model: ModelConfig,
-    plan: SharingPlan,
-    index_of: dict[int, int],
-    banks: dict[int, Bank],
+    layers: range,
+    make_bank: MakeBank,
     *,
     kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
-) -> dict[int, Site]:
-    """The memories of a chunk, by the block that they read in; see `MemoryGPTModel` for the arguments."""
-    memory = model.memory
+) -> tuple[dict[int, Bank], dict[int, Site]]:
+    """The banks of a chunk by global index, and its memories by the block that they read in.
+
+    Arguments and errors are those of `MemoryGPTModel`.
+    """
+    memory, plan, spans = model.memory, model.memory_plan, model.memory_spans
     if memory is None:
-        return {}
-    sites, spans = {}, model.memory_spans
+        return {}, {}
+    index_of = _memory_indices(spans, layers)
+    indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
+    device = parameter_device(config)
+    banks = {
+        spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in plan.banks_of(indices)
+    }
+    sites = {}
     for layer, index in index_of.items():
         view, span = plan.views[index], spans[index]
         make_memory = partial(
@@ -246,4 +234,4 @@ def _sites(
             token_group=token_group,
         )
         sites[layer] = Site(memory.slot_of(span), span, make_memory)
-    return sites
+    return banks, sites

@@ -108,7 +108,7 @@ def _names_of(model: ModelConfig, release: str) -> ReleasedNames:
 
 
 def _of_memory(names: ReleasedNames, layer: int, part: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """What a released tensor of a memory layer is here: a table or a parameter by its name; nothing if it is neither."""
+    """A released tensor of a memory layer, in our layout, by the name of its table or parameter; nothing if unknown."""
     assert model.memory is not None
     if table := names.tables.get(part):
         return {f"banks.{model.memory_plan.views[layer].bank}.{table}": tensor}

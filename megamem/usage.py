@@ -120,10 +120,11 @@ class UsageCollector:
             layer.usage = None
         if self.layers:
             dist.all_reduce(self._counts, group=self.stage_group)
-        table = torch.zeros(self.num_blocks, self._num_columns, dtype=torch.float64, device=self.device)
+        num_columns = _NUM_COLUMNS + (math.prod(self.observed.spectrum) if self.observed.spectrum is not None else 0)
+        table = torch.zeros(self.num_blocks, num_columns, dtype=torch.float64, device=self.device)
         for layer, usage in zip(self.layers, self._usages, strict=True):
             table[block_number(layer.name), :_NUM_SUMS] = usage.sums
-        if self.stage_group.rank() == 0:
+        if self.layers and self.stage_group.rank() == 0:
             # Equal on all ranks of the stage: one of them brings them into the sum over all.
             self._fill_stage_figures(table)
         dist.all_reduce(table)
@@ -131,13 +132,7 @@ class UsageCollector:
         rows = table.tolist()
         return {block: self._metrics(row) for block, row in enumerate(rows) if row[_TOKENS]}
 
-    @property
-    def _num_columns(self) -> int:
-        return _NUM_COLUMNS + (math.prod(self.observed.spectrum) if self.observed.spectrum is not None else 0)
-
     def _fill_stage_figures(self, table: Tensor) -> None:
-        if not self.layers:
-            return
         blocks = [block_number(layer.name) for layer in self.layers]
         for block, usage in zip(blocks, self._usages, strict=True):
             table[block, _COVERAGE] = (usage.counts > 0).double().mean()

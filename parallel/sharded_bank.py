@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from kernels.gather_pair.weighting import weighted
 from kernels.select import Kernels
 from megamem.bank import Bank, Columns
 from megamem.memory_config import MemoryConfig
@@ -109,7 +110,7 @@ class ShardedBank(Bank):
             share = split_columns(pre_input, exchange)
             products = self.kernels.gather_dot(self.get_parameter(pre_values), gathered.rows, share).squeeze(2)
             # The activation needs the whole product: it is applied where the token is.
-            coef = self.weighted(scores, sum_over_ranks(products, exchange))
+            coef = weighted(scores, sum_over_ranks(products, exchange), self.activation)
         coef = spread_coefficients(coef, exchange)
         share = self.kernels.gather_sum(self.get_parameter(values), gathered.rows, coef, gathered.bins, num_bins)
         out = join_columns(share, exchange, num_bins)

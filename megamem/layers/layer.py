@@ -55,9 +55,7 @@ class MemoryLayer(MegatronModule):
         """Allocate the weights; `megamem.initialisation` fills them.
 
         Args:
-            config: Megatron's config of the model.
             memory: of the layer's own family.
-            view: the window of the bank that this layer sees.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
             kernels: of retrieval.
             name: the layer's global name, which with the seed keys what it draws by itself.
@@ -103,11 +101,7 @@ class MemoryLayer(MegatronModule):
     ) -> float | None:
         """Standard deviation of the initial output by the formula of the family's paper; None: there is none.
 
-        Args:
-            model: that it stands in.
-            table_std: of its tables.
-            calibration: what `calibrate` returned.
-            seed: the run's seed.
+        `calibration` is what `calibrate` returned.
         """
         return None
 

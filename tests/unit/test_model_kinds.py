@@ -304,6 +304,6 @@ def test_layers_begin_a_step_together_as_they_would_alone() -> None:
         assert torch.equal(together.v, alone.v)
         assert together.losses is not None
         assert alone.losses is not None
-        assert together.losses._penalty > 0
-        assert torch.equal(together.losses._penalty, alone.losses._penalty)
-        assert torch.equal(together.losses._penalty_gradient, alone.losses._penalty_gradient)
+        assert together.losses.penalty > 0
+        assert torch.equal(together.losses.penalty, alone.losses.penalty)
+        assert torch.equal(together.losses.penalty_gradient, alone.losses.penalty_gradient)
