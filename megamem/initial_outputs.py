@@ -30,6 +30,7 @@ from megamem.layers.layer import MemoryLayer
 from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill, normal_rows
 from megamem.sharing import BankSpec
+from megamem.slots import Slot
 
 # Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens
 # that read them.
@@ -49,8 +50,7 @@ class InitialOutput:
         table_std: of the elements of its tables (sigma_V).
         predicted_std: of its output, by its family's formula; None where there is none.
         measured_std: over the sample.
-        ffn_std: of the output of the block's dense feed-forward, measured; None with a mixture of experts, and where
-            the memory replaces it.
+        ffn_std: of the output of the dense feed-forward beside it, measured; None where there is none.
         num_tokens: the sample.
     """
 
@@ -96,15 +96,15 @@ def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) ->
     tokens = sample_tokens(num_tokens, model.hidden_size, seed, layer.name)
     # Hidden states that were drawn belong to no tokens: layers that ask for ids get different ones.
     ids = torch.arange(num_tokens).unsqueeze(1) % (model.vocab_size or num_tokens)
-    block = model.memory_spans[index].read
-    has_dense_ffn = model.moe is None and memory.placement.position == "beside"
+    span = model.memory_spans[index]
+    has_dense_ffn = model.moe is None and memory.slot_of(span) in (Slot.BESIDE, Slot.SKIP)
     return InitialOutput(
-        block=block,
+        block=span.read,
         calibration=calibration,
         table_std=tables.std,
         predicted_std=layer.predicted_std(model, tables.std, calibration, seed),
         measured_std=_root_mean_square(layer(tokens, Inputs(torch.stack((ids, torch.zeros_like(ids)))))),
-        ffn_std=_measure_ffn(model, block, seed=seed) if has_dense_ffn else None,
+        ffn_std=_measure_ffn(model, span.read, seed=seed) if has_dense_ffn else None,
         num_tokens=num_tokens,
     )
 

@@ -52,7 +52,8 @@ def select_in_two_stages(
     Args:
         row_scores: [T, H, N], or with directions [T, H, N, R]; fp32.
         column_scores: like them.
-        directions: of the rows' rank and of the columns', [H, R] each; None: keys are ranked by their scores.
+        directions: of the rows' rank and of the columns', [H, R] each, contiguous; None: keys are ranked by their
+            scores.
         row_top_k: M.
         top_k: K.
         num_candidates: that a program of the second stage holds.
@@ -106,12 +107,13 @@ def _best_of_both_sides(
     scratch = torch.empty(num_lists, row_capacity, dtype=torch.int64, device=row_scores.device)
     num_entries = max(64, triton.next_power_of_2(num_keys))
     warps = num_warps(num_entries)
-    row_direction, column_direction = directions or (row_scores, column_scores)
+    # Without directions, any tensors stand for them.
+    u, v = directions or (row_scores, column_scores)
     collect_lists_kernel[(num_tokens * num_heads, 2)](
         row_scores,
         column_scores,
-        row_direction.contiguous() if directions else row_direction,
-        column_direction.contiguous() if directions else column_direction,
+        u,
+        v,
         scratch,
         num_heads,
         num_keys,

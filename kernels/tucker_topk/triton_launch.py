@@ -45,8 +45,9 @@ def tucker_topk(
             enable_fp_fusion=False,
         )
 
+    directions = u.contiguous(), v.contiguous()
     return select_in_two_stages(
-        row_scores, column_scores, (u, v), row_top_k, top_k, num_candidates=width**2, collect=collect
+        row_scores, column_scores, directions, row_top_k, top_k, num_candidates=width**2, collect=collect
     )
 
 
