@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.gather_dot import naive as naive_dot
-from kernels.gather_pair import naive as naive_pair
-from kernels.gather_sum import naive as naive_sum
-from kernels.product_topk import naive as naive_product
-from kernels.select import Kernels
-from kernels.tucker_topk import naive as naive_tucker
-
-_Select: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+from kernels.select import Kernels, implementation_of
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """Largest error over the largest element of the reference, which the twins compute from the same inputs in float64."""
@@ -75,31 +68,21 @@ SELECTION_SHAPES = (
 
 
 def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.dtype) -> Iterator[str]:
-    """What differs from the twins, in words; nothing if all is well.
-
-    Args:
-        kernels: to look at.
-        device: where to run them; the twins run on the CPU.
-        dtype: of the tables.
-    """
+    """What differs from the twins, which run on the CPU, in words; nothing if all is well. Tables are of this dtype."""
     for shape in PARITY_SHAPES:
-        for case in _cases(shape, dtype, kernels):
-            actual, reference = _outcome(case, device), _outcome(case, None)
+        for case in _cases(shape, dtype):
+            actual = _outcome(getattr(kernels, case.op), case, device)
+            reference = _outcome(implementation_of(case.op, "naive"), case, None)
             for part, expected in reference.items():
                 error = _relative_error(actual[part], expected)
                 tolerance = case.tolerance[part.startswith("main_grad")]
                 if not error <= tolerance:
                     off = f"off by {error:.1e} of its largest element, more than {tolerance:.0e}"
-                    yield f"{case.name} {shape} {dtype}: {part} is {off}"
+                    yield f"{case.op} {shape} {dtype}: {part} is {off}"
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
-    """Where a selection takes other slots than its twin, or in another order, in words; nothing if all is well.
-
-    Args:
-        kernels: to look at.
-        device: where to run them; the twins run on the CPU. Scores are fp32.
-    """
+    """Where a selection of fp32 scores takes other entries than its twin, or in another order, in words."""
     for shape in SELECTION_SHAPES:
         g = torch.Generator().manual_seed(0)
         scores = torch.randn(2, 2, shape.tokens, shape.heads, shape.keys, generator=g)
@@ -109,49 +92,43 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
         # With the strides that the layers give them.
         rows, columns = scores.permute(0, 2, 3, 4, 1).unbind(0)
         sizes = (shape.row_top_k, shape.top_k)
-        comparisons: tuple[tuple[str, _Select, _Select, tuple[Tensor, ...]], ...] = (
-            ("tucker_topk", kernels.tucker_topk, naive_tucker.tucker_topk, (rows, columns, core, *directions)),
-            ("product_topk", kernels.product_topk, naive_product.product_topk, (rows[..., 0], columns[..., 0])),
-        )
-        for name, select, twin, operands in comparisons:
-            actual = select(*(tensor.to(device) for tensor in operands), *sizes)
-            for part, ours, twins in zip(("first stage", "slots"), actual, twin(*operands, *sizes), strict=True):
+        for op, operands in {
+            "tucker_topk": (rows, columns, core, *directions),
+            "product_topk": (rows[..., 0], columns[..., 0]),
+        }.items():
+            actual = getattr(kernels, op)(*(tensor.to(device) for tensor in operands), *sizes)
+            reference = implementation_of(op, "naive")(*operands, *sizes)
+            for part, ours, twins in zip(("first stage", "entries"), actual, reference, strict=True):
                 if not torch.equal(ours.cpu(), twins):
-                    yield f"{name} {shape}: {part} differ from the twin's"
+                    yield f"{op} {shape}: {part} differ from the twin's"
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One op at one shape: function and twin take tables, ids, operands and bins, in their own order."""
+    """One op at one shape.
 
-    name: str
-    run: Callable[..., Tensor]
-    twin: Callable[..., Tensor]
+    Attributes:
+        tables, ids, operands, rest: its arguments, in this order.
+        gradient: of its result.
+        tolerance: of outputs and gradients of operands, and of what is added to `main_grad`.
+    """
+
+    op: str
     tables: tuple[Tensor, ...]
     ids: Tensor
-    bins: Tensor | None
     operands: tuple[Tensor, ...]
+    rest: tuple[Any, ...]
     gradient: Tensor
     tolerance: tuple[float, float]
-    """Of outputs and gradients of operands, and of what is added to `main_grad`."""
 
 
-def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator[_Case]:
+def _cases(shape: ParityShape, dtype: torch.dtype) -> Iterator[_Case]:
     g = torch.Generator().manual_seed(0)
     tokens, reads, wide, num_bins = shape.tokens, shape.reads, shape.bins * shape.width, shape.bins
     pre_width, activation = shape.width // 2, "gelu" if shape.groups == 1 else "none"
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g).to(dtype)
-
-    def gather(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda tables, ids, operands, bins: function(*tables, ids, *operands, bins, num_bins)
-
-    def dot(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda tables, ids, operands, bins: function(*tables, ids, *operands, shape.groups, bins)
-
-    def pair(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda tables, ids, operands, bins: function(*tables, ids, *operands, activation, bins, num_bins)
 
     ids = torch.randint(0, shape.rows, (tokens, reads), generator=g)
     bins = torch.randint(0, num_bins, (tokens, reads), generator=g) if num_bins > 1 else None
@@ -162,15 +139,13 @@ def _cases(shape: ParityShape, dtype: torch.dtype, kernels: Kernels) -> Iterator
     exact = (TOLERANCE[dtype], TOLERANCE[torch.float32])
     # Between the gathers of a pair there may be two more roundings.
     rounded = (2 * TOLERANCE[dtype], 2 * TOLERANCE[dtype])
-    for ordered, op, twin, tables, operands, gradient, tolerance in (
-        (gather, kernels.gather_sum, naive_sum.gather_sum, (values,), (scores,), grad_sum, exact),
-        (dot, kernels.gather_dot, naive_dot.gather_dot, (values,), (vectors,), grad_dot, exact),
-        (pair, kernels.gather_pair, naive_pair.gather_pair, (pre_values, values), (x, scores), grad_sum, rounded),
-    ):
-        yield _Case(twin.__name__, ordered(op), ordered(twin), tables, ids, bins, operands, gradient, tolerance)
+    yield _Case("gather_sum", (values,), ids, (scores,), (bins, num_bins), grad_sum, exact)
+    yield _Case("gather_dot", (values,), ids, (vectors,), (shape.groups, bins), grad_dot, exact)
+    pair, by_pair = (pre_values, values), (activation, bins, num_bins)
+    yield _Case("gather_pair", pair, ids, (x, scores), by_pair, grad_sum, rounded)
 
 
-def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor]:
+def _outcome(op: Callable[..., Tensor], case: _Case, device: torch.device | str | None) -> dict[str, Tensor]:
     """Output, gradients of the operands, and each table's `main_grad`; without a device those of the twin."""
 
     def moved(tensor: Tensor) -> Tensor:
@@ -181,8 +156,8 @@ def _outcome(case: _Case, device: torch.device | str | None) -> dict[str, Tensor
         for table in tables:
             table.main_grad = torch.zeros_like(table, dtype=torch.float32)  # type: ignore[attr-defined]
     operands = tuple(moved(operand).detach().clone().requires_grad_() for operand in case.operands)
-    ids, bins = (None if tensor is None else tensor.to(device or "cpu") for tensor in (case.ids, case.bins))
-    out = (case.twin if device is None else case.run)(tables, ids, operands, bins)
+    ids, *rest = (each.to(device or "cpu") if isinstance(each, Tensor) else each for each in (case.ids, *case.rest))
+    out = op(*tables, ids, *operands, *rest)
     out.backward(moved(case.gradient))
     found = {"out": out.detach()}
     found |= {f"gradient of operand {i}": each.grad for i, each in enumerate(operands) if each.grad is not None}

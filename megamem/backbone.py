@@ -44,9 +44,8 @@ def block_spec(
 
     Args:
         layers: global 0-based numbers of the chunk's layers.
-        config: Megatron's config of the model; with `num_moe_experts` the feed-forward is a mixture of experts.
+        config: with `num_moe_experts` the feed-forward is a mixture of experts.
         implementation: Megatron's local linears with our norm and `attention_core`, or all of Transformer Engine's.
-        qk_norm: normalise queries and keys per head.
         sites: the chunk's memories, by the layer that they read in.
         side_stream: where the memory of a block runs beside its feed-forward.
 

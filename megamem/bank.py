@@ -14,7 +14,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from torch import Tensor, nn
 
 from kernels.gather_pair.operands import Activation
-from kernels.gather_pair.weighting import weighted
 from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
 from megamem.parameters import ReducedOver, declare
@@ -31,7 +30,15 @@ class TableLookup(Protocol):
     """What a memory layer needs of a bank; it does not know whether other ranks hold some of the columns."""
 
     def read(
-        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        pre_input: Tensor | None,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
+        *,
+        values: str = "values",
+        pre_values: str = "pre_values",
     ) -> Tensor:
         """The weighted values, Eq. 15 before the value projection, summed per bin (Eq. 9: per virtual block).
 
@@ -41,9 +48,11 @@ class TableLookup(Protocol):
         Args:
             rows: [T, J], int64 rows of the bank.
             scores: [T, J, C].
-            pre_input: [T, P], or None if there are no pre-values (then p = 1).
+            pre_input: [T, P]; None: without pre-values, p = 1.
             bins: [T, J], int64 in [0, B), the sum that each entry belongs to; None: all belong to one.
             num_bins: B; 1 without `bins`.
+            values: the name of the table that is summed.
+            pre_values: of the one that is multiplied with `pre_input`.
 
         Returns:
             [T, B V].
@@ -67,9 +76,6 @@ class Bank(nn.Module):
     seen other tokens. The same buffers split their optimizer state over all those ranks.
     """
 
-    values: nn.Parameter
-    pre_values: nn.Parameter | None
-
     def __init__(
         self,
         spec: BankSpec,
@@ -84,10 +90,8 @@ class Bank(nn.Module):
         """Allocate the tables; `megamem.initialisation` fills them.
 
         Args:
-            spec: size and readers.
             memory: which tables, their widths and the activation.
             kernels: the gathers.
-            dtype, device: of the tables.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
             columns: that this rank holds; a subclass that holds less than all of them knows how to read.
         """
@@ -96,7 +100,6 @@ class Bank(nn.Module):
         self.kernels = kernels
         self.activation: Activation = memory.lookup.activation
         self.replica_rank, self.columns = replica_rank, columns
-        self.pre_values = None
         for table in memory.tables:
             setattr(self, table.name, self._table(table, dtype, device))
 
@@ -108,19 +111,23 @@ class Bank(nn.Module):
         return parameter
 
     def read(
-        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        pre_input: Tensor | None,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
+        *,
+        values: str = "values",
+        pre_values: str = "pre_values",
     ) -> Tensor:
         """See `TableLookup.read`."""
-        if self.pre_values is None:
-            return self.kernels.gather_sum(self.values, rows, scores, bins, num_bins)
-        assert pre_input is not None
+        table = self.get_parameter(values)
+        if pre_input is None:
+            return self.kernels.gather_sum(table, rows, scores, bins, num_bins)
         return self.kernels.gather_pair(
-            self.pre_values, self.values, rows, pre_input, scores, self.activation, bins, num_bins
+            self.get_parameter(pre_values), table, rows, pre_input, scores, self.activation, bins, num_bins
         )
-
-    def weighted(self, scores: Tensor, products: Tensor) -> Tensor:
-        """The coefficients of the values, [T, J, C], from scores [T, J, C] and products of the pre-values [T, J]."""
-        return weighted(scores, products, self.activation)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -201,7 +201,7 @@ class MemoryBlock(TransformerLayer):
         hidden_states: Tensor,
         *,
         context: Tensor | None,
-        context_mask: Tensor,
+        context_mask: Tensor | None,
         padding_mask: Tensor | None = None,
         dynamic_inference_decode_only: bool | None = None,
         **megatron: Any,
@@ -211,9 +211,9 @@ class MemoryBlock(TransformerLayer):
         Args:
             hidden_states: [t, b, D].
             context: outputs on their way [m, t, b, D]; None if m is 0.
-            context_mask: the microbatch as `megamem.inputs.pack` packs it.
+            context_mask: the microbatch as `megamem.inputs.pack` packs it; None where no memory asks for it.
         """
-        inputs = Inputs.unpack(context_mask)
+        inputs = Inputs(context_mask)
         if self.slot in (Slot.VALUES, Slot.HEADS, Slot.BLOCK):
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)

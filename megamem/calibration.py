@@ -41,10 +41,8 @@ def calibrate_scores(memory: TuckerConfig, num_keys: int, cores: Tensor, *, seed
     """Measure the scores that a layer will retrieve.
 
     Args:
-        memory: the layer's config.
         num_keys: N, the keys per side that the layer addresses.
         cores: [C, H, R, R], the layer's initial cores.
-        seed: the run's seed.
         name: the layer's global name; with the seed it keys the sample.
 
     Returns:

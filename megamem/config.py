@@ -137,7 +137,9 @@ class ModelConfig(Config):
 
     def memory_name(self, index: int) -> str:
         """The global name of a memory layer, which stands in the block that it reads in."""
-        return f"decoder.layers.{self.memory_spans[index].read}.mlp.memory"
+        assert self.memory is not None
+        span = self.memory_spans[index]
+        return f"decoder.layers.{span.read}.{self.memory.slot_of(span).module}.memory"
 
     @property
     def active_ffn_width(self) -> int:

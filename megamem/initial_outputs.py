@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,15 @@ from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution, Normal
+from megamem.distributions import Normal
 from megamem.families.registry import family_of
-from megamem.initialisation import draw_layer, draw_shard, table_std
+from megamem.initialisation import distribution_of, table_std
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
-from megamem.layers.retrieval import RetrievalLayer
 from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill, normal_rows
-from megamem.retrieval.retrieved import Retrieved
 from megamem.sharing import BankSpec
+from megamem.slots import Slot
 
 # Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens
 # that read them.
@@ -47,18 +46,15 @@ class InitialOutput:
 
     Attributes:
         block: that it belongs to.
-        memory: the config it was measured with.
         calibration: of its scores; None where it calibrates nothing.
         table_std: of the elements of its tables (sigma_V).
         predicted_std: of its output, by its family's formula; None where there is none.
         measured_std: over the sample.
-        ffn_std: of the output of the block's dense feed-forward, measured; None with a mixture of experts, and where
-            the memory replaces it.
+        ffn_std: of the output of the dense feed-forward beside it, measured; None where there is none.
         num_tokens: the sample.
     """
 
     block: int
-    memory: MemoryConfig
     calibration: ScoreCalibration | None
     table_std: float
     predicted_std: float | None
@@ -67,27 +63,15 @@ class InitialOutput:
     num_tokens: int
 
 
-def measure_initial_outputs(
-    model: ModelConfig, *, seed: int, most_layers: int, choices: Sequence[MemoryConfig] = ()
-) -> list[InitialOutput]:
+def measure_initial_outputs(model: ModelConfig, *, seed: int, most_layers: int) -> list[InitialOutput]:
     """Build and measure memory layers one after the other.
 
     sigma_V is that of the measured layer's own sigma_s. In a run the layers that share a bank agree on one, from the
-    mean square of theirs.
-
-    Args:
-        model: with a memory.
-        seed: the run's seed.
-        most_layers: of a deeper model, so many layers are measured, evenly spread from the first to the last.
-        choices: configs that differ from the model's in their initial weights alone; each of the layers is measured
-            with all of them, on the same random numbers and slots. None: with the model's own.
+    mean square of theirs. Of a model that is deeper, `most_layers` are measured, evenly spread from the first to the
+    last.
     """
     assert model.memory is not None
-    outputs = []
-    for index in spread(len(model.memory_spans), most_layers):
-        alone = _LayerAlone(model, model.memory, index, seed)
-        outputs += [alone.measure(choice) for choice in choices or [model.memory]]
-    return outputs
+    return [_measure(model, model.memory, index, seed) for index in spread(len(model.memory_spans), most_layers)]
 
 
 def spread(count: int, most: int) -> Sequence[int]:
@@ -99,55 +83,30 @@ def spread(count: int, most: int) -> Sequence[int]:
     return [round(step * (count - 1) / (most - 1)) for step in range(most)]
 
 
-class _LayerAlone:
-    """A memory layer in no model. What its initialisations have in common is drawn once."""
-
-    def __init__(self, model: ModelConfig, memory: MemoryConfig, index: int, seed: int) -> None:
-        self.model, self.memory, self.seed = model, memory, seed
-        self.block = model.memory_spans[index].read
-        self.tables = _DrawnTables(memory, seed)
-        self.layer = _build_layer(model, memory, index, self.tables, seed)
-        num_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, _SAMPLE_READS // memory.lookup.rows))
-        self.tokens = sample_tokens(num_tokens, model.hidden_size, seed, self.layer.name)
-        self.drawn: dict[str, Distribution] = {}
-        self.found: tuple[Retrieved, float] | None = None
-        self.ffn_std = _measure_ffn(model, self.block, seed=seed) if _has_dense_ffn(model, memory) else None
-
-    @torch.no_grad()
-    def measure(self, memory: MemoryConfig) -> InitialOutput:
-        layer, tables = self.layer, self.tables
-        layer.memory = memory
-        model = replace(self.model, memory=memory)
-        draw_layer(layer, model, seed=self.seed, drawn=self.drawn)
-        calibration = layer.calibrate(self.seed)
-        tables.std = table_std(model, memory, [calibration.sigma_s] if calibration is not None else [])
-        predicted = layer.predicted_std(model, tables.std, self.seed)
-        if isinstance(layer, RetrievalLayer):
-            self._retrieve_once(layer)
-        # Hidden states that were drawn belong to no tokens: layers that ask for ids get different ones.
-        ids = torch.arange(len(self.tokens)).unsqueeze(1) % (model.vocab_size or len(self.tokens))
-        return InitialOutput(
-            block=self.block,
-            memory=memory,
-            calibration=calibration,
-            table_std=tables.std,
-            predicted_std=predicted,
-            measured_std=_root_mean_square(layer(self.tokens, Inputs(ids, torch.zeros_like(ids)))),
-            ffn_std=self.ffn_std,
-            num_tokens=len(self.tokens),
-        )
-
-    def _retrieve_once(self, layer: RetrievalLayer) -> None:
-        """Retrieve under the first choice alone: another's gains scale all scores alike and select the same slots."""
-        if self.found is None:
-            self.found = layer.retrieve(self.tokens.squeeze(1)), layer.score_gain
-        found, first_gain = self.found
-        scaled = replace(found, scores=found.scores * (layer.score_gain / first_gain))
-        layer.retrieve = lambda x: scaled  # type: ignore[method-assign]
-
-
-def _has_dense_ffn(model: ModelConfig, memory: MemoryConfig) -> bool:
-    return model.moe is None and memory.placement.position == "beside"
+@torch.no_grad()
+def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) -> InitialOutput:
+    tables = _DrawnTables(memory, model.memory_plan.views[index].bank, seed)
+    layer = _build_layer(model, memory, index, tables, seed)
+    for name, parameter in layer.named_parameters():
+        if (distribution := distribution_of(f"{layer.name}.{name}", model)) is not None:
+            fill(parameter, distribution, seed=seed, name=f"{layer.name}.{name}")
+    calibration = layer.calibrate(seed)
+    tables.std = table_std(model, memory, [calibration.sigma_s] if calibration is not None else [])
+    num_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, _SAMPLE_READS // memory.lookup.rows))
+    tokens = sample_tokens(num_tokens, model.hidden_size, seed, layer.name)
+    # Hidden states that were drawn belong to no tokens: layers that ask for ids get different ones.
+    ids = torch.arange(num_tokens).unsqueeze(1) % (model.vocab_size or num_tokens)
+    span = model.memory_spans[index]
+    has_dense_ffn = model.moe is None and memory.slot_of(span) in (Slot.BESIDE, Slot.SKIP)
+    return InitialOutput(
+        block=span.read,
+        calibration=calibration,
+        table_std=tables.std,
+        predicted_std=layer.predicted_std(model, tables.std, calibration, seed),
+        measured_std=_root_mean_square(layer(tokens, Inputs(torch.stack((ids, torch.zeros_like(ids)))))),
+        ffn_std=_measure_ffn(model, span.read, seed=seed) if has_dense_ffn else None,
+        num_tokens=num_tokens,
+    )
 
 
 @torch.no_grad()
@@ -158,9 +117,11 @@ def _measure_ffn(model: ModelConfig, block: int, *, seed: int) -> float:
     name = f"decoder.layers.{block}.mlp.ffn"
 
     def draw(part: str, shape: tuple[int, int], global_shape: tuple[int, int], first_row: int = 0) -> Tensor:
-        return draw_shard(
-            shape, f"{name}.{part}.weight", model, seed=seed, global_shape=global_shape, offset=(first_row, 0)
-        )
+        weight, whole = torch.empty(shape), f"{name}.{part}.weight"
+        distribution = distribution_of(whole, model)
+        assert distribution is not None
+        fill(weight, distribution, seed=seed, name=whole, global_shape=global_shape, offset=(first_row, 0))
+        return weight
 
     gate, up = (draw("linear_fc1", (units, width), (2 * inner, width), first) for first in (0, inner))
     down = draw("linear_fc2", (width, units), (width, inner))
@@ -182,16 +143,12 @@ def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _
         use_cpu_initialization=True,
         params_dtype=torch.float32,
     )
-    plan = model.memory_plan
-    view = plan.views[index]
-    tables.bank = view.bank
     return family_of(memory).layer()(
         config,
         memory,
-        view,
+        model.memory_plan.views[index],
         tables,
         kernels=select_kernels("torch"),
-        num_bank_rows=plan.banks[view.bank].num_rows,
         name=model.memory_name(index),
         seed=seed,
     )
@@ -205,22 +162,25 @@ def sample_tokens(count: int, width: int, seed: int, name: str) -> Tensor:
 
 
 class _DrawnTables:
-    """A lookup that draws the rows it is asked for, as the bank's tables hold them.
+    """A lookup that draws the rows it is asked for, as a bank's tables hold them.
 
     Attributes:
-        bank: whose tables; set before a layer reads.
-        std: of their elements; set with it.
+        std: of their elements; set before a layer reads.
     """
 
-    bank: int
     std: float
 
-    def __init__(self, memory: MemoryConfig, seed: int) -> None:
-        self.memory, self.seed = memory, seed
-        self._drawn: dict[str, tuple[Tensor, Tensor]] = {}
+    def __init__(self, memory: MemoryConfig, bank: int, seed: int) -> None:
+        self.memory, self.bank, self.seed = memory, bank, seed
 
     def read(
-        self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, bins: Tensor | None = None, num_bins: int = 1
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        pre_input: Tensor | None,
+        bins: Tensor | None = None,
+        num_bins: int = 1,
+        **names: str,
     ) -> Tensor:
         """See `TableLookup.read`."""
         wanted, places = rows.unique(return_inverse=True)
@@ -233,14 +193,6 @@ class _DrawnTables:
             replica_rank=0,
         )
         for name, table in bank.named_parameters():
-            table.copy_(self._standard_normal(name, wanted, table.shape[1])).mul_(self.std)
-        return bank.read(places, scores, pre_input, bins, num_bins)
-
-    def _standard_normal(self, table: str, rows: Tensor, width: int) -> Tensor:
-        """[n, width]: rows of a table for a standard deviation of 1; those of the last call are not drawn again."""
-        before = self._drawn.get(table)
-        if before is None or not torch.equal(before[0], rows):
-            name = f"banks.{self.bank}.{table}"
-            before = rows, normal_rows(rows, seed=self.seed, name=name, std=1.0, width=width)
-            self._drawn[table] = before
-        return before[1]
+            whole = f"banks.{self.bank}.{name}"
+            table.copy_(normal_rows(wanted, seed=self.seed, name=whole, std=self.std, width=table.shape[1]))
+        return bank.read(places, scores, pre_input, bins, num_bins, **names)

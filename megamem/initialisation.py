@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from torch import Tensor, nn
+from torch import nn
 
 from megamem.bank import Bank
 from megamem.config import ModelConfig
@@ -28,15 +28,15 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
     """Fill every parameter of this rank's model chunks (not wrapped in DDP), and what its memory layers calibrate."""
     for chunk in chunks:
         for _, shard in walk_shards(chunk.sharded_state_dict()):  # type: ignore[operator]
-            distribution = _distribution(shard.key, model)
+            distribution = distribution_of(shard.key, model)
             if distribution is not None:
                 _draw(shard, distribution, seed)
         if model.memory is not None:
             _initialise_memory(chunk, model, model.memory, seed)
 
 
-def _distribution(name: str, model: ModelConfig) -> Distribution | None:
-    """Of the parameter with this global name; None for buffers and what `_initialise_memory` fills."""
+def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
+    """Of the parameter with this global name; None for buffers, tables and what layers calibrate."""
     std = model.linear_std
     to_residual = std / math.sqrt(2 * model.num_layers)
     memory = model.memory
@@ -64,30 +64,6 @@ def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
     fill(shard.data, distribution, seed=seed, name=shard.key, global_shape=global_shape, offset=offset)
 
 
-def draw_shard(
-    shape: Sequence[int],
-    name: str,
-    model: ModelConfig,
-    *,
-    seed: int,
-    global_shape: Sequence[int],
-    offset: Sequence[int],
-) -> Tensor:
-    """A shard of a parameter, fp32, as `initialise` fills it on a rank that holds it.
-
-    Args:
-        shape: of the shard.
-        name: the parameter's global name.
-        global_shape: of the parameter.
-        offset: where the shard starts in it, per dimension.
-    """
-    distribution = _distribution(name, model)
-    assert distribution is not None, f"{name} is not drawn by itself"
-    shard = torch.empty(*shape)
-    fill(shard, distribution, seed=seed, name=name, global_shape=global_shape, offset=offset)
-    return shard
-
-
 def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfig, seed: int) -> None:
     """What layers calibrate, and tables."""
     sigma_s_of_bank: dict[int, list[float]] = {}
@@ -99,20 +75,6 @@ def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfi
         std = table_std(model, memory, sigma_s_of_bank.get(bank.spec.index, []))
         for entry in bank.sharded_state_dict(prefix=f"banks.{bank.spec.index}.").values():
             _draw(entry, Normal(std), seed)
-
-
-def draw_layer(layer: MemoryLayer, model: ModelConfig, *, seed: int, drawn: dict[str, Distribution]) -> None:
-    """Fill a memory layer that is in no model as `initialise` fills the one of that name, but for what it calibrates.
-
-    `drawn` names what the layer's parameters were last drawn from: what would not change is not drawn again.
-    """
-    assert model.memory is not None
-    for name, parameter in layer.named_parameters():
-        distribution = family_of(model.memory).distribution(name, model.memory, model)
-        if distribution is None or (distribution == drawn.get(name) and not isinstance(distribution, Constant)):
-            continue
-        _draw(ShardedTensor.from_rank_offsets(f"{layer.name}.{name}", parameter), distribution, seed)
-        drawn[name] = distribution
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:

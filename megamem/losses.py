@@ -78,7 +78,12 @@ class AuxiliaryLosses:
     Attributes:
         sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value
             x tokens.
+        penalty: of this step's cores, a scalar.
+        penalty_gradient: its gradient in their sum, [H, R, R].
     """
+
+    penalty: Tensor
+    penalty_gradient: Tensor
 
     def __init__(self, weights: LossWeights, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         self.penalty_weight, self.margin = weights.tucker_penalty, weights.tucker_margin
@@ -86,36 +91,27 @@ class AuxiliaryLosses:
         self.token_group = token_group
         self.sums = torch.zeros(1 + len(LOSS_NAMES), dtype=torch.float64, device=device)
 
-    def set_penalty(self, penalty: Tensor, gradient: Tensor) -> None:
-        """The penalty of this step's cores, a scalar, and its gradient [H, R, R] in their sum."""
-        self._penalty, self._penalty_gradient = penalty, gradient
-
     def inject(
-        self,
-        out: Tensor,
-        cores: Tensor | None,
-        stage_scores: Callable[[], tuple[Tensor, Tensor]],
-        kept: tuple[Tensor, Tensor],
+        self, out: Tensor, cores: Tensor | None, stage_scores: Callable[[], Tensor], stage_ids: Tensor
     ) -> Tensor:
         """The layer's output, whose backward adds the gradients of the losses. Call it with gradients enabled only.
 
         Args:
             out: [T, D].
             cores: [C, H, R, R], or None in layers without.
-            stage_scores: gives, [T, H, N] each, what the first stage ranked rows and columns by, differentiable.
-            kept: [T, H, M] each, int64 rows and columns that it kept.
+            stage_scores, stage_ids: see `megamem.retrieval.retrieved.Retrieved`.
         """
         num_tokens = out.shape[0]
         values = torch.zeros_like(self.sums)
         values[0] = 1.0
         if self.penalty_weight:
-            values[1] = self._penalty
+            values[1] = self.penalty
             # Linear in the cores, with the penalty's gradient.
             assert cores is not None
-            linear = (cores.sum(0) * self._penalty_gradient).sum()
+            linear = (cores.sum(0) * self.penalty_gradient).sum()
             out = _inject(out, linear, self.penalty_weight * num_tokens)
         if self.balance_weight:
-            balance = key_balance(torch.stack(stage_scores()), torch.stack(kept), self.token_group)
+            balance = key_balance(stage_scores(), stage_ids, self.token_group)
             values[2] = balance.detach()
             out = _inject(out, balance, self.balance_weight * num_tokens)
         self.sums += values * num_tokens
@@ -141,7 +137,7 @@ def begin_losses(layers: Sequence[tuple[AuxiliaryLosses, Tensor | None]]) -> Non
         penalties = tucker_penalty(sums, penalised[0][0].margin)
     (gradients,) = torch.autograd.grad(penalties.sum(), sums)
     for (losses, _), penalty, gradient in zip(penalised, penalties.detach(), gradients, strict=True):
-        losses.set_penalty(penalty, gradient)
+        losses.penalty, losses.penalty_gradient = penalty, gradient
 
 
 class _GradientInjection(torch.autograd.Function):

@@ -9,13 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import PositiveInt
 
 from megamem.config_base import Config, EffectiveWhen
 from megamem.sharing import SharingPlan
-from megamem.spans import parse_spans
+from megamem.slots import Slot
+from megamem.spans import Span, parse_spans
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class Observed:
 class MemoryConfig(Config, ABC):
     """One memory layer, the same in every block that has one. What others read of it stands in the methods below."""
 
+    slot: ClassVar[Slot | None] = None
+    """Where the family's layers act; None: around the feed-forward, as `placement` says of each."""
+    reads_tokens: ClassVar[bool] = False
+    """Whether the family's layers ask for token ids or positions."""
+
     kind: str
     """The family of memories. Leave `model.memory` out (or null) for a dense model."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -136,6 +142,14 @@ class MemoryConfig(Config, ABC):
         Raises:
             ValueError: with key, value and fix.
         """
+
+    def slot_of(self, span: Span) -> Slot:
+        """Where the memory layer with this span acts."""
+        if self.slot is not None:
+            return self.slot
+        if span.is_skip:
+            return Slot.SKIP
+        return Slot.INSTEAD if self.placement.position == "instead" else Slot.BESIDE
 
     @property
     @abstractmethod

@@ -23,12 +23,10 @@ from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step
-from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.parameters import parameter_device
-from megamem.sharing import SharingPlan
 from megamem.side_stream import SideStream
-from megamem.slots import Site, slot_of
+from megamem.slots import Site
 from megamem.spans import Span
 
 
@@ -38,7 +36,8 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
-        reads_tokens: whether this chunk needs the microbatch: it has the embedding, a memory or the loss.
+        reads_tokens: whether this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for
+            tokens.
         weights_are_set: to be set by whoever fills the weights.
     """
 
@@ -63,25 +62,18 @@ class MemoryGPTModel(GPTModel):
         """Build the chunk with unset weights; `megamem.initialisation.initialise` or a checkpoint fills them.
 
         Args:
-            config: Megatron's config of the model.
-            model: ours.
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
             attention_core: what attends where Transformer Engine does not.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
-            pre_process: whether this chunk holds the embedding.
-            post_process: whether it holds the final norm and output projection.
             vp_stage: index of the chunk on its rank; None without interleaving.
             seed: the run's seed, which keys the shuffles.
 
         Raises:
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
-        plan = model.memory_plan
-        index_of = _memory_indices(model.memory_spans, layers)
-        banks = _build_banks(plan, index_of, model.memory, config, make_bank)
-        sites = _sites(config, model, plan, index_of, banks, kernels=kernels, seed=seed, token_group=groups.tp_cp)
+        banks, sites = _memories(config, model, layers, make_bank, kernels=kernels, seed=seed, token_group=groups.tp_cp)
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(
@@ -105,7 +97,8 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config = model
-        self.reads_tokens = pre_process or post_process or bool(sites)
+        self._memory_reads_tokens = bool(sites) and model.memory is not None and model.memory.reads_tokens
+        self.reads_tokens = pre_process or post_process or self._memory_reads_tokens
         self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
 
@@ -130,7 +123,8 @@ class MemoryGPTModel(GPTModel):
             [b, s, vocabulary] without labels.
         """
         carried = None
-        if input_ids is not None:
+        if self._memory_reads_tokens:
+            assert input_ids is not None
             assert position_ids is not None
             carried = {"context_mask": pack(input_ids, position_ids)}
         out: Tensor = super().forward(
@@ -157,7 +151,7 @@ class MemoryGPTModel(GPTModel):
         """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
-        inputs = Inputs.of_no_token(weight.device)
+        inputs = Inputs(torch.empty(2, 0, 1, dtype=torch.int64, device=weight.device))
         for site in self._memory_sites():
             if site.memory_enabled:
                 site.serve(no_token, inputs)
@@ -201,48 +195,43 @@ def _memory_indices(spans: Sequence[Span], layers: range) -> dict[int, int]:
     return inside
 
 
-def _build_banks(
-    plan: SharingPlan, index_of: dict[int, int], memory: MemoryConfig | None, config: TransformerConfig, make: MakeBank
-) -> dict[int, Bank]:
-    if memory is None:
-        return {}
-    indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
-    device = parameter_device(config)
-    specs = plan.banks_of(indices)
-    return {spec.index: make(spec, memory, dtype=config.params_dtype, device=device) for spec in specs}
-
-
-def _sites(
+def _memories(
     config: TransformerConfig,
     model: ModelConfig,
-    plan: SharingPlan,
-    index_of: dict[int, int],
-    banks: dict[int, Bank],
+    layers: range,
+    make_bank: MakeBank,
     *,
     kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
-) -> dict[int, Site]:
-    """The memories of a chunk, by the block that they read in; see `MemoryGPTModel` for the arguments."""
-    memory = model.memory
+) -> tuple[dict[int, Bank], dict[int, Site]]:
+    """The banks of a chunk by global index, and its memories by the block that they read in.
+
+    Arguments and errors are those of `MemoryGPTModel`.
+    """
+    memory, plan, spans = model.memory, model.memory_plan, model.memory_spans
     if memory is None:
-        return {}
-    family, sites = family_of(memory), {}
-    spans = model.memory_spans
+        return {}, {}
+    index_of = _memory_indices(spans, layers)
+    indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
+    device = parameter_device(config)
+    banks = {
+        spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in plan.banks_of(indices)
+    }
+    sites = {}
     for layer, index in index_of.items():
         view, span = plan.views[index], spans[index]
         make_memory = partial(
-            family.layer(),
+            family_of(memory).layer(),
             config,
             memory,
             view,
             # Not the module itself: the bank belongs to the model, not to the layer.
             SimpleNamespace(read=banks[view.bank].read),
             kernels=kernels,
-            num_bank_rows=plan.banks[view.bank].num_rows,
             name=model.memory_name(index),
             seed=seed,
             token_group=token_group,
         )
-        sites[layer] = Site(family.slot or slot_of(memory.placement, span), span, make_memory)
-    return sites
+        sites[layer] = Site(memory.slot_of(span), span, make_memory)
+    return banks, sites

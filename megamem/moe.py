@@ -107,7 +107,7 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Megatron's, for logits [s, b, E]; counts the tokens once per microbatch, as the losses do."""
         if self.training and torch.is_grad_enabled():
-            self._count(0, logits.shape[0] * logits.shape[1])
+            self.sums[0] += logits.shape[0] * logits.shape[1]
         probs, routing_map = super().routing(logits, padding_mask)
         return probs, routing_map
 
@@ -117,7 +117,7 @@ class Router(TopKRouter):
         if weight is None or not self.training or not torch.is_grad_enabled():
             return logits
         mean = z_loss_func(logits, 1.0)
-        self._count(2, mean.detach() * logits.shape[0])
+        self.sums[2] += mean.detach() * logits.shape[0]
         attached: Tensor = MoEAuxLossAutoScaler.apply(logits, mean * (weight * logits.shape[0]))
         return attached
 
@@ -139,9 +139,6 @@ class Router(TopKRouter):
             reduce_group: the ranks that hold the microbatch's tokens, equally many each.
         """
         scaled = aux_loss * (activation.shape[0] * reduce_group.size())
-        self._count(1, scaled.detach() / aux_loss_coeff)
+        self.sums[1] += scaled.detach() / aux_loss_coeff
         attached: Tensor = MoEAuxLossAutoScaler.apply(activation, scaled)
         return attached
-
-    def _count(self, index: int, amount: Tensor | float) -> None:
-        self.sums[index] += amount

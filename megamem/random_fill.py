@@ -32,8 +32,6 @@ def fill(
 
     Args:
         out: the shard, any floating dtype; written in place.
-        distribution: of every element.
-        seed: the run's seed.
         name: the tensor's global name.
         global_shape: shape of the whole tensor; None: that of the shard.
         offset: where the shard starts in it, per dimension; None: at its origin.
@@ -65,9 +63,7 @@ def normal_rows(rows: Tensor, *, seed: int, name: str, std: float, width: int) -
 
     Args:
         rows: [n] int64, on any device.
-        seed: the run's seed.
         name: the table's global name.
-        std: standard deviation.
         width: columns of the table.
 
     Returns:

@@ -50,11 +50,8 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
             case ["mem_blocks", layer, part, number] if part in names.stacked:
                 stack = stacks.setdefault(f"{model.memory_name(int(layer))}.{names.stacked[part]}", {})
                 stack[int(number)] = tensor
-            case ["mem_blocks", layer, table] if table in names.tables:
-                bank = model.memory_plan.views[int(layer)].bank
-                result[f"banks.{bank}.{names.tables[table]}"] = tensor
-            case ["mem_blocks", layer, *part] if (ours := names.parameters.get(".".join(part))) is not None:
-                result[f"{model.memory_name(int(layer))}.{ours}"] = _converted(names, ours, tensor, model)
+            case ["mem_blocks", layer, *part] if found := _of_memory(names, int(layer), ".".join(part), tensor, model):
+                result.update(found)
             case ["mem_blocks", _, *part] if ".".join(part) in names.unused:
                 continue
             case ["full_memory_layer", table] if table in names.tables:
@@ -88,7 +85,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     if memory is None or META_RELEASE not in family_of(memory).released:
         kinds = [kind for kind, family in FAMILIES.items() if META_RELEASE in family.released]
         raise ValueError(f"Meta's release has memory of the kinds {', '.join(kinds)}")
-    names, views = _names_of(model, META_RELEASE), model.memory_plan.views
+    names = _names_of(model, META_RELEASE)
     layer_at = {span.read: layer for layer, span in enumerate(model.memory_spans)}
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -97,12 +94,10 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
                 layer = layer_at[int(block)]
             case _:
                 raise ValueError(f"{name} is not a parameter of a memory layer of Meta's release")
-        if (table := names.tables.get(part)) is not None:
-            result[f"banks.{views[layer].bank}.{table}"] = tensor
-        elif (ours := names.parameters.get(part)) is not None:
-            result[f"{model.memory_name(layer)}.{ours}"] = _converted(names, ours, tensor, model)
-        else:
+        found = _of_memory(names, layer, part, tensor, model)
+        if not found:
             raise ValueError(f"{name} is not a parameter of a memory layer of kind {memory.kind} in Meta's release")
+        result.update(found)
     return result
 
 
@@ -112,9 +107,14 @@ def _names_of(model: ModelConfig, release: str) -> ReleasedNames:
     return released.get(release, ReleasedNames({}, {}))
 
 
-def _converted(names: ReleasedNames, ours: str, tensor: Tensor, model: ModelConfig) -> Tensor:
+def _of_memory(names: ReleasedNames, layer: int, part: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
+    """A released tensor of a memory layer, in our layout, by the name of its table or parameter; nothing if unknown."""
     assert model.memory is not None
-    return names.convert(ours, tensor, model.memory)
+    if table := names.tables.get(part):
+        return {f"banks.{model.memory_plan.views[layer].bank}.{table}": tensor}
+    if ours := names.parameters.get(part):
+        return {f"{model.memory_name(layer)}.{ours}": names.convert(ours, tensor, model.memory)}
+    return {}
 
 
 def _in_mlp_slot(name: str, block: int, model: ModelConfig) -> str:

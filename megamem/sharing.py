@@ -63,11 +63,12 @@ class BankSpec:
 
 @dataclass(frozen=True)
 class LayerView:
-    """The window of a bank that one layer sees: rows first_row .. first_row + num_rows - 1, modulo the bank's rows."""
+    """The window of a bank that one layer sees: rows first_row .. first_row + num_rows - 1, modulo `num_bank_rows`."""
 
     bank: int
     first_row: int
     num_rows: int
+    num_bank_rows: int
 
     @property
     def num_keys(self) -> int:
@@ -106,14 +107,15 @@ def private_banks(num_rows: int, num_layers: int) -> SharingPlan:
     """A bank of `num_rows` rows for each layer."""
     return SharingPlan(
         tuple(BankSpec(layer, num_rows, (layer,)) for layer in range(num_layers)),
-        tuple(LayerView(layer, 0, num_rows) for layer in range(num_layers)),
+        tuple(LayerView(layer, 0, num_rows, num_rows) for layer in range(num_layers)),
     )
 
 
 def common_bank(num_rows: int, num_layers: int) -> SharingPlan:
     """One bank of `num_rows` rows, all of which every layer sees."""
     return SharingPlan(
-        (BankSpec(0, num_rows, tuple(range(num_layers))),), tuple(LayerView(0, 0, num_rows) for _ in range(num_layers))
+        (BankSpec(0, num_rows, tuple(range(num_layers))),),
+        (LayerView(0, 0, num_rows, num_rows),) * num_layers,
     )
 
 
@@ -131,16 +133,17 @@ def plan_grids(sharing: SharingConfig, num_keys: int, num_layers: int) -> Sharin
         case "all":
             return common_bank(own_rows, num_layers)
         case "block":
+            num_rows = group * own_rows
             banks = tuple(
-                BankSpec(block, group * own_rows, tuple(range(block * group, (block + 1) * group)))
+                BankSpec(block, num_rows, tuple(range(block * group, (block + 1) * group)))
                 for block in range(num_layers // group)
             )
-            views = tuple(LayerView(layer // group, 0, grid) for layer in range(num_layers))
+            views = tuple(LayerView(layer // group, 0, grid, num_rows) for layer in range(num_layers))
         case "ring" | "no_ring":
-            banks = (BankSpec(0, num_layers * own_rows, tuple(range(num_layers))),)
-            views = tuple(
-                LayerView(0, _window_start(sharing, layer, num_layers) * own_rows, grid) for layer in range(num_layers)
-            )
+            num_rows = num_layers * own_rows
+            banks = (BankSpec(0, num_rows, tuple(range(num_layers))),)
+            starts = (_window_start(sharing, layer, num_layers) for layer in range(num_layers))
+            views = tuple(LayerView(0, start * own_rows, grid, num_rows) for start in starts)
     return SharingPlan(banks, views)
 
 

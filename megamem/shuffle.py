@@ -1,6 +1,6 @@
-"""The fixed permutation of virtual slots that breaks the row/column topology of a product grid (Eq. 8).
+"""The fixed permutation of a grid's entries that breaks the row/column topology of a product grid (Eq. 8).
 
-Neighbouring slots of a grid share a row or a column key, so without a shuffle they would be retrieved together.
+Neighbouring entries of a grid share a row or a column key, so without a shuffle they would be retrieved together.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _ROUNDS = 4
 
 
 class KeyedShuffle:
-    """A stateless bijection of an N x N grid of slots: a Feistel network whose halves are added modulo N.
+    """A stateless bijection of an N x N grid: a Feistel network whose halves are added modulo N.
 
     Each round replaces (i, j) by (j, (i + F(j)) mod N) with F a keyed hash; that is invertible for every N, needs no
-    table, no loop that depends on the data and no host sync. A stored permutation would cost 8 bytes per slot and
+    table, no loop that depends on the data and no host sync. A stored permutation would cost 8 bytes per entry and
     layer.
     """
 
@@ -25,16 +25,16 @@ class KeyedShuffle:
         self.num_keys = num_keys
         self._keys = tuple(key_of(seed, name, "shuffle", str(r)) for r in range(_ROUNDS))
 
-    def __call__(self, slots: Tensor) -> Tensor:
-        """Permuted slots.
+    def __call__(self, entries: Tensor) -> Tensor:
+        """Permuted entries.
 
         Args:
-            slots: int64 in [0, num_keys^2), any shape.
+            entries: int64 in [0, num_keys^2), any shape.
 
         Returns:
             int64 of the same shape, in the same range.
         """
-        i, j = slots // self.num_keys, slots % self.num_keys
+        i, j = entries // self.num_keys, entries % self.num_keys
         for key in self._keys:
             # Bits 1..63 of the hash: int64 remainders of negative numbers would still be in range, but cost a
             # correction.
@@ -42,7 +42,7 @@ class KeyedShuffle:
         return i * self.num_keys + j
 
 
-def random_permutation(num_slots: int, *, seed: int, name: str) -> Tensor:
-    """The released layers' shuffle, for weights trained with it: a stored permutation of [0, num_slots), int64."""
-    hashes = mix(torch.arange(num_slots, dtype=torch.int64), key_of(seed, name, "shuffle"))
+def random_permutation(num_entries: int, *, seed: int, name: str) -> Tensor:
+    """The released layers' shuffle, for weights trained with it: a stored permutation of [0, num_entries), int64."""
+    hashes = mix(torch.arange(num_entries, dtype=torch.int64), key_of(seed, name, "shuffle"))
     return torch.argsort(hashes, stable=True)

@@ -1,7 +1,6 @@
 """Where in the backbone a memory acts.
 
-A family of memories names the slot, `megamem.backbone` gives the slot its module, and nothing else of the model asks
-where a memory stands.
+A memory's config names the slot (`MemoryConfig.slot_of`), and `megamem.backbone` gives it its module.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from megamem.memory_config import PlacementConfig
 from megamem.spans import Span
 
 if TYPE_CHECKING:
-    # Megatron takes seconds to load, and a family names its slot without it.
+    # Megatron takes seconds to load, and a config names its slot without it.
     from megatron.core.transformer.module import MegatronModule
 
 
@@ -42,6 +40,16 @@ class Slot(Enum):
     a block adds to the residual stream (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of
     all ranks together are as wide as h. The model's blocks are counted with it."""
 
+    @property
+    def module(self) -> str:
+        """The module of a block that holds the memory."""
+        match self:
+            case Slot.VALUES:
+                return "self_attention"
+            case Slot.HEADS | Slot.BLOCK:
+                return "self_attention.core_attention"
+        return "mlp"
+
 
 @dataclass(frozen=True)
 class Site:
@@ -59,10 +67,3 @@ class Site:
 
     def __post_init__(self) -> None:
         assert self.span.is_skip == (self.slot is Slot.SKIP)
-
-
-def slot_of(placement: PlacementConfig, span: Span) -> Slot:
-    """The slot of a memory around the feed-forward, as the configuration places it."""
-    if span.is_skip:
-        return Slot.SKIP
-    return Slot.INSTEAD if placement.position == "instead" else Slot.BESIDE

@@ -43,9 +43,8 @@ class LayerUsage:
         sums: [5] fp64, the number of tokens and sums over them.
     """
 
-    def __init__(self, view: LayerView, num_bank_rows: int, counts: Tensor) -> None:
-        self.view, self.num_bank_rows = view, num_bank_rows
-        self.counts = counts
+    def __init__(self, view: LayerView, counts: Tensor) -> None:
+        self.view, self.counts = view, counts
         self.sums = torch.zeros(_NUM_SUMS, dtype=torch.float64, device=counts.device)
 
     def reset(self) -> None:
@@ -62,7 +61,7 @@ class LayerUsage:
             scores: [T, H, K, C], best first within a head; None in layers whose rows have none.
             out: [T, D], the layer's output.
         """
-        in_window = ((rows - self.view.first_row) % self.num_bank_rows).flatten()
+        in_window = ((rows - self.view.first_row) % self.view.num_bank_rows).flatten()
         # Integers: the order of the atomic additions does not show.
         self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
@@ -96,8 +95,7 @@ class UsageCollector:
         sizes = [layer.view.num_rows for layer in layers]
         self._counts = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._usages = [
-            LayerUsage(layer.view, layer.num_bank_rows, counts)
-            for layer, counts in zip(layers, self._counts.split(sizes), strict=True)
+            LayerUsage(layer.view, counts) for layer, counts in zip(layers, self._counts.split(sizes), strict=True)
         ]
 
     def start(self) -> None:
@@ -122,10 +120,11 @@ class UsageCollector:
             layer.usage = None
         if self.layers:
             dist.all_reduce(self._counts, group=self.stage_group)
-        table = torch.zeros(self.num_blocks, self._num_columns, dtype=torch.float64, device=self.device)
+        num_columns = _NUM_COLUMNS + (math.prod(self.observed.spectrum) if self.observed.spectrum is not None else 0)
+        table = torch.zeros(self.num_blocks, num_columns, dtype=torch.float64, device=self.device)
         for layer, usage in zip(self.layers, self._usages, strict=True):
             table[block_number(layer.name), :_NUM_SUMS] = usage.sums
-        if self.stage_group.rank() == 0:
+        if self.layers and self.stage_group.rank() == 0:
             # Equal on all ranks of the stage: one of them brings them into the sum over all.
             self._fill_stage_figures(table)
         dist.all_reduce(table)
@@ -133,13 +132,7 @@ class UsageCollector:
         rows = table.tolist()
         return {block: self._metrics(row) for block, row in enumerate(rows) if row[_TOKENS]}
 
-    @property
-    def _num_columns(self) -> int:
-        return _NUM_COLUMNS + (math.prod(self.observed.spectrum) if self.observed.spectrum is not None else 0)
-
     def _fill_stage_figures(self, table: Tensor) -> None:
-        if not self.layers:
-            return
         blocks = [block_number(layer.name) for layer in self.layers]
         for block, usage in zip(blocks, self._usages, strict=True):
             table[block, _COVERAGE] = (usage.counts > 0).double().mean()

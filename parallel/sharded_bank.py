@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from kernels.gather_pair.weighting import weighted
 from kernels.select import Kernels
 from megamem.bank import Bank, Columns
 from megamem.memory_config import MemoryConfig
@@ -85,6 +86,9 @@ class ShardedBank(Bank):
         pre_input: Tensor | None,
         bins: Tensor | None = None,
         num_bins: int = 1,
+        *,
+        values: str = "values",
+        pre_values: str = "pre_values",
     ) -> Tensor:
         """See `TableLookup.read`. Collective over the memory group."""
         counts = self.token_counts or (rows.shape[0],) * self.columns.num_parts
@@ -92,14 +96,13 @@ class ShardedBank(Bank):
         exchange = Exchange(self.group, counts)
         gathered = GatheredRows(exchange, RowFormat(self.spec.num_rows, num_bins), rows, bins)
         coef = scores
-        if self.pre_values is not None:
-            assert pre_input is not None
+        if pre_input is not None:
             share = split_columns(pre_input, exchange)
-            products = self.kernels.gather_dot(self.pre_values, gathered.rows, share).squeeze(2)
+            products = self.kernels.gather_dot(self.get_parameter(pre_values), gathered.rows, share).squeeze(2)
             # The activation needs the whole product: it is applied where the token is.
-            coef = self.weighted(scores, sum_over_ranks(products, exchange))
+            coef = weighted(scores, sum_over_ranks(products, exchange), self.activation)
         coef = spread_coefficients(coef, exchange)
-        share = self.kernels.gather_sum(self.values, gathered.rows, coef, gathered.bins, num_bins)
+        share = self.kernels.gather_sum(self.get_parameter(values), gathered.rows, coef, gathered.bins, num_bins)
         out = join_columns(share, exchange, num_bins)
         if out.requires_grad:
             gathered.empty()

@@ -12,4 +12,4 @@ def some_inputs(hidden: Tensor) -> Inputs:
     """Of hidden states [s, b, ...], for layers that do not ask for them."""
     s, b = hidden.shape[:2]
     positions = torch.arange(s, device=hidden.device).unsqueeze(1).expand(s, b)
-    return Inputs(positions % 7, positions)
+    return Inputs(torch.stack((positions % 7, positions)))

@@ -15,7 +15,6 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -155,16 +154,11 @@ def _instruction_set() -> str:
 
 
 def _compile(compiler_path: str, path: Path, target: Path) -> None:
-    unlinked = target.with_suffix(".o")
-    _run([compiler_path, *_COMPILE, str(path), "-o", str(unlinked)])
-    _run([compiler_path, *_LINK, str(unlinked), "-o", str(target)])
-
-
-def _run(command: Sequence[str]) -> None:
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode != 0:
-        raise KernelUnavailableError(
-            "the memory kernels in C++ do not compile here (set CXX to another compiler, or use the implementation "
-            "torch): "
-            f"{' '.join(command)}\n{finished.stderr[-2000:]}"
-        )
+    unlinked = str(target.with_suffix(".o"))
+    for command in ([*_COMPILE, str(path), "-o", unlinked], [*_LINK, unlinked, "-o", str(target)]):
+        finished = subprocess.run([compiler_path, *command], capture_output=True, text=True, check=False)
+        if finished.returncode != 0:
+            raise KernelUnavailableError(
+                "the memory kernels in C++ do not compile here (set CXX to another compiler, or use the implementation "
+                f"torch): {' '.join((compiler_path, *command))}\n{finished.stderr[-2000:]}"
+            )

@@ -198,10 +198,10 @@ def sort_lists_kernel(scratch, ids, num_lists, TOP_K: tl.constexpr, LOG_CAPACITY
 
 
 @triton.jit
-def sort_slots_kernel(
+def sort_candidates_kernel(
     scratch,
     stage_ids,
-    slots,
+    retrieved,
     num_lists,
     ROW_TOP_K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -215,7 +215,7 @@ def sort_slots_kernel(
     places = tl.arange(0, 1 << LOG_CAPACITY)[None, :]
     kept = (lists < num_lists) & (places < TOP_K)
     from_list = stage_ids + lists.to(tl.int64) * ROW_TOP_K
-    to_list = slots + lists.to(tl.int64) * TOP_K + places
+    to_list = retrieved + lists.to(tl.int64) * TOP_K + places
     side = num_lists.to(tl.int64)
     tl.store(to_list, tl.load(from_list + positions // ROW_TOP_K, mask=kept), mask=kept)
     columns = tl.load(from_list + side * ROW_TOP_K + positions % ROW_TOP_K, mask=kept)

@@ -25,7 +25,7 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
         top_k: K <= M^2.
 
     Returns:
-        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved slots, [2, T, H, K].
+        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved entries, [2, T, H, K].
         int64, best first.
 
     Raises:
@@ -35,5 +35,5 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     column_ids = list_topk(column_scores, row_top_k)
     grid = row_scores.gather(2, row_ids).unsqueeze(3) + column_scores.gather(2, column_ids).unsqueeze(2)
     best = list_topk(grid.flatten(2), top_k)
-    slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
-    return torch.stack((row_ids, column_ids)), slots
+    retrieved = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
+    return torch.stack((row_ids, column_ids)), retrieved

@@ -27,8 +27,8 @@ def product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_
     for tokens in token_slices(num_tokens, num_heads * len(row_places)):
         sums = best_rows[tokens].index_select(2, row_places) + best_columns[tokens].index_select(2, column_places)
         best[tokens] = list_topk(sums, top_k)
-    slots = torch.stack((row_ids.gather(2, row_places[best]), column_ids.gather(2, column_places[best])))
-    return torch.stack((row_ids, column_ids)), slots
+    retrieved = torch.stack((row_ids.gather(2, row_places[best]), column_ids.gather(2, column_places[best])))
+    return torch.stack((row_ids, column_ids)), retrieved
 
 
 product_topk.register_fake(empty_result)

@@ -33,7 +33,7 @@ def tucker_topk(
         top_k: K <= M^2.
 
     Returns:
-        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved slots, [2, T, H, K].
+        Rows and columns kept by stage 1, [2, T, H, M], and rows and columns of the retrieved entries, [2, T, H, K].
         int64, best first.
 
     Raises:
@@ -49,8 +49,8 @@ def tucker_topk(
     mixed = [_sum(rows[r] * core_sum[:, r, s, None] for r in ranks) for s in ranks]
     grid = _sum(mixed[s].unsqueeze(3) * columns[s].unsqueeze(2) for s in ranks)
     best = list_topk(grid.flatten(2), top_k)
-    slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
-    return torch.stack((row_ids, column_ids)), slots
+    retrieved = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
+    return torch.stack((row_ids, column_ids)), retrieved
 
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:

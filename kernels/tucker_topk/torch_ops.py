@@ -30,8 +30,8 @@ def tucker_topk(
     best = torch.empty(num_tokens, num_heads, top_k, dtype=torch.int64, device=rows.device)
     for tokens in token_slices(num_tokens, num_heads * row_top_k**2):
         best[tokens] = list_topk(grid_scores(rows[tokens], core_sum, columns[tokens]).flatten(2), top_k)
-    slots = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
-    return torch.stack((row_ids, column_ids)), slots
+    retrieved = torch.stack((row_ids.gather(2, best // row_top_k), column_ids.gather(2, best % row_top_k)))
+    return torch.stack((row_ids, column_ids)), retrieved
 
 
 tucker_topk.register_fake(empty_result)

@@ -11,7 +11,6 @@ from megamem.config import ModelConfig
 from megamem.distributions import Distribution
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import LayerView
-from megamem.slots import Slot
 
 if TYPE_CHECKING:
     # Torch and Megatron take seconds to load, and a configuration is read without them.
@@ -82,7 +81,6 @@ class Family(Generic[C]):
             layer's `calibrate` sets.
         table_std: standard deviation of a bank's tables, given the root mean square of the sigma_s that its layers
             calibrated, or None where they calibrate nothing.
-        slot: where its layers act; None: around the feed-forward, as `placement` says of each.
         released: the layer's names in public codes, by the code's name.
     """
 
@@ -91,7 +89,6 @@ class Family(Generic[C]):
     costs: Callable[[C, LayerView, int], LayerCosts]
     distribution: Callable[[str, C, ModelConfig], Distribution | None]
     table_std: Callable[[C, ModelConfig, float | None], float]
-    slot: Slot | None = None
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)
 
     @property

@@ -48,7 +48,6 @@ class MemoryLayer(MegatronModule):
         lookup: TableLookup,
         *,
         kernels: Kernels,
-        num_bank_rows: int,
         name: str,
         seed: int,
         token_group: torch.distributed.ProcessGroup | None = None,
@@ -56,9 +55,7 @@ class MemoryLayer(MegatronModule):
         """Allocate the weights; `megamem.initialisation` fills them.
 
         Args:
-            config: Megatron's config of the model.
             memory: of the layer's own family.
-            view: the window of the bank that this layer sees, which wraps around at its `num_bank_rows`.
             lookup: the bank; kept outside of the module tree, because it belongs to the model.
             kernels: of retrieval.
             name: the layer's global name, which with the seed keys what it draws by itself.
@@ -67,7 +64,7 @@ class MemoryLayer(MegatronModule):
         """
         super().__init__(config=config)
         self.name = name
-        self.memory, self.view, self.lookup, self.num_bank_rows = memory, view, lookup, num_bank_rows
+        self.memory, self.view, self.lookup = memory, view, lookup
         self.kernels = kernels
         self.epsilon = config.layernorm_epsilon
         weights = memory.loss_weights
@@ -99,8 +96,13 @@ class MemoryLayer(MegatronModule):
         """Set what depends on other weights, once these are drawn; returns what it measured of its scores, if so."""
         return None
 
-    def predicted_std(self, model: ModelConfig, table_std: float, seed: int) -> float | None:
-        """Standard deviation of the initial output by the formula of the family's paper; None: there is none."""
+    def predicted_std(
+        self, model: ModelConfig, table_std: float, calibration: ScoreCalibration | None, seed: int
+    ) -> float | None:
+        """Standard deviation of the initial output by the formula of the family's paper; None: there is none.
+
+        `calibration` is what `calibrate` returned.
+        """
         return None
 
     @classmethod

@@ -19,7 +19,7 @@ from megamem.retrieval.retrieved import Retrieved
 class ProductKeyLayer(RetrievalLayer):
     """Product-key retrieval with softmax weights, and an optional projection of the summed values.
 
-    As released there is no shuffle: slot i N + j is row i N + j of the table. Every head has its own queries. Two
+    As released there is no shuffle: entry i N + j is row i N + j of the table. Every head has its own queries. Two
     releases disagree on the rest, so it is configured: UltraMemV2's public code normalises the queries and has no
     biases, Meta's has biases and no norm. Neither normalises the keys (the former computes it and drops the result).
     """
@@ -63,9 +63,9 @@ class ProductKeyLayer(RetrievalLayer):
         rows, columns = products.view(heads, 2, x.shape[0], self.num_keys).permute(1, 2, 0, 3).unbind(0)
         return rows, columns
 
-    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
         """Moved to where the layer's window starts, and wrapped around the bank."""
-        return (slots + self.view.first_row) % self.num_bank_rows, None
+        return (entries + self.view.first_row) % self.view.num_bank_rows, None
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """The value projection, if there is one, times the scalar gate of the token, if there is one."""

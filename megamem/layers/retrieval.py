@@ -20,8 +20,8 @@ from megamem.retrieval.retrieved import Retrieved
 class RetrievalLayer(MemoryLayer):
     """Retrieves K values per token and head and brings their weighted sum back to the residual stream.
 
-    A variant says how it retrieves (`retrieve`), which rows stand behind its slots (`locate`), what its pre-values are
-    multiplied with (`pre_input`) and how the sum is projected (`project`).
+    A variant says how it retrieves (`retrieve`), which rows stand behind the entries (`locate`), what the pre-values
+    are multiplied with (`pre_input`) and how the sum is projected (`project`).
     """
 
     memory: RetrievalConfig
@@ -31,18 +31,13 @@ class RetrievalLayer(MemoryLayer):
         """N: keys per side, e times what the layer's window has rows for."""
         return self.memory.expansion * self.view.num_keys
 
-    @property
-    def score_gain(self) -> float:
-        """What the retrieved scores are proportional to, of all that the choices of initial weights differ in."""
-        return 1.0
-
     @abstractmethod
     def retrieve(self, x: Tensor) -> Retrieved:
-        """Slots and scores of the tokens `x` [T, D]; scores are fp32 (fp64 for fp64 inputs)."""
+        """Entries and scores of the tokens `x` [T, D]; scores are fp32 (fp64 for fp64 inputs)."""
 
     @abstractmethod
-    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of the bank behind the slots, and the bin of each one's value (None if B is 1)."""
+    def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows of the bank behind the entries, and the bin of each one's value (None if B is 1)."""
 
     def pre_input(self, x: Tensor) -> Tensor | None:
         """What the pre-values are multiplied with, [T, P] of the tokens `x` [T, D]; None without pre-values."""
@@ -56,11 +51,11 @@ class RetrievalLayer(MemoryLayer):
         """See `MemoryLayer.forward`; what is retrieved depends on the hidden states alone."""
         x = hidden.flatten(0, 1)
         found = self.retrieve(x)
-        rows, bins = self.locate(found.slots.flatten(1))
+        rows, bins = self.locate(found.entries.flatten(1))
         scores = found.scores.flatten(1, 2).to(x.dtype)
         values = self.lookup.read(rows, scores, self.pre_input(x), bins, self.memory.lookup.bins)
         out = self.project(values, x)
         if self.losses is not None and torch.is_grad_enabled():
-            out = self.losses.inject(out, self.cores, found.stage_scores, (found.row_ids, found.column_ids))
+            out = self.losses.inject(out, self.cores, found.stage_scores, found.stage_ids)
         self.observe(rows, found.scores, out)
         return out.view_as(hidden)

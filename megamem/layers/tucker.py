@@ -28,9 +28,9 @@ from megamem.shuffle import KeyedShuffle, random_permutation
 class TuckerLayer(RetrievalLayer):
     """Tucker-decomposed retrieval (TDQKR), a shuffle, and a value projection.
 
-    With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M slots, and block b's slots read
-    the same M rows (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own
-    projection (`projected`, Eq. 9). As released, the block of a slot comes from the shuffle and not from the key set
+    With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M entries, and all blocks read the
+    same M rows (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own
+    projection (`projected`, Eq. 9). As released, the block of an entry comes from the shuffle and not from the key set
     (Eq. 10-11), and all blocks share their cores.
     """
 
@@ -50,7 +50,6 @@ class TuckerLayer(RetrievalLayer):
         self.value_proj = self._weight(hidden_size, memory.num_value_projections * memory.value_dim)
         wide = torch.promote_types(self.config.params_dtype, torch.float32)
         vectors = torch.zeros(heads, rank, dtype=wide, device=self.cores.device)
-        self._initial_scores: tuple[int, ScoreCalibration] | None = None
         self.register_buffer("u", vectors)
         self.register_buffer("v", vectors.clone())
         self.shuffle = KeyedShuffle(keys, seed=seed, name=self.name) if memory.shuffle == "keyed" else None
@@ -99,31 +98,21 @@ class TuckerLayer(RetrievalLayer):
         rows, columns = products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1).unbind(0)
         return rows, columns
 
-    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
         """Shuffled (Eq. 8), split into virtual block and row, moved to the window's start, wrapped around the bank."""
         if self.shuffle is not None:
-            slots = self.shuffle(slots)
+            entries = self.shuffle(entries)
         elif self.memory.shuffle == "table":
-            slots = self.permutation[slots]
-        rows = (slots % self.view.num_rows + self.view.first_row) % self.num_bank_rows
-        return rows, slots // self.view.num_rows if self.memory.num_value_projections > 1 else None
+            entries = self.permutation[entries]
+        rows = (entries % self.view.num_rows + self.view.first_row) % self.view.num_bank_rows
+        return rows, entries // self.view.num_rows if self.memory.num_value_projections > 1 else None
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """Eq. 12, or Eq. 9 with the projections of all blocks side by side."""
         return F.linear(values, self.value_proj)
 
-    @property
-    def score_gain(self) -> float:
-        """Both gains squared: a score is a row times a column score, and each is a query times a key."""
-        # Host sync: at initialisation.
-        return float(self.query_norm.mean() * self.keys_norm.mean()) ** 2
-
-    def initial_scores(self, seed: int) -> ScoreCalibration:
-        """The scores of the layer's initial cores, measured once."""
-        if self._initial_scores is None or self._initial_scores[0] != seed:
-            found = calibrate_scores(self.memory, self.num_keys, self.cores, seed=seed, name=self.name)
-            self._initial_scores = seed, found
-        return self._initial_scores[1]
+    def _measure_scores(self, seed: int) -> ScoreCalibration:
+        return calibrate_scores(self.memory, self.num_keys, self.cores, seed=seed, name=self.name)
 
     @torch.no_grad()
     def calibrate(self, seed: int) -> ScoreCalibration | None:
@@ -133,16 +122,18 @@ class TuckerLayer(RetrievalLayer):
         self.refresh([self])
         if self.memory.initialisation == "released":
             return None
-        self._initial_scores = None
-        scores = self.initial_scores(seed)
+        scores = self._measure_scores(seed)
         self.query_norm.fill_(scores.gain)
         self.keys_norm.fill_(scores.gain)
         return scores
 
-    def predicted_std(self, model: ModelConfig, table_std: float, seed: int) -> float:
+    def predicted_std(
+        self, model: ModelConfig, table_std: float, calibration: ScoreCalibration | None, seed: int
+    ) -> float:
         """By Eq. 22 with the layer's own gains and projections, so that it covers the release's constants too."""
-        scores = self.initial_scores(seed)
-        mean_score = self.score_gain / scores.gain**4
+        scores = calibration or self._measure_scores(seed)
+        # A score is a row times a column score, and each is a query times a key. Host sync: at initialisation.
+        mean_score = float(self.query_norm.mean() * self.keys_norm.mean()) ** 2 / scores.gain**4
         # Host sync: at initialisation.
         value_proj_variance = float(self.value_proj.square().mean())
         return math.sqrt(

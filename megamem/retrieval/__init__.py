@@ -1,1 +1,1 @@
-"""Retrieval: from a token's hidden state to the slots it reads and their scores."""
+"""Retrieval: from a token's hidden state to the entries it reads and their scores."""

@@ -113,7 +113,7 @@ class TuckerConfig(RetrievalConfig):
     """e: e times the keys per side address e^2 virtual blocks that read the same rows (Eq. 8); null: the family's own,
     2 in UltraMem and else 1."""
     shuffle: Literal["keyed", "table", "none"] = "keyed"
-    """How the row/column topology is broken: a stateless keyed bijection, a stored permutation (8 bytes per slot and
+    """How the row/column topology is broken: a stateless keyed bijection, a stored permutation (8 bytes per entry and
     layer), or not at all."""
     initialisation: Initialisation = "paper"
     """paper: sigma_V of Eq. 26 with calibrated score gain; matched: the same with the SwiGLU's true variance, a third

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution, Normal, Uniform, symmetric
@@ -13,39 +12,32 @@ from megamem.retrieval.config import ProductKeyConfig, TuckerConfig
 _RELEASED_TABLE_STD = 0.02
 
 
-def tucker_distributions(
-    released_gain_exponent: float,
-) -> Callable[[str, TuckerConfig, ModelConfig], Distribution | None]:
-    """The distributions of a layer with Tucker cores.
+def tucker_distribution(
+    name: str, memory: TuckerConfig, model: ModelConfig, *, released_gain_exponent: float
+) -> Distribution | None:
+    """What a parameter of a layer with Tucker cores is drawn from.
 
-    Args:
-        released_gain_exponent: with `initialisation: released` the gains of queries and keys are key_dim to this power;
-            else they are calibrated.
+    With `initialisation: released` the gains of queries and keys are key_dim to the power of `released_gain_exponent`;
+    else they are calibrated.
     """
-
-    def distribution(name: str, memory: TuckerConfig, model: ModelConfig) -> Distribution | None:
-        released = memory.initialisation == "released"
-        match name:
-            case "query_proj":
-                return Normal(memory.key_dim**-0.5 if released else model.linear_std)
-            case "keys":
-                # Keys are normalised when read, so this sets nothing but how far one optimizer step turns them.
-                return Normal(memory.key_dim**-0.5)
-            case "cores":
-                return Uniform(1.0)
-            case "value_proj":
-                return Normal(
-                    (memory.num_value_projections * memory.value_dim) ** -0.5 if released else model.linear_std
-                )
-            case "pre_value_proj":
-                return Normal(model.hidden_size**-0.5 if released else model.linear_std)
-            case "query_norm" | "keys_norm":
-                return Constant(memory.key_dim**released_gain_exponent) if released else None
-            case "u" | "v" | "permutation":
-                return None
-        raise AssertionError(f"no initial distribution is defined for the memory's {name}")
-
-    return distribution
+    released = memory.initialisation == "released"
+    match name:
+        case "query_proj":
+            return Normal(memory.key_dim**-0.5 if released else model.linear_std)
+        case "keys":
+            # Keys are normalised when read, so this sets nothing but how far one optimizer step turns them.
+            return Normal(memory.key_dim**-0.5)
+        case "cores":
+            return Uniform(1.0)
+        case "value_proj":
+            return Normal((memory.num_value_projections * memory.value_dim) ** -0.5 if released else model.linear_std)
+        case "pre_value_proj":
+            return Normal(model.hidden_size**-0.5 if released else model.linear_std)
+        case "query_norm" | "keys_norm":
+            return Constant(memory.key_dim**released_gain_exponent) if released else None
+        case "u" | "v" | "permutation":
+            return None
+    raise AssertionError(f"no initial distribution is defined for the memory's {name}")
 
 
 def tucker_table_std(memory: TuckerConfig, model: ModelConfig, sigma_s: float | None) -> float:

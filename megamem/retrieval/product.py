@@ -31,9 +31,9 @@ def retrieve(
     """
     num_keys = row_scores.shape[2]
     with torch.no_grad():
-        stage_ids, slots = select(row_scores, column_scores, row_top_k, top_k)
-        rows, columns = slots.unbind(0)
+        stage_ids, entries = select(row_scores, column_scores, row_top_k, top_k)
+        rows, columns = entries.unbind(0)
     sums = kept_scores(row_scores.unsqueeze(3), rows) + kept_scores(column_scores.unsqueeze(3), columns)
     return Retrieved(
-        rows * num_keys + columns, sums.softmax(2), stage_ids[0], stage_ids[1], lambda: (row_scores, column_scores)
+        rows * num_keys + columns, sums.softmax(2), stage_ids, lambda: torch.stack((row_scores, column_scores))
     )

@@ -17,17 +17,15 @@ class Retrieved:
     """What one layer retrieved for T tokens.
 
     Attributes:
-        slots: [T, H, K], int64 positions row x N + column of the N x N grid, best first within a head.
+        entries: [T, H, K], int64 positions row x N + column of the N x N grid, best first within a head.
         scores: [T, H, K, C], the weights of the entries. Tucker: the score of each core; they sum to what the selection
             ordered by. Product keys: the softmax of the summed scores within a head, C = 1.
-        row_ids: [T, H, M], int64 rows kept by the first stage, best first.
-        column_ids: [T, H, M], the columns.
-        stage_scores: what the first stage ranked rows and columns by, [T, H, N] each; differentiable, for the balance
+        stage_ids: [2, T, H, M], int64 rows and columns kept by the first stage, best first.
+        stage_scores: what the first stage ranked rows and columns by, [2, T, H, N]; differentiable, for the balance
             loss. Computed when called, because nothing else needs them.
     """
 
-    slots: Tensor
+    entries: Tensor
     scores: Tensor
-    row_ids: Tensor
-    column_ids: Tensor
-    stage_scores: Callable[[], tuple[Tensor, Tensor]]
+    stage_ids: Tensor
+    stage_scores: Callable[[], Tensor]

@@ -44,18 +44,17 @@ def retrieve(
     """
     num_keys = row_scores.shape[2]
     with torch.no_grad():
-        stage_ids, slots = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
-        rows, columns = slots.unbind(0)
+        stage_ids, entries = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
+        rows, columns = entries.unbind(0)
     scores = torch.einsum(
         "thkr,chrs,thks->thkc", kept_scores(row_scores, rows), cores, kept_scores(column_scores, columns)
     )
-    return Retrieved(
-        rows * num_keys + columns,
-        scores,
-        stage_ids[0],
-        stage_ids[1],
-        lambda: (torch.einsum("thnr,hr->thn", row_scores, u), torch.einsum("thnr,hr->thn", column_scores, v)),
-    )
+
+    def stage_scores() -> Tensor:
+        sides = ((row_scores, u), (column_scores, v))
+        return torch.stack([torch.einsum("thnr,hr->thn", side, direction) for side, direction in sides])
+
+    return Retrieved(rows * num_keys + columns, scores, stage_ids, stage_scores)
 
 
 def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,10 @@ def _has_split_parameters(run: RunConfig) -> bool:
     return run.model.memory is not None or run.model.moe is not None
 
 
+def _is_placed_around_ffn(run: RunConfig) -> bool:
+    return run.model.memory is None or run.model.memory.slot is None
+
+
 def _has_pre_values(run: RunConfig) -> bool:
     return run.model.memory is not None and run.model.memory.width("pre_values") > 0
 
@@ -55,6 +59,10 @@ RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("parallel.memory", _has_split_parameters, "model.memory or model.moe is set"),
     *(CrossRule(key, _has_memory, "model.memory is set") for key in _OF_MEMORY),
     CrossRule("optimizer.pre_value_lr_multiplier", _has_pre_values, "model.memory has pre-values"),
+    *(
+        CrossRule(f"model.memory.placement.{key}", _is_placed_around_ffn, "model.memory stands around the feed-forward")
+        for key in ("spans", "position")
+    ),
 )
 
 

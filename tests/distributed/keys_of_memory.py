@@ -101,36 +101,36 @@ def retrieved(subject: Subject) -> Any:
 def _(base: Subject, second: Subject) -> None:
     """More of one order, out of nine candidates."""
     for subject, top_k in ((base, 4), (second, 6)):
-        assert retrieved(subject).row_ids.shape == retrieved(subject).column_ids.shape == (7, 1, 3)
-        assert retrieved(subject).slots[:, 0].tolist() == best_slots(subject, top_k)
+        assert retrieved(subject).stage_ids[0].shape == retrieved(subject).stage_ids[1].shape == (7, 1, 3)
+        assert retrieved(subject).entries[:, 0].tolist() == best_entries(subject, top_k)
 
 
-def best_slots(subject: Subject, top_k: int) -> list[list[int]]:
-    """The best slots of every token among the kept rows and columns, best first, one product at a time."""
+def best_entries(subject: Subject, top_k: int) -> list[list[int]]:
+    """The best entries of every token among the kept rows and columns, best first, one product at a time."""
     found, (core,) = retrieved(subject), subject.memory_weights["cores"].sum(0)
     rows, columns = (scores[:, 0] for scores in tucker_key_scores(subject, 1e-5))
     best = []
     for token in range(7):
         grid = [
             (float(rows[token, i] @ core @ columns[token, j]), int(i) * 12 + int(j))
-            for i in found.row_ids[token, 0]
-            for j in found.column_ids[token, 0]
+            for i in found.stage_ids[0, token, 0]
+            for j in found.stage_ids[1, token, 0]
         ]
-        best.append([slot for _, slot in sorted(grid, reverse=True)[:top_k]])
+        best.append([entry for _, entry in sorted(grid, reverse=True)[:top_k]])
     return best
 
 
 @MEMORIES.key("model.memory.row_top_k_limit", 2)
 def _(base: Subject, second: Subject) -> None:
-    """Four slots of two rows and two columns are all of their grid."""
+    """Four entries of two rows and two columns are all of their grid."""
     all_kept, limited = retrieved(base), retrieved(second)
-    assert all_kept.row_ids.shape[2] == all_kept.column_ids.shape[2] == 4
-    assert torch.equal(limited.row_ids, all_kept.row_ids[..., :2])
-    assert torch.equal(limited.column_ids, all_kept.column_ids[..., :2])
+    assert all_kept.stage_ids[0].shape[2] == all_kept.stage_ids[1].shape[2] == 4
+    assert torch.equal(limited.stage_ids[0], all_kept.stage_ids[0, ..., :2])
+    assert torch.equal(limited.stage_ids[1], all_kept.stage_ids[1, ..., :2])
     for token in range(7):
-        grid = {int(i * 12 + j) for i in limited.row_ids[token, 0] for j in limited.column_ids[token, 0]}
-        assert set(limited.slots[token, 0].tolist()) == grid
-    assert not torch.equal(limited.slots, all_kept.slots)
+        grid = {int(i * 12 + j) for i in limited.stage_ids[0, token, 0] for j in limited.stage_ids[1, token, 0]}
+        assert set(limited.entries[token, 0].tolist()) == grid
+    assert not torch.equal(limited.entries, all_kept.entries)
 
 
 @MEMORIES.key("model.memory.num_heads", 3)
@@ -140,7 +140,7 @@ def _(base: Subject, second: Subject) -> None:
         assert subject.memory_weights["keys"].shape == (heads, 2, 12, 6, 2)
         assert subject.memory_weights["cores"].shape == (2, heads, 2, 2)
         assert subject.memory_weights["query_proj"].shape == (2 * 2 * 6, 32)
-        assert retrieved(subject).slots.shape == (7, heads, 4)
+        assert retrieved(subject).entries.shape == (7, heads, 4)
 
 
 @MEMORIES.key("model.memory.tucker_rank", 3)
@@ -171,7 +171,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @MEMORIES.key("model.memory.key_expansion", 3)
 def _(base: Subject, second: Subject) -> None:
-    """Three times the keys per side, for the same rows: nine slots of the grid read each of them."""
+    """Three times the keys per side, for the same rows: nine entries of the grid read each of them."""
     for subject, expansion in ((base, 1), (second, 3)):
         assert subject.memory_weights["keys"].shape == (1, 2, expansion * 12, 6, 2)
         assert subject.shapes["banks.0.values"] == (144, 16)
@@ -207,13 +207,13 @@ def _enter_shuffle(second_value: str) -> None:
     @MEMORIES.key("model.memory.shuffle", second_value)
     def _(base: Subject, second: Subject) -> None:
         """All are bijections; `none` is the identity, and only `table` keeps a permutation."""
-        slots = torch.arange(144)
-        keyed, other = base.layer.locate(slots)[0], second.layer.locate(slots)[0]
+        entries = torch.arange(144)
+        keyed, other = base.layer.locate(entries)[0], second.layer.locate(entries)[0]
         for rows in (keyed, other):
-            assert torch.equal(rows.sort().values, slots)
-        assert not torch.equal(keyed, slots)
+            assert torch.equal(rows.sort().values, entries)
+        assert not torch.equal(keyed, entries)
         assert not torch.equal(keyed, other)
-        assert torch.equal(other, slots) == (second_value == "none")
+        assert torch.equal(other, entries) == (second_value == "none")
         stored = dict(second.layer.named_buffers()).get("permutation")
         assert (stored is not None) == (second_value == "table")
         assert stored is None or torch.equal(stored, other)
@@ -352,7 +352,7 @@ def rows_of_banks(subject: Subject) -> list[int]:
 
 
 def tables_seen(subject: Subject) -> list[set[int]]:
-    """Per memory layer: the tables of 144 rows of its bank that its slots read."""
+    """Per memory layer: the tables of 144 rows of its bank that its entries read."""
     found = []
     for layer in subject.model.memory_layers:
         rows, _ = layer.locate(torch.arange(layer.view.num_keys**2))

@@ -41,8 +41,8 @@ def _(base: Subject, second: Subject) -> None:
     one, other = base.weights[embedding].flatten(), second.weights[embedding].flatten()
     assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 4 / math.sqrt(one.numel())
     assert root_mean_square(other) == pytest.approx(root_mean_square(one), rel=0.1)
-    slots = torch.arange(144)
-    assert not torch.equal(base.layer.locate(slots)[0], second.layer.locate(slots)[0])
+    entries = torch.arange(144)
+    assert not torch.equal(base.layer.locate(entries)[0], second.layer.locate(entries)[0])
 
 
 @MODEL.key("model.num_layers", 3)

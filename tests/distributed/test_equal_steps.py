@@ -75,7 +75,7 @@ class Step:
     loss: float
     grad_norm: float
     selections: tuple[Counter[int], ...]
-    """By layer: hashes of the slots of every token, on whatever rank."""
+    """By layer: hashes of the entries of every token, on whatever rank."""
     ties: tuple[frozenset[int], ...]
     """By layer: those among them that noise changes."""
 
@@ -103,8 +103,8 @@ class Selections:
 
     @staticmethod
     def _hashes(found: Retrieved) -> Tensor:
-        """[T]: of each token's slots, whatever their order."""
-        return mix(found.slots.flatten(1), key_of(0, "slots")).sum(1)
+        """[T]: of each token's entries, whatever their order."""
+        return mix(found.entries.flatten(1), key_of(0, "entries")).sum(1)
 
     def take(self) -> tuple[tuple[Counter[int], ...], tuple[frozenset[int], ...]]:
         """What all ranks recorded since the last call, by layer. Every token of every layer is on exactly one rank."""

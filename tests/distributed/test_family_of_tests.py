@@ -84,7 +84,7 @@ def test_a_layer_adds_the_rows_of_its_tokens(run_ranks: Any) -> None:
             (model,) = run.bare
             layer, ids = model.memory_layers[1], torch.tensor([[3, 5], [3, 60]])
             hidden = torch.randn(2, 2, CONFIG.model.hidden_size)
-            out = layer(hidden, Inputs(ids, ids))
+            out = layer(hidden, Inputs(torch.stack((ids, ids))))
             table, weights = model.banks["1"].values, layer.out_proj
             return max(
                 float((out[s, b] - weights @ sum(table[row] for row in layer.rows(ids[s, b].view(1))[0])).abs().max())

@@ -19,7 +19,6 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs, sample_tokens, spread
 from megamem.layers.layer import MemoryLayer
 from megamem.random_fill import fill, normal_rows
-from megamem.retrieval.config import Initialisation
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
@@ -135,20 +134,3 @@ def test_predictions_hold(figures: dict[str, list[InModel]], name: str) -> None:
 
 def test_product_keys_have_no_prediction(figures: dict[str, list[InModel]]) -> None:
     assert {layer.alone.predicted_std for layer in figures["memory_plus"]} == {None}
-
-
-def test_choices_are_measured_as_one_by_one() -> None:
-    """What is drawn once for several choices is what each would draw, and what is retrieved once what each would
-    retrieve, but for the norms' epsilon, which the queries' initial deviation makes weigh more or less."""
-    choices: tuple[Initialisation, ...] = ("released", "paper", "matched", "released")
-    together = measure_initial_outputs(
-        MODEL, seed=3, most_layers=2, choices=[replace(MEMORY, initialisation=choice) for choice in choices]
-    )
-    for index, choice in enumerate(choices):
-        model = replace(MODEL, memory=replace(MEMORY, initialisation=choice))
-        alone = measure_initial_outputs(model, seed=3, most_layers=2)
-        shared = together[index :: len(choices)]
-        for one, other in zip(shared, alone, strict=True):
-            assert one.measured_std == pytest.approx(other.measured_std, rel=1e-4)
-            assert replace(one, measured_std=other.measured_std) == other
-        assert {layer.memory for layer in alone} == {model.memory}

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-import megamem.model
 from megamem.config import ModelConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
@@ -74,7 +73,8 @@ class Multiplies(MegatronModule):
 
 def with_multiplying_memories(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(FAMILIES, PKM.kind, replace(PKM, layer_path=f"{__name__}:Multiplies"))
-    patch.setattr(megamem.model, "slot_of", lambda placement, span: SLOTS[span.read])
+    patch.setattr(PkmConfig, "reads_tokens", True)
+    patch.setattr(PkmConfig, "slot_of", lambda memory, span: SLOTS[span.read])
 
 
 def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Tensor:
@@ -162,12 +162,15 @@ def test_every_slot_computes_what_plain_pytorch_does_and_serves_without_tokens(r
     assert served == [1] * len(SLOTS)
 
 
-def chunks_that_read_tokens(config: RunConfig) -> list[bool]:
-    with tiny_run(config) as run:
-        return [unwrap(chunk).reads_tokens for chunk in run.chunks]
+def chunks_that_read_tokens(config: RunConfig, memory_asks: bool = False) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PkmConfig, "reads_tokens", memory_asks)
+        with tiny_run(config) as run:
+            run.train(1)
+            return [unwrap(chunk).reads_tokens for chunk in run.chunks]
 
 
-def test_a_chunk_in_the_middle_reads_tokens_only_for_its_memories(run_ranks: Any) -> None:
+def test_a_chunk_in_the_middle_reads_tokens_only_for_memories_that_ask(run_ranks: Any) -> None:
     """Two stages of two chunks: the embedding is in the first, the loss in the last, a memory in the fourth block or
     none.
     """
@@ -175,8 +178,21 @@ def test_a_chunk_in_the_middle_reads_tokens_only_for_its_memories(run_ranks: Any
     dense = replace(SHARED, parallel=layout, model=replace(SHARED.model, num_layers=8, memory=None))
     one = replace(PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2), placement=PlacementConfig(blocks=(3,)))
     with_one = replace(dense, model=replace(dense.model, memory=one))
-    found = run_ranks(lambda: [chunks_that_read_tokens(config) for config in (dense, with_one)], 2)
-    assert found == [[[True, False], [True, False]], [[False, True], [True, True]]]
+    found = run_ranks(
+        lambda: [
+            chunks_that_read_tokens(dense),
+            chunks_that_read_tokens(with_one),
+            chunks_that_read_tokens(with_one, memory_asks=True),
+        ],
+        2,
+    )
+    no_memory_asks, one_asks = [[True, False], [False, True]], [[True, False], [True, True]]
+    assert found == [[rank, rank, asked] for rank, asked in zip(no_memory_asks, one_asks, strict=True)]
+
+
+def test_a_layer_that_asks_for_tokens_without_saying_so_is_told() -> None:
+    with pytest.raises(AssertionError, match="reads_tokens = True"):
+        _ = Inputs(None).token_ids
 
 
 def train_and_evaluate(config: RunConfig) -> list[tuple[float, ...]]:

@@ -48,6 +48,7 @@ class Case:
         rows_read: J.
         num_blocks: B.
         rows: random ones, the same one in all positions of a token, or one row for all tokens.
+        exchanged: the lookup names the tables the other way round.
     """
 
     size: int
@@ -62,6 +63,7 @@ class Case:
     rows: Literal["random", "repeated", "one"] = "random"
     kernels: Literal["auto", "naive"] = "auto"
     dtype: torch.dtype = torch.float64
+    exchanged: bool = False
 
     @property
     def memory(self) -> MemoryConfig:
@@ -80,6 +82,7 @@ class Case:
 EVEN = {size: (7,) * size for size in (2, 3, 6)}
 CASES = {
     "two ranks": Case(2, EVEN[2]),
+    "tables that the layer names": Case(2, EVEN[2], pre_dim=24, exchanged=True),
     "three ranks, whose second one straddles both cores": Case(3, EVEN[3]),
     "three ranks, pieces of three columns": Case(3, EVEN[3], value_dim=18),
     "two ranks, three cores": Case(2, EVEN[2], num_scores=3),
@@ -153,7 +156,8 @@ def lookup(bank: Bank, inputs: Inputs, case: Case) -> dict[str, Tensor]:
         table.grad = None
         wide = torch.float64 if table.dtype == torch.float64 else torch.float32
         table.main_grad = torch.ones(table.shape, dtype=wide)  # type: ignore[attr-defined]
-    out = bank.read(inputs.rows, given["scores"], given.get("pre_input"), inputs.block, case.num_blocks)
+    names = {"values": "pre_values", "pre_values": "values"} if case.exchanged else {}
+    out = bank.read(inputs.rows, given["scores"], given.get("pre_input"), inputs.block, case.num_blocks, **names)
     out.backward(inputs.grad_out)
     found = {"out": out.detach(), **{name: x.grad for name, x in given.items() if x.grad is not None}}
     for name, table in bank.named_parameters():

@@ -79,14 +79,14 @@ def test_retrievals_are_those_of_the_models() -> None:
 
 
 def test_wrong_selections_get_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin's slots in another order."""
+    """The twin's entries in another order."""
     good = select.select_kernels("torch")
 
-    def reversed_slots(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        stage_ids, slots = good.product_topk(*args)
-        return stage_ids, slots.flip(3)
+    def reversed_entries(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        stage_ids, retrieved = good.product_topk(*args)
+        return stage_ids, retrieved.flip(3)
 
-    monkeypatch.setattr(select, "select_kernels", lambda *a, **k: replace(good, product_topk=reversed_slots))
+    monkeypatch.setattr(select, "select_kernels", lambda *a, **k: replace(good, product_topk=reversed_entries))
     args = parsed(*SMALL)
     with pytest.raises(UserError, match="no figures, because the kernels are wrong here: product_topk"):
         args.func(args)

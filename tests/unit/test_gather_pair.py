@@ -371,7 +371,7 @@ def test_a_bank_of_whole_tables_reads_in_pairs() -> None:
             torch.nn.init.normal_(table, generator=g)
         out = bank.read(rows, scores, x if pre_dim else None, block, 4)
         coef = scores
-        if bank.pre_values is not None:
+        if hasattr(bank, "pre_values"):
             coef = scores * naive_dot.gather_dot(bank.pre_values, rows, x)
         torch.testing.assert_close(out, naive_sum.gather_sum(bank.values, rows, coef, block, 4))
     assert len(seen) == 1

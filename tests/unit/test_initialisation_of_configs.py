@@ -17,12 +17,17 @@ from statistics import fmean, stdev
 from typing import Any, get_args
 
 import pytest
+from torch import Tensor
 
+import megamem.calibration
+import megamem.initial_outputs
 from megamem.config import ModelConfig
+from megamem.distributions import Distribution
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.initialisation import table_std
 from megamem.memory_config import PlacementConfig
+from megamem.random_fill import fill
 from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.sharing import SharingConfig
 from pretrain.config.loader import load_config
@@ -51,14 +56,32 @@ def memory_of(model: ModelConfig) -> TuckerConfig:
     return model.memory
 
 
-def choices(model: ModelConfig, names: Sequence[Initialisation]) -> list[TuckerConfig]:
-    """The model's memory with each of these initialisations."""
-    return [replace(memory_of(model), initialisation=name) for name in names]
+def measured(
+    model: ModelConfig, choices: Sequence[Initialisation], *, seed: int, most_layers: int
+) -> dict[Initialisation, list[InitialOutput]]:
+    """The layers with each of these initialisations. What several of them draw alike is drawn once."""
+    drawn: dict[Hashable, Tensor] = {}
 
+    def fill_once(out: Tensor, distribution: Distribution, **of: Any) -> None:
+        key = (distribution, *of.items(), out.shape)
+        if key not in drawn:
+            fill(out, distribution, **of)
+            drawn[key] = out.detach().clone()
+        out.detach().copy_(drawn[key])
 
-def initialisation_of(output: InitialOutput) -> Initialisation:
-    assert isinstance(output.memory, TuckerConfig)
-    return output.memory.initialisation
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Of Megatron, about optional packages.
+        warnings.simplefilter("ignore")
+        patch.setattr(megamem.initial_outputs, "fill", fill_once)
+        patch.setattr(megamem.calibration, "fill", fill_once)
+        return {
+            choice: measure_initial_outputs(
+                replace(model, memory=replace(memory_of(model), initialisation=choice)),
+                seed=seed,
+                most_layers=most_layers,
+            )
+            for choice in choices
+        }
 
 
 def what_matters(model: ModelConfig) -> Hashable:
@@ -96,23 +119,18 @@ class Sample:
 
 def measure(model: ModelConfig) -> Sample:
     """As many seeds as the standard errors of the mean ratios take."""
-    outputs: list[InitialOutput] = []
+    outputs: dict[Initialisation, list[InitialOutput]] = {choice: [] for choice in CHOICES}
     for seed in range(1, MOST_SEEDS + 1):
-        with warnings.catch_warnings():
-            # Of Megatron, about optional packages.
-            warnings.simplefilter("ignore")
-            outputs += measure_initial_outputs(
-                model, seed=seed, most_layers=LAYERS_PER_SEED, choices=choices(model, CHOICES)
-            )
-        ffn = fmean(output.ffn_std**2 for output in outputs if output.ffn_std is not None)
+        for choice, found in measured(model, CHOICES, seed=seed, most_layers=LAYERS_PER_SEED).items():
+            outputs[choice] += found
+        ffn = fmean(output.ffn_std**2 for output in outputs["paper"] if output.ffn_std is not None)
         promised: dict[Initialisation, float] = {"paper": paper_ffn_variance(model), "matched": ffn}
         ratios: dict[Initialisation, list[float]] = {choice: [] for choice in CHOICES}
-        for output in outputs:
-            # Layers of the released constants differ, each by its own cores, and so does what Eq. 22 predicts of them.
-            assert output.predicted_std is not None
-            choice = initialisation_of(output)
-            expected = promised.get(choice, output.predicted_std**2)
-            ratios[choice].append(output.measured_std**2 / expected)
+        for choice, layers in outputs.items():
+            for output in layers:
+                # Layers of the released constants differ, each by its own cores, and so does what Eq. 22 predicts.
+                assert output.predicted_std is not None
+                ratios[choice].append(output.measured_std**2 / promised.get(choice, output.predicted_std**2))
         if max(map(standard_error, ratios.values())) <= STANDARD_ERROR:
             return Sample(ratios, ffn)
     raise AssertionError(f"{MOST_SEEDS} seeds leave a standard error above {STANDARD_ERROR}")
@@ -160,10 +178,10 @@ def test_released_constants_give_the_releases_outputs(
     """Its own code, with its README's sizes, was measured at these figures. Mean scores differ between layers as their
     cores do, and the output is proportional to them."""
     model = load_config(CONFIGS / f"{name}.yaml", overrides).model
-    outputs = measure_initial_outputs(model, seed=1, most_layers=3, choices=choices(model, ("paper", "released")))
+    outputs = measured(model, ("paper", "released"), seed=1, most_layers=3)
     released_gain = memory_of(model).key_dim ** -0.4
     per_score = []
-    for calibrated, released in zip(outputs[::2], outputs[1::2], strict=True):
+    for calibrated, released in zip(outputs["paper"], outputs["released"], strict=True):
         assert calibrated.calibration is not None
         per_score.append(released.measured_std * (calibrated.calibration.gain / released_gain) ** 4)
     # The figures have two digits.

@@ -61,16 +61,16 @@ def _without_activation(pair: GatherPair, *arguments: Any) -> Tensor:
     return pair(pre_values, values, ids, x, scores, "none", block, num_blocks)
 
 
-def test_slots_in_another_order_are_seen() -> None:
+def test_entries_in_another_order_are_seen() -> None:
     good = select_kernels("torch")
 
     def reordered(*arguments: Any) -> tuple[Tensor, Tensor]:
-        stage_ids, slots = good.tucker_topk(*arguments)
-        return stage_ids, slots.flip(3)
+        stage_ids, retrieved = good.tucker_topk(*arguments)
+        return stage_ids, retrieved.flip(3)
 
     assert list(selection_problems(good, "cpu")) == []
     problems = list(selection_problems(replace(good, tucker_topk=reordered), "cpu"))
     assert problems
     assert all(
-        problem.startswith("tucker_topk") and problem.endswith("slots differ from the twin's") for problem in problems
+        problem.startswith("tucker_topk") and problem.endswith("entries differ from the twin's") for problem in problems
     )

@@ -39,10 +39,9 @@ def build(memory: UltraMemV2Config, dtype: torch.dtype = torch.float64) -> tuple
     layer = UltraMemV2Layer(
         config,
         memory,
-        LayerView(0, 0, memory.num_keys**2),
+        LayerView(0, 0, memory.num_keys**2, spec.num_rows),
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
-        num_bank_rows=spec.num_rows,
         name="decoder.layers.0.mlp.memory",
         seed=1,
     )
@@ -119,7 +118,7 @@ def test_balance_gradient_is_that_of_eq_19_with_constant_frequencies() -> None:
     layer.zero_grad()
     direct_x = x.clone().requires_grad_()
     found = layer.retrieve(direct_x.flatten(0, 1))
-    loss = key_balance(torch.stack(found.stage_scores()), torch.stack([found.row_ids, found.column_ids]))
+    loss = key_balance(found.stage_scores(), found.stage_ids)
     (0.5 * 6 * loss).backward()
     assert direct_x.grad is not None
     torch.testing.assert_close(injected["input"], direct_x.grad, rtol=1e-12, atol=1e-14)
@@ -168,8 +167,8 @@ def test_sums_give_the_means_over_tokens_and_leave_evaluation_out() -> None:
     balances = []
     for x in (tokens(6), tokens(3, 2)):
         found = layer.retrieve(x.flatten(0, 1))
-        scores = torch.stack(found.stage_scores())
-        balances.append(float(key_balance(scores, torch.stack([found.row_ids, found.column_ids]))))
+        scores = found.stage_scores()
+        balances.append(float(key_balance(scores, found.stage_ids)))
     means = dict(zip(LOSS_NAMES, (total / 9 for total in totals), strict=True))
     assert means["key_balance"] == pytest.approx((6 * balances[0] + 3 * balances[1]) / 9)
     assert means["tucker_penalty"] == pytest.approx(float(tucker_penalty(layer.cores.detach().sum(0), 0.15)))

@@ -221,7 +221,6 @@ def build(folder: Path, case: str, dtype: torch.dtype, kernels: Literal["auto", 
             # Not the module itself: the bank belongs to the model, not to the layer.
             SimpleNamespace(read=banks[view.bank].read),
             kernels=implementation,
-            num_bank_rows=plan.banks[view.bank].num_rows,
             name=f"decoder.layers.{index}.mlp.memory",
             seed=1,
         )
@@ -307,17 +306,17 @@ def test_layers_retrieve_what_the_release_retrieves(golden_dir: Path, case: str,
 def check_tucker_retrieval(layer: TuckerLayer, bank: Bank, x: Tensor, recorded: dict[str, Tensor]) -> None:
     tolerance = TOLERANCE[x.dtype]
     found = layer.retrieve(x)
-    assert torch.equal(found.row_ids, recorded["row_top"])
-    assert torch.equal(found.column_ids, recorded["col_top"])
-    assert torch.equal(found.slots.flatten(1), recorded["best_index"])
-    assert torch.equal(layer.permutation[found.slots].flatten(1), recorded["best_virtual"])
-    rows, blocks = layer.locate(found.slots.flatten(1))
+    assert torch.equal(found.stage_ids[0], recorded["row_top"])
+    assert torch.equal(found.stage_ids[1], recorded["col_top"])
+    assert torch.equal(found.entries.flatten(1), recorded["best_index"])
+    assert torch.equal(layer.permutation[found.entries].flatten(1), recorded["best_virtual"])
+    rows, blocks = layer.locate(found.entries.flatten(1))
     assert torch.equal(rows, recorded["table_row"])
     assert (blocks is not None) == (layer.memory.lookup.bins > 1)
     if blocks is not None:
         assert torch.equal(blocks, recorded["group"])
     assert relative_error(found.scores.flatten(1, 2), recorded["best_scores"]) <= tolerance
-    if bank.pre_values is not None:
+    if hasattr(bank, "pre_values"):
         pre_input = layer.pre_input(x)
         assert pre_input is not None
         products = bank.kernels.gather_dot(bank.pre_values, rows, pre_input).squeeze(2)
@@ -328,10 +327,10 @@ def check_tucker_retrieval(layer: TuckerLayer, bank: Bank, x: Tensor, recorded: 
 def check_product_retrieval(layer: ProductKeyLayer, x: Tensor, recorded: dict[str, Tensor]) -> None:
     tolerance = TOLERANCE[x.dtype]
     found = layer.retrieve(x)
-    rows, columns = found.slots // layer.num_keys, found.slots % layer.num_keys
+    rows, columns = found.entries // layer.num_keys, found.entries % layer.num_keys
     row_scores, column_scores = found.stage_scores()
     sums = row_scores.gather(2, rows) + column_scores.gather(2, columns)
-    assert torch.equal(layer.locate(found.slots)[0].flatten(1), recorded["indices"])
+    assert torch.equal(layer.locate(found.entries)[0].flatten(1), recorded["indices"])
     assert relative_error(sums.flatten(1), recorded["raw_scores"]) <= tolerance
     assert relative_error(found.scores.flatten(1), recorded["scores"]) <= tolerance
 

@@ -56,10 +56,10 @@ NAME = "decoder.layers.0.mlp.memory"
 
 
 def build(
-    memory: MemoryConfig, dtype: torch.dtype = torch.float64, view: LayerView | None = None, num_rows: int | None = None
+    memory: MemoryConfig, dtype: torch.dtype = torch.float64, view: LayerView | None = None
 ) -> tuple[MemoryLayer, Bank]:
-    view = view or LayerView(0, 0, memory.num_keys**2)
-    spec = BankSpec(0, num_rows or view.num_rows, (0,))
+    view = view or LayerView(0, 0, memory.num_keys**2, memory.num_keys**2)
+    spec = BankSpec(0, view.num_bank_rows, (0,))
     bank = Bank(spec, memory, select_kernels("auto"), dtype=dtype, device="cpu", replica_rank=0)
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, params_dtype=dtype
@@ -70,7 +70,6 @@ def build(
         view,
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
-        num_bank_rows=spec.num_rows,
         name=NAME,
         seed=1,
     )
@@ -91,10 +90,10 @@ def weighted_values(layer: MemoryLayer, bank: Bank, x: Tensor) -> Tensor:
     memory = layer.memory
     found, pre_input = layer.retrieve(x), layer.pre_input(x)
     sums = torch.zeros(x.shape[0], memory.lookup.bins, memory.value_dim, dtype=x.dtype)
-    for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.slots.shape)).tolist():
-        row, block = layer.locate(found.slots[t, h, k])
+    for t, h, k in torch.cartesian_prod(*(torch.arange(size) for size in found.entries.shape)).tolist():
+        row, block = layer.locate(found.entries[t, h, k])
         product = torch.ones((), dtype=x.dtype)
-        if bank.pre_values is not None:
+        if hasattr(bank, "pre_values"):
             assert pre_input is not None
             product = bank.pre_values[row] @ pre_input[t]
             product = F.gelu(product) if memory.lookup.activation == "gelu" else product
@@ -145,7 +144,7 @@ def test_every_virtual_block_addresses_every_row_of_the_window_once(shuffle: Any
     memory = replace(
         V2, key_expansion=expansion, value_blocks="projected" if expansion > 1 else "summed", shuffle=shuffle
     )
-    layer, _ = build(memory, view=LayerView(0, 90, 64), num_rows=100)
+    layer, _ = build(memory, view=LayerView(0, 90, 64, 100))
     rows, blocks = layer.locate(torch.arange((8 * expansion) ** 2))
     assert (blocks is None) == (expansion == 1)
     window = sorted([*range(54), *range(90, 100)])
@@ -169,7 +168,7 @@ def test_product_keys_find_the_best_sums_of_the_whole_grid(top_k: int) -> None:
     rows, columns = layer.key_scores(x)
     best = (rows.unsqueeze(3) + columns.unsqueeze(2)).flatten(2).topk(top_k, dim=-1)
     found = layer.retrieve(x)
-    assert torch.equal(found.slots, best.indices)
+    assert torch.equal(found.entries, best.indices)
     torch.testing.assert_close(found.scores.squeeze(3), best.values.softmax(-1))
 
 
@@ -309,6 +308,6 @@ def test_layers_begin_a_step_together_as_they_would_alone() -> None:
         assert torch.equal(together.v, alone.v)
         assert together.losses is not None
         assert alone.losses is not None
-        assert together.losses._penalty > 0
-        assert torch.equal(together.losses._penalty, alone.losses._penalty)
-        assert torch.equal(together.losses._penalty_gradient, alone.losses._penalty_gradient)
+        assert together.losses.penalty > 0
+        assert torch.equal(together.losses.penalty, alone.losses.penalty)
+        assert torch.equal(together.losses.penalty_gradient, alone.losses.penalty_gradient)

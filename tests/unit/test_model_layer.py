@@ -33,10 +33,9 @@ def build(memory: UltraMemV2Config = MEMORY, **config: Any) -> tuple[UltraMemV2L
     layer = UltraMemV2Layer(
         megatron,
         memory,
-        LayerView(0, 0, memory.num_keys**2),
+        LayerView(0, 0, memory.num_keys**2, spec.num_rows),
         SimpleNamespace(read=bank.read),
         kernels=bank.kernels,
-        num_bank_rows=spec.num_rows,
         name="decoder.layers.0.mlp.memory",
         seed=1,
     )
@@ -129,10 +128,10 @@ def test_weights_and_tables_say_which_group_they_are_in_and_over_which_ranks_the
 def test_a_window_wraps_around_the_bank(shuffle: Any) -> None:
     memory = UltraMemV2Config(num_keys=8, key_dim=8, top_k=4, shuffle=shuffle)
     layer, _ = build(memory)
-    layer.view, layer.num_bank_rows = LayerView(0, 90, 64), 100
+    layer.view = LayerView(0, 90, 64, 100)
     rows = layer.locate(torch.arange(64))[0]
     assert sorted(rows.tolist()) == [*range(54), *range(90, 100)]
-    assert (rows.tolist() == [(90 + slot) % 100 for slot in range(64)]) == (shuffle == "none")
+    assert (rows.tolist() == [(90 + entry) % 100 for entry in range(64)]) == (shuffle == "none")
 
 
 def test_tokens_do_not_see_each_other() -> None:

@@ -61,9 +61,9 @@ def test_with_every_row_kept_it_is_brute_force(problem: Problem, fraction: float
     found = problem.retrieve(row_top_k=keys, top_k=top_k)
     grid = problem.full_grid()
     best = grid.sum(2).flatten(2).topk(top_k, dim=-1)
-    assert torch.equal(found.slots, best.indices)
+    assert torch.equal(found.entries, best.indices)
     torch.testing.assert_close(found.scores.sum(-1), best.values, rtol=1e-12, atol=1e-12)
-    of_cores = grid.flatten(3).gather(3, found.slots.unsqueeze(2).expand(-1, -1, grid.shape[2], -1))
+    of_cores = grid.flatten(3).gather(3, found.entries.unsqueeze(2).expand(-1, -1, grid.shape[2], -1))
     torch.testing.assert_close(found.scores, of_cores.transpose(2, 3), rtol=1e-12, atol=1e-12)
 
 
@@ -76,14 +76,14 @@ def test_the_first_stage_bounds_the_second(problem: Problem, row_top_k: int, top
     found = problem.retrieve(row_top_k=row_top_k, top_k=top_k)
     by_u = torch.einsum("thnr,hr->thn", problem.rows, problem.u).topk(row_top_k, dim=-1).indices
     by_v = torch.einsum("thnr,hr->thn", problem.columns, problem.v).topk(row_top_k, dim=-1).indices
-    assert torch.equal(found.row_ids, by_u)
-    assert torch.equal(found.column_ids, by_v)
+    assert torch.equal(found.stage_ids[0], by_u)
+    assert torch.equal(found.stage_ids[1], by_v)
     candidates = torch.full_like(problem.full_grid().sum(2), float("-inf"))
     for t in range(candidates.shape[0]):
         for h in range(candidates.shape[1]):
             inside = torch.meshgrid(by_u[t, h], by_v[t, h], indexing="ij")
             candidates[t, h][inside] = problem.full_grid().sum(2)[t, h][inside]
-    assert torch.equal(found.slots, candidates.flatten(2).topk(top_k, dim=-1).indices)
+    assert torch.equal(found.entries, candidates.flatten(2).topk(top_k, dim=-1).indices)
 
 
 def test_rank_one_cores_make_the_first_stage_exact() -> None:
@@ -94,7 +94,7 @@ def test_rank_one_cores_make_the_first_stage_exact() -> None:
     core = torch.outer(torch.tensor([0.8, 0.6]), torch.tensor([0.6, 0.8])).double().view(1, 1, 2, 2)
     u, v = leading_singular_vectors(core.sum(0), torch.zeros(1, 2).double(), torch.zeros(1, 2).double())
     exact = Problem(problem.rows.abs(), problem.columns.abs(), core, u, v)
-    assert torch.equal(exact.retrieve(row_top_k=4, top_k=4).slots, exact.retrieve(row_top_k=12, top_k=4).slots)
+    assert torch.equal(exact.retrieve(row_top_k=4, top_k=4).entries, exact.retrieve(row_top_k=12, top_k=4).entries)
 
 
 def test_gradients_flow_through_the_retrieved_scores_only() -> None:
@@ -108,7 +108,7 @@ def test_gradients_flow_through_the_retrieved_scores_only() -> None:
     assert v.grad is None
     assert cores.grad is not None
     assert bool((cores.grad != 0).all())
-    for leaf, chosen in ((rows, found.slots // 6), (columns, found.slots % 6)):
+    for leaf, chosen in ((rows, found.entries // 6), (columns, found.entries % 6)):
         assert leaf.grad is not None
         touched = (leaf.grad != 0).all(-1)
         expected = torch.zeros_like(touched).scatter(2, chosen, True)
@@ -118,11 +118,11 @@ def test_gradients_flow_through_the_retrieved_scores_only() -> None:
 
 def test_gradcheck() -> None:
     problem = draw(tokens=2, heads=2, keys=5)
-    chosen = problem.retrieve(row_top_k=3, top_k=4).slots
+    chosen = problem.retrieve(row_top_k=3, top_k=4).entries
 
     def scores(rows: Tensor, columns: Tensor, cores: Tensor) -> Tensor:
         found = retrieve(rows, columns, cores, problem.u, problem.v, row_top_k=3, top_k=4)
-        assert torch.equal(found.slots, chosen)
+        assert torch.equal(found.entries, chosen)
         return found.scores
 
     assert torch.autograd.gradcheck(

@@ -107,7 +107,7 @@ def test_private_tables() -> None:
         (1, 100, (1,)),
         (2, 100, (2,)),
     ]
-    assert plan.views == (LayerView(0, 0, 100), LayerView(1, 0, 100), LayerView(2, 0, 100))
+    assert plan.views == tuple(LayerView(layer, 0, 100, 100) for layer in range(3))
 
 
 def test_one_table_for_all_layers_does_not_grow_with_them() -> None:
@@ -115,7 +115,7 @@ def test_one_table_for_all_layers_does_not_grow_with_them() -> None:
     for num_layers in (1, 3, 20):
         plan = config.plan(num_layers)
         assert [(bank.num_rows, bank.layers) for bank in plan.banks] == [(100, tuple(range(num_layers)))]
-        assert plan.views == (LayerView(0, 0, NUM_KEYS**2),) * num_layers
+        assert plan.views == (LayerView(0, 0, NUM_KEYS**2, NUM_KEYS**2),) * num_layers
     with pytest.raises(ValueError, match="share memory bank 0"):
         plan.banks_of(range(10))
 

@@ -22,33 +22,33 @@ seeds = st.integers(0, 2**63)
 @example(num_keys=1, seed=0, name="a")
 @example(num_keys=2, seed=0, name="a")
 def test_keyed_shuffle_is_a_bijection(num_keys: int, seed: int, name: str) -> None:
-    slots = torch.arange(num_keys**2)
-    shuffled = KeyedShuffle(num_keys, seed=seed, name=name)(slots)
-    assert torch.equal(shuffled.sort().values, slots)
+    entries = torch.arange(num_keys**2)
+    shuffled = KeyedShuffle(num_keys, seed=seed, name=name)(entries)
+    assert torch.equal(shuffled.sort().values, entries)
 
 
 def test_keyed_shuffle_is_a_bijection_of_a_grid_of_the_papers_size() -> None:
-    slots = torch.arange(1138**2)
-    assert torch.equal(KeyedShuffle(1138, seed=1, name="layer")(slots).sort().values, slots)
+    entries = torch.arange(1138**2)
+    assert torch.equal(KeyedShuffle(1138, seed=1, name="layer")(entries).sort().values, entries)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(num_keys=st.integers(2**16, 2**31 - 1), seed=seeds)
 def test_keyed_shuffle_of_a_huge_grid_stays_in_range_and_apart(num_keys: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    slots = torch.randint(0, num_keys**2, (10_000,), generator=generator).unique()
-    shuffled = KeyedShuffle(num_keys, seed=seed, name="layer")(slots)
+    entries = torch.randint(0, num_keys**2, (10_000,), generator=generator).unique()
+    shuffled = KeyedShuffle(num_keys, seed=seed, name="layer")(entries)
     assert int(shuffled.min()) >= 0
     assert int(shuffled.max()) < num_keys**2
-    assert len(shuffled.unique()) == len(slots)
+    assert len(shuffled.unique()) == len(entries)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(num_slots=st.integers(1, 5000), seed=seeds, name=names)
-def test_random_permutation_is_one(num_slots: int, seed: int, name: str) -> None:
-    permutation = random_permutation(num_slots, seed=seed, name=name)
-    assert torch.equal(permutation.sort().values, torch.arange(num_slots))
-    assert torch.equal(permutation, random_permutation(num_slots, seed=seed, name=name))
+@given(num_entries=st.integers(1, 5000), seed=seeds, name=names)
+def test_random_permutation_is_one(num_entries: int, seed: int, name: str) -> None:
+    permutation = random_permutation(num_entries, seed=seed, name=name)
+    assert torch.equal(permutation.sort().values, torch.arange(num_entries))
+    assert torch.equal(permutation, random_permutation(num_entries, seed=seed, name=name))
 
 
 def keyed(num_keys: int, seed: int, name: str) -> Tensor:
@@ -68,7 +68,7 @@ def test_shuffles_depend_on_seed_and_name_alone(shuffle: Shuffle) -> None:
     base = shuffle(32, 1, "decoder.layers.0.mlp.memory")
     assert torch.equal(base, shuffle(32, 1, "decoder.layers.0.mlp.memory"))
     for other in (shuffle(32, 2, "decoder.layers.0.mlp.memory"), shuffle(32, 1, "decoder.layers.1.mlp.memory")):
-        # Two random permutations of 1024 slots have one fixed point in common on average.
+        # Two random permutations of 1024 entries have one fixed point in common on average.
         assert int((base == other).sum()) < 8
     assert int((base == torch.arange(1024)).sum()) < 8
 
@@ -77,8 +77,8 @@ def test_shuffles_depend_on_seed_and_name_alone(shuffle: Shuffle) -> None:
 @pytest.mark.parametrize("num_keys", [16, 61, 128])
 @pytest.mark.parametrize("side", ["row", "column"])
 def test_neighbours_are_torn_apart(shuffle: Shuffle, num_keys: int, side: str) -> None:
-    """Slots of one row (or column) meet again in a row or a column as often as any two slots do: with probability about
-    1/N each.
+    """Entries of one row (or column) meet again in a row or a column as often as any two entries do: with probability
+    about 1/N each.
     """
     met_in_row, met_in_column, pairs = 0, 0, 0
     for seed in range(4):

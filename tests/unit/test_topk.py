@@ -173,8 +173,8 @@ def test_the_twins_are_brute_force() -> None:
     """Every candidate of the whole grid, scored and sorted in Python."""
     case = Case(tokens=3, heads=2, keys=6, row_top_k=6, top_k=11, levels=1)
     rows, columns, core, u, v = (t.double() for t in case.tucker()[:5])  # type: ignore[attr-defined]
-    stage_ids, slots = naive_tucker.tucker_topk(rows, columns, core, u, v, 6, 11)
-    sums, sum_slots = naive_product.product_topk(rows[..., 0], columns[..., 0], 6, 11)
+    stage_ids, retrieved = naive_tucker.tucker_topk(rows, columns, core, u, v, 6, 11)
+    sums, of_sums = naive_product.product_topk(rows[..., 0], columns[..., 0], 6, 11)
     for t in range(3):
         for h in range(2):
             by_rank = [(rows[t, h] @ u[h]).tolist(), (columns[t, h] @ v[h]).tolist()]
@@ -183,13 +183,13 @@ def test_the_twins_are_brute_force() -> None:
             grid = rows[t, h] @ core[h] @ columns[t, h].T
             places = [(a, b) for a in order[0] for b in order[1]]
             best = sorted(range(36), key=lambda i, p=places, s=grid: before(float(s[p[i]]), i))[:11]
-            assert slots[:, t, h].T.tolist() == [list(places[i]) for i in best]
+            assert retrieved[:, t, h].T.tolist() == [list(places[i]) for i in best]
             x, y = rows[t, h, :, 0], columns[t, h, :, 0]
             order = [sorted(range(6), key=lambda n, s=side: before(float(s[n]), n)) for side in (x, y)]
             assert sums[:, t, h].tolist() == order
             places = [(a, b) for a in order[0] for b in order[1]]
             best = sorted(range(36), key=lambda i, p=places, a=x, b=y: before(float(a[p[i][0]] + b[p[i][1]]), i))[:11]
-            assert sum_slots[:, t, h].T.tolist() == [list(places[i]) for i in best]
+            assert of_sums[:, t, h].T.tolist() == [list(places[i]) for i in best]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -24,8 +24,8 @@ OF_OTHER_TRITONS = {"3.6": (64 * 1024, 344), "3.8": (48 * 1024, 72)}
 # Of an SM.
 REGISTERS = 65_536
 KERNELS = {
-    "tucker_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_grid_kernel", "sort_slots_kernel"},
-    "product_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_sums_kernel", "sort_slots_kernel"},
+    "tucker_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_grid_kernel", "sort_candidates_kernel"},
+    "product_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_sums_kernel", "sort_candidates_kernel"},
 }
 
 

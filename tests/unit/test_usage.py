@@ -13,11 +13,11 @@ from megamem.sharing import LayerView
 from megamem.usage import LayerUsage, UsageCollector, block_number
 from pretrain.callbacks import scalars
 
-WINDOW = LayerView(bank=0, first_row=90, num_rows=64)
+WINDOW = LayerView(bank=0, first_row=90, num_rows=64, num_bank_rows=100)
 
 
 def usage() -> LayerUsage:
-    return LayerUsage(WINDOW, 100, torch.zeros(WINDOW.num_rows, dtype=torch.int32))
+    return LayerUsage(WINDOW, torch.zeros(WINDOW.num_rows, dtype=torch.int32))
 
 
 def record(of: LayerUsage, rows: list[list[int]], seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class Layer:
     """A memory layer, as far as the collector asks."""
 
     def __init__(self, block: int, cores: Tensor | None) -> None:
-        self.name, self.view, self.num_bank_rows = f"decoder.layers.{block}.mlp.memory", WINDOW, 100
+        self.name, self.view = f"decoder.layers.{block}.mlp.memory", WINDOW
         self.cores, self.usage = cores, None
 
 

@@ -28,7 +28,7 @@ TYPES = {torch.float32: "*fp32", torch.int64: "*i64"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One retrieval: its selection, keys per side, heads, rows kept and slots retrieved; and the GPUs it can be built
+    """One retrieval: its selection, keys per side, heads, rows kept and entries retrieved; and the GPUs it can be built
     for.
     """
 
@@ -93,9 +93,9 @@ def launches(shape: Shape, num_tokens: int = 4096) -> Iterator[Launch]:
     rows, columns = scores.permute(0, 2, 3, 4, 1).unbind(0)
     if shape.selection == "tucker_topk":
         core = torch.empty(shape.heads, 2, 2, device="meta")
-        tucker._tucker_topk(rows, columns, core, core[:, 0], core[:, 1], shape.row_top_k, shape.top_k)
+        tucker.tucker_topk._init_fn(rows, columns, core, core[:, 0], core[:, 1], shape.row_top_k, shape.top_k)
     else:
-        product._product_topk(rows[..., 0], columns[..., 0], shape.row_top_k, shape.top_k)
+        product.product_topk._init_fn(rows[..., 0], columns[..., 0], shape.row_top_k, shape.top_k)
     yield from recorded
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -14,6 +14,8 @@ from megamem.sharing import SharingPlan, private_banks
 @dataclass(frozen=True)
 class HashedConfig(MemoryConfig):
     """One hashed layer: the sum of the rows that a token's id hashes to, projected."""
+
+    reads_tokens: ClassVar[bool] = True
 
     kind: Literal["hashed"] = "hashed"
     """hashed: rows by hashes of the token id."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 
 from megamem.config_base import Config, EffectiveWhen
 from megamem.families.peer.config import PeerConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.pkm.family import PKM
+from megamem.families.registry import FAMILIES
+from megamem.slots import Slot
 from pretrain.config.effective import RUN_RULES, ineffective_fields
 from pretrain.config.fields import all_keys
 from pretrain.config.loader import load_as, load_config, parse_config
@@ -155,10 +159,35 @@ def test_a_base_of_one_kind_serves_another(tmp_path: Path) -> None:
     assert config.optimizer.pre_value_lr_multiplier == 2
 
 
+@dataclass(frozen=True)
+class BehindTheHeads(PkmConfig):
+    """A memory that can stand in one place only."""
+
+    slot: ClassVar[Slot | None] = Slot.HEADS
+
+    kind: Literal["behind_the_heads"] = "behind_the_heads"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("setting", ["position: instead", "spans: '0:1'"])
+def test_a_memory_with_a_place_of_its_own_is_not_placed_around_the_feed_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setitem(FAMILIES, "behind_the_heads", replace(PKM, config=BehindTheHeads))  # type: ignore[arg-type]
+    memory = "kind: behind_the_heads, value_dim: 128, placement"
+    path = write(tmp_path, "a.yaml", f"model: {{memory: {{{memory}: {{{setting}}}}}}}")
+    key = f"model.memory.placement.{setting.split(':')[0]}"
+    assert f"{key} has no effect unless model.memory stands around the feed-forward: {SUFFIX}" in refusal(path)
+    write(tmp_path, "a.yaml", f"model: {{memory: {{{memory}: {{blocks: [1]}}}}}}")
+    config = load_config(path)
+    assert config.model.memory is not None
+    assert config.model.memory_name(0) == "decoder.layers.1.self_attention.core_attention.memory"
+
+
 def test_every_cross_section_rule_names_a_key() -> None:
     assert {rule.key for rule in RUN_RULES} <= set(all_keys(RunConfig))
     silent = {item.key for item in ineffective_fields(RunConfig())}
-    assert {rule.key for rule in RUN_RULES} <= silent, "a dense model reads none of them"
+    of_others = {rule.key for rule in RUN_RULES if not rule.key.startswith("model.memory.")}
+    assert of_others <= silent, "a dense model reads none of them"
 
 
 def test_all_are_reported_at_once(tmp_path: Path) -> None:
