@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -73,6 +74,9 @@ def tokenize_records(
             origin, future = pending.popleft()
             yield from future.result()
     except BrokenProcessPool:
+        if sys.version_info < (3, 11, 5):
+            # A batch on its way to a worker is never taken, and the pool would wait for it (cpython issue 94777).
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]
         raise DataError(
             f"A tokenising process died at {origin} or soon after it, most often for lack of memory. "
             f"Start again with fewer --workers."
