@@ -76,11 +76,12 @@ class Record:
 
 @dataclass
 class BadDocumentLog:
-    """Counts bad documents and gives up past `limit` of them."""
+    """Counts the documents that are left out, and gives up past `limit` bad ones."""
 
     limit: int
     num_bad: int = 0
     examples: list[str] = field(default_factory=list)
+    num_empty: int = 0
 
     def add(self, origin: str, reason: str) -> None:
         """Count one bad document.

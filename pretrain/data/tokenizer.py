@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from parallel.atomic_write import atomic_write
 from pretrain.errors import DataError
@@ -215,7 +216,6 @@ def train_bpe(
     output: Path,
     *,
     total_bytes: int | None = None,
-    progress: bool = True,
 ) -> HuggingFaceTokenizer:
     """Train a byte-level BPE and write it. The same documents give the same file.
 
@@ -224,7 +224,6 @@ def train_bpe(
         vocab_size: ids wanted, the 256 bytes and `<|endoftext|>` included. A small corpus may give fewer.
         output: the `tokenizer.json` to write; it appears when it is complete.
         total_bytes: size of the corpus, for the progress bar.
-        progress: show progress bars on a terminal.
 
     Raises:
         DataError: the vocabulary is too small for the bytes, or the file cannot be written.
@@ -247,7 +246,7 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_with_progress(documents, total_bytes, progress), trainer=trainer)
+    backend.train_from_iterator(_with_progress(documents, total_bytes), trainer=trainer)
     definition = backend.to_str(pretty=True)
     try:
         with atomic_write(output) as stream:
@@ -259,11 +258,8 @@ def train_bpe(
     return HuggingFaceTokenizer(definition, _BPE_END_OF_DOCUMENT, origin=str(output))
 
 
-def _with_progress(documents: Iterable[str], total_bytes: int | None, progress: bool) -> Iterator[str]:
-    from tqdm import tqdm
-
-    bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="reading", disable=None if progress else True)
-    with bar:
+def _with_progress(documents: Iterable[str], total_bytes: int | None) -> Iterator[str]:
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         for text in documents:
             yield text
             bar.update(len(text.encode("utf-8")))
