@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
+from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset, vocabulary_error
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -159,19 +159,8 @@ class StreamDataset(GPTDataset):
         ids, documents = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
         if ids.max() >= vocab_size or ids.min() < 0:
-            raise self._vocabulary_error(documents, vocab_size)
+            raise vocabulary_error(f"{self.dataset_path}: document", self.dataset, documents, vocab_size)
         return ids, documents
-
-    def _vocabulary_error(self, documents: NDArray[Any], vocab_size: int) -> DataError:
-        for document in documents:
-            ids = self.dataset.get(int(document)).astype(np.int64)
-            bad = ids[(ids < 0) | (ids >= vocab_size)]
-            if bad.size:
-                return DataError(
-                    f"{self.dataset_path}: document {int(document)} holds token id {int(bad[0])}, outside the "
-                    f"vocabulary of {vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
-                )
-        raise AssertionError("the sample held an id that none of its documents holds")
 
 
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -219,7 +208,7 @@ def build_train_dataset(
     """
     datasets = [open_dataset(entry.path) for entry in entries]
     for dataset in datasets:
-        _check_fits(dataset, sequence_length, tokenizer)
+        _check_fits(dataset, sequence_length)
     total_weight = sum(entry.weight for entry in entries)
     smallest_share = min(entry.weight for entry in entries) / total_weight
     config = StreamConfig(
@@ -246,12 +235,7 @@ def build_train_dataset(
     return TrainDataset(samples, num_samples)
 
 
-def _check_fits(dataset: PreparedDataset, sequence_length: int, tokenizer: Tokenizer) -> None:
-    if dataset.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise DataError(
-            f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. "
-            "Prepare it again."
-        )
+def _check_fits(dataset: PreparedDataset, sequence_length: int) -> None:
     # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
     dataset.open_split(TRAIN)
     num_tokens = dataset.manifest.splits[TRAIN].num_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,6 +169,19 @@ def damaged(path: Path, what: str) -> DataError:
     return DataError(
         f"{path}: the data set is damaged: {what}. Prepare it again with `megamem data prepare ... --overwrite`."
     )
+
+
+def vocabulary_error(what: str, documents: IndexedDataset, numbers: Iterable[int], vocab_size: int) -> DataError:
+    """The error for documents, given by their numbers, of which one holds an id outside of the vocabulary."""
+    for number in numbers:
+        ids = documents[number]
+        bad = ids[(ids < 0) | (ids >= vocab_size)]
+        if bad.size:
+            return DataError(
+                f"{what} {number} holds token id {bad[0]}, outside the vocabulary of {vocab_size}. "
+                "The data set is damaged or from another tokenizer: prepare it again."
+            )
+    raise AssertionError("none of the documents holds such an id")
 
 
 def file_sha256(path: Path) -> str:

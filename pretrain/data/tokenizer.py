@@ -73,12 +73,6 @@ class Tokenizer(ABC):
         """Text that the ids stand for; bytes that are not UTF-8 become the replacement character."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def num_bytes(self, ids: Sequence[int] | NDArray[Any]) -> int:
-        """UTF-8 bytes of the text that the ids stand for. Several documents are decoded one by one."""
-        array = np.asarray(ids)
-        ends = np.flatnonzero(array == self.eod)
-        return sum(len(self.decode_bytes(part)) for part in np.split(array, ends + 1))
-
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the definition into a folder, where there is one to write."""

@@ -205,8 +205,6 @@ def test_blends_that_cannot_work(tmp_path: Path):
         check_blend([one, two])
     with pytest.raises(DataError, match="names no data"):
         check_blend([])
-    with pytest.raises(DataError, match="was made with huggingface"):
-        build([two], tmp_path / "cache")
     with pytest.raises(DataError, match="no such data set"):
         check_blend([DatasetEntry(str(tmp_path / "none"))])
 
