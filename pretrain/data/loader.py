@@ -68,16 +68,15 @@ def microbatches(
 
 
 def held_out_microbatches(
-    dataset: SampleSource, *, micro_batch_size: int, data_rank: int, data_size: int
+    dataset: SampleSource, *, num_microbatches: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> Iterator[Sample]:
     """Every sample once over all ranks, in equally many microbatches, tensors [micro_batch_size, sequence_length].
 
     Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel
     ranks must agree on the number of microbatches, and no sample may count twice.
     """
-    samples_per_round = micro_batch_size * data_size
-    for start in range(0, len(dataset), samples_per_round):
-        first = start + data_rank * micro_batch_size
+    for index in range(num_microbatches):
+        first = (index * data_size + data_rank) * micro_batch_size
         samples = []
         for number in range(first, first + micro_batch_size):
             sample = dict(dataset[min(number, len(dataset) - 1)])

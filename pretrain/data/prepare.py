@@ -28,7 +28,6 @@ from pretrain.data.manifest import (
     SplitInfo,
     file_sha256,
     open_dataset,
-    tokenizer_info,
 )
 from pretrain.data.sources import BadDocumentLog, check_inputs_yielded, list_files, read_records
 from pretrain.data.staging import LOCK_FILE, recover_replaced, staged_folder
@@ -105,7 +104,7 @@ def prepare(
         tokenizer.save(staging)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
-            tokenizer=tokenizer_info(tokenizer),
+            tokenizer=tokenizer.info,
             splits=splits,
             sources={
                 "inputs": list(inputs),
@@ -133,11 +132,7 @@ def _existing(folder: Path, request_fingerprint: str, overwrite: bool) -> Prepar
     """The data set that is there, if it is the one asked for. Raises DataError if anything else is in the way."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
-    strangers = (
-        sorted(path.name for path in folder.iterdir() if path.name not in _OUR_FILES)
-        if folder.is_dir()
-        else [folder.name]
-    )
+    strangers = sorted(set(os.listdir(folder)) - _OUR_FILES) if folder.is_dir() else [folder.name]
     if strangers:
         # --overwrite must never delete a folder that happens to have the wrong name.
         raise DataError(

@@ -252,7 +252,12 @@ def _parquet_records(file: SourceFile, field_name: str) -> Iterator[Record]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
-            _check_parquet_column(table.schema_arrow, field_name)
+            names = table.schema_arrow.names
+            if field_name not in names:
+                raise ValueError(f"it has no column {field_name!r}, only {', '.join(names)}: name one with --field")
+            kind = table.schema_arrow.field(field_name).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise ValueError(f"its column {field_name!r} holds {kind}, not strings: name another with --field")
             bytes_per_row = file.size_bytes // max(1, table.metadata.num_rows)
             for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[field_name], use_threads=False):
                 for value in batch.column(0).to_pylist():
@@ -261,17 +266,6 @@ def _parquet_records(file: SourceFile, field_name: str) -> Iterator[Record]:
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         # A damaged file has no row to point at until one was read.
         yield Record(file, row + 1 if row else 0, None, 0, failure=f"the parquet file cannot be read ({error})")
-
-
-def _check_parquet_column(schema: object, field_name: str) -> None:
-    import pyarrow
-
-    assert isinstance(schema, pyarrow.Schema)
-    if field_name not in schema.names:
-        raise ValueError(f"it has no column {field_name!r}, only {', '.join(schema.names)}: name one with --field")
-    column_type = schema.field(field_name).type
-    if not (pyarrow.types.is_string(column_type) or pyarrow.types.is_large_string(column_type)):
-        raise ValueError(f"its column {field_name!r} holds {column_type}, not strings: name another with --field")
 
 
 def decode(record: Record, field_name: str) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from parallel.atomic_write import atomic_write
 from pretrain.errors import DataError
 
 BYTES = "bytes"
-"""Spec of the built-in byte tokenizer."""
+"""Kind of the built-in byte tokenizer, and its spec."""
+HUGGING_FACE = "huggingface"
+"""Kind of a tokenizer that a `tokenizer.json` defines."""
 
 TOKENIZER_FILE = "tokenizer.json"
 _END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<eod>", "[EOS]")
@@ -30,17 +33,35 @@ _BPE_END_OF_DOCUMENT = "<|endoftext|>"
 _NUM_BYTE_VALUES = 256
 
 
-class Tokenizer(ABC):
-    """What the rest of the code knows about a tokenizer."""
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Which tokenizer made the ids."""
 
     kind: str
     """`bytes` or `huggingface`."""
-    eod: int
-    """Id of the token that ends every document."""
-    vocab_size: int
-    """One past the largest id."""
     fingerprint: str
     """sha256 over everything that decides which ids a text becomes."""
+    vocab_size: int
+    """One past its largest id."""
+    eod: int
+    """Id of the token that ends every document."""
+    eod_token: str | None
+    """The same as a token, for a Hugging Face tokenizer."""
+
+
+class Tokenizer(ABC):
+    """What the rest of the code knows about a tokenizer: what `info` holds, and how text becomes ids and ids text."""
+
+    kind: str
+    fingerprint: str
+    vocab_size: int
+    eod: int
+    eod_token: str | None = None
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """What a prepared data set records of it."""
+        return TokenizerInfo(self.kind, self.fingerprint, self.vocab_size, self.eod, self.eod_token)
 
     @property
     def pad(self) -> int:
@@ -50,7 +71,7 @@ class Tokenizer(ABC):
     @property
     def unique_identifiers(self) -> dict[str, Any]:
         """What Megatron writes into the description of a data set."""
-        return {"kind": self.kind, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, "eod": self.eod}
+        return asdict(self.info)
 
     @property
     def token_dtype(self) -> type[np.uint16] | type[np.int32]:
@@ -114,7 +135,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`, run by the `tokenizers` package."""
 
-    kind = "huggingface"
+    kind = HUGGING_FACE
 
     def __init__(self, definition: str, eod_token: str | None = None, origin: str = TOKENIZER_FILE) -> None:
         """

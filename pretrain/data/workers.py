@@ -109,19 +109,17 @@ def _tokenize_batch(batch: list[Record], tokenizer: Tokenizer, field_name: str) 
             texts.append("")
             reasons.append(str(error))
     eod = np.array([tokenizer.eod], dtype=tokenizer.token_dtype)
-    results = []
-    for record, text, reason, ids in zip(batch, texts, reasons, tokenizer.tokenize_batch(texts), strict=True):
-        results.append(
-            TokenizedRecord(
-                record.origin,
-                record.file.input_index,
-                record.file_bytes,
-                ids=np.concatenate([ids, eod]) if text else None,
-                text_bytes=len(text.encode("utf-8")),
-                bad_reason=reason,
-            )
+    return [
+        TokenizedRecord(
+            record.origin,
+            record.file.input_index,
+            record.file_bytes,
+            ids=np.concatenate([ids, eod]) if text else None,
+            text_bytes=len(text.encode("utf-8")),
+            bad_reason=reason,
         )
-    return results
+        for record, text, reason, ids in zip(batch, texts, reasons, tokenizer.tokenize_batch(texts), strict=True)
+    ]
 
 
 _job: tuple[Tokenizer, str]
