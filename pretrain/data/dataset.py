@@ -176,9 +176,7 @@ class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
-        sample = dict(self._samples[index])
-        sample.pop("dataset_id", None)
-        return sample
+        return {name: value for name, value in self._samples[index].items() if name != "dataset_id"}
 
 
 def build_train_dataset(

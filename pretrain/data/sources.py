@@ -230,18 +230,17 @@ def _zstd_contents(stream: BufferedReader) -> Iterator[bytes]:
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame, inside_frame, num_frames = decompressor.decompressobj(), False, 0
+    frame = decompressor.decompressobj()
     while compressed := stream.read(_READ_BYTES // 16):
         while compressed:
+            if frame.eof:
+                frame = decompressor.decompressobj()
             try:
                 yield frame.decompress(compressed)
             except zstandard.ZstdError as error:
                 raise ValueError(str(error)) from error
-            inside_frame = not frame.eof
-            compressed = frame.unused_data if frame.eof else b""
-            if frame.eof:
-                frame, num_frames = decompressor.decompressobj(), num_frames + 1
-    if inside_frame or num_frames == 0:
+            compressed = frame.unused_data
+    if not frame.eof:
         raise EOFError("the zstd stream ends before its end marker: it is truncated")
 
 
