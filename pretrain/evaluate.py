@@ -49,9 +49,6 @@ def evaluate(
     """Predict every held-out token once. Collective.
 
     Args:
-        chunks: this rank's model chunks.
-        held_out: windows over the documents.
-        groups: of this rank.
         micro_batch_size: windows per forward pass and rank.
         pipeline: stages; the number of microbatches of a pass is a multiple of it.
         progress: draw a bar (on rank 0).

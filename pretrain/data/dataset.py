@@ -61,7 +61,7 @@ def _describe(tokenizer: Tokenizer) -> str:
 class StreamConfig(GPTDatasetConfig):
     """Megatron's data set configuration, with what our order and its cache need."""
 
-    index_folder: Path | None = None
+    index_folder: Path = Path()
     """Where index arrays are kept between runs and shared between ranks."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
@@ -80,7 +80,6 @@ class StreamDataset(GPTDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
         folder = self.config.index_folder
-        assert folder is not None
         paths = [folder / f"{self._index_key()}-{name}.npy" for name in ("documents", "samples", "order")]
         try:
             if not all(path.is_file() for path in paths):
@@ -96,7 +95,6 @@ class StreamDataset(GPTDataset):
         return documents, samples, order
 
     def _index_key(self) -> str:
-        assert self.dataset_path is not None
         parts = (
             _INDEX_FORMAT,
             self.config.content_fingerprints[self.dataset_path],
@@ -111,7 +109,6 @@ class StreamDataset(GPTDataset):
         return (self._get_num_tokens_per_epoch() - 1) // self.config.sequence_length
 
     def _num_passes(self) -> int:
-        assert self.num_samples is not None
         return max(1, -(-self.num_samples // self._samples_per_pass()))
 
     def _build_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -194,10 +191,7 @@ def build_train_dataset(
     ranks. Tokens that end a document count in the loss; attention and positions run across documents.
 
     Args:
-        entries: data sets and their weights.
-        sequence_length: tokens per sample.
         num_samples: samples that the run consumes in all.
-        seed: decides the order.
         tokenizer: the one that `check_blend` returned.
         cache_dir: folder for index arrays, shared or local to each node.
 

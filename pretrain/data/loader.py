@@ -42,8 +42,6 @@ def microbatches(
         dataset: samples in the order of the run.
         start_sample: samples that all ranks together have consumed before.
         micro_batch_size: samples per microbatch.
-        data_rank: this rank among the data-parallel ranks.
-        data_size: number of data-parallel ranks.
         num_workers: processes that read ahead; 0 reads in this one.
 
     Raises:

@@ -65,7 +65,6 @@ def prepare(
     Args:
         inputs: files, directories, or `python-stdlib`.
         output: folder to make; it appears when it is complete.
-        tokenizer: makes the ids.
         field_name: JSON field or parquet column that holds the text.
         validation_fraction: expected share of the documents held out; at least one document is, and at least one is
             not.

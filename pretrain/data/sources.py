@@ -170,9 +170,7 @@ def _stdlib_paths() -> list[Path]:
 def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[Record]:
     """Cut the files into records, in order. A file that breaks ends with one record that says so.
 
-    Args:
-        files: what `list_files` returned.
-        field_name: the parquet column to read.
+    Of a parquet file the column `field_name` is read, and JSON lines are not looked into.
     """
     for file in files:
         if file.kind == "json":

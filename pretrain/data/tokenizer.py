@@ -235,7 +235,6 @@ def train_bpe(
     """Train a byte-level BPE and write it. The same documents give the same file.
 
     Args:
-        documents: texts to learn from.
         vocab_size: ids wanted, the 256 bytes and `<|endoftext|>` included. A small corpus may give fewer.
         output: the `tokenizer.json` to write; it appears when it is complete.
         total_bytes: size of the corpus, for the progress bar.

@@ -43,8 +43,6 @@ def tokenize_records(
     """Decode and tokenise records, in order.
 
     Args:
-        records: undecoded documents.
-        tokenizer: makes the ids.
         field_name: JSON field that holds the text.
         num_workers: processes; 1 works in this one.
 
