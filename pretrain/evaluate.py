@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from tqdm import tqdm
 
 from parallel.groups import ParallelGroups
 from pretrain.build import Chunk
 from pretrain.data.held_out import HeldOutDataset
-from pretrain.data.loader import Sample, held_out_microbatches, on_device
+from pretrain.data.loader import held_out_microbatches, on_device
 from pretrain.step import evaluation_loss
 
 # Microbatches per pass through the pipeline; a multiple of every sensible number of stages, and enough to fill them.
@@ -50,23 +49,23 @@ def evaluate(
     """Predict every held-out token once. Collective.
 
     Args:
-        chunks: this rank's model chunks.
-        held_out: windows over the documents.
-        groups: of this rank.
         micro_batch_size: windows per forward pass and rank.
         pipeline: stages; the number of microbatches of a pass is a multiple of it.
         progress: draw a bar (on rank 0).
     """
-    num_microbatches = -(-len(held_out) // (micro_batch_size * groups.data_size))
+    # Interleaved stages want a multiple of the pipeline in every pass.
+    num_microbatches = -(-len(held_out) // (micro_batch_size * groups.data_size * pipeline)) * pipeline
     per_pass = -(-_PASS_MICROBATCHES // pipeline) * pipeline
     streams = [
-        _endless(
-            on_device(
-                held_out_microbatches(
-                    held_out, micro_batch_size=micro_batch_size, data_rank=groups.data_rank, data_size=groups.data_size
-                ),
-                groups.device,
-            )
+        on_device(
+            held_out_microbatches(
+                held_out,
+                num_microbatches=num_microbatches,
+                micro_batch_size=micro_batch_size,
+                data_rank=groups.data_rank,
+                data_size=groups.data_size,
+            ),
+            groups.device,
         )
         for _ in chunks
     ]
@@ -75,13 +74,11 @@ def evaluate(
     interval_s = 0.5 if sys.stderr.isatty() else 10.0
     hidden = not (progress and groups.is_main)
     for start in tqdm(passes, desc="evaluating", unit="pass", leave=False, disable=hidden, mininterval=interval_s):
-        # The last pass is only as long as it must be; interleaved stages want a multiple of the pipeline.
-        length = min(per_pass, -(-(num_microbatches - start) // pipeline) * pipeline)
         loss = evaluation_loss(
             chunks,
             streams,
             groups,
-            num_microbatches=length,
+            num_microbatches=min(per_pass, num_microbatches - start),
             micro_batch_size=micro_batch_size,
             sequence_length=held_out.sequence_length,
         )
@@ -91,13 +88,3 @@ def evaluate(
     return Evaluation(
         nats / num_tokens, nats / math.log(2) / held_out.num_bytes, held_out.num_target_tokens, held_out.num_bytes
     )
-
-
-def _endless(batches: Iterator[Sample]) -> Iterator[Sample]:
-    """The batches, then the last one with nothing to predict, for as long as the schedule asks."""
-    last: Sample = {}
-    for last in batches:
-        yield last
-    silent = {**last, "loss_mask": torch.zeros_like(last["loss_mask"])}
-    while True:
-        yield silent

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamem.model import MemoryGPTModel
 from parallel.sharded_bank import announce_tokens
+from pretrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Sampling:
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: sample from the likeliest tokens that together have this probability.
         seed: of the sampling.
+
+    Raises:
+        ConfigError: one of them is out of its range.
     """
 
     temperature: float = 0.8
@@ -30,13 +34,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
+            raise ConfigError(
                 f"the temperature is {self.temperature}: use 0 for the likeliest token, or a positive number"
             )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p is {self.top_p}: use a probability above 0 and at most 1")
+            raise ConfigError(f"top-p is {self.top_p}: use a probability above 0 and at most 1")
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"the seed of the sampling is {self.seed}: use a number from 0 to 2^63 - 1")
+            raise ConfigError(f"the seed of the sampling is {self.seed}: use a number from 0 to 2^63 - 1")
 
 
 @torch.no_grad()
@@ -59,11 +63,8 @@ def generate(
     Args:
         model: the whole model, but for tables that may be split.
         prompt: token ids; an empty prompt starts a document.
-        max_tokens: the most to generate.
         context_tokens: how far the model looks back; the length that it was trained on.
         vocab_size: ids that may be generated; the embedding's padding may not.
-        eod: end-of-document id.
-        sampling: how to choose.
         group: the memory group; all of its ranks call this alike.
     """
     generator = torch.Generator().manual_seed(sampling.seed)

@@ -60,12 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megamem: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        if _stdout_is_closed():
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return EXIT_BROKEN_PIPE
-        traceback.print_exc()
-        return 1
-    except Exception:
         traceback.print_exc()
         return 1
 

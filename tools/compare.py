@@ -31,7 +31,7 @@ from tools.comparison import (
     write_report,
 )
 from tools.parameter_table import padded_vocab_size
-from tools.ranks import at_least_one_rank, default_num_ranks, import_engine, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, default_num_ranks, import_engine, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.run import RunFolder
@@ -95,9 +95,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="folder of the runs (default: runs/compare)",
     )
-    parser.add_argument(
-        "--nproc", type=at_least_one_rank, metavar="N", help="ranks to start here (default: as `megamem train`)"
-    )
+    add_nproc(parser, "as `megamem train`")
     parser.add_argument(
         "--report",
         type=Path,

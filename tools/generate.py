@@ -74,10 +74,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens is {args.max_tokens}: ask for at least one")
-    try:
-        sampling = Sampling(args.temperature, args.top_p, args.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    sampling = Sampling(args.temperature, args.top_p, args.seed)
     folder = RunFolder(args.run)
     saved = find_checkpoint(folder, args.step)
     num_ranks = started_world_size() or args.nproc

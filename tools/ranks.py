@@ -45,6 +45,13 @@ def at_least_one_rank(text: str) -> int:
     return number
 
 
+def add_nproc(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--nproc`, which is None where it is not given; `default` says what that means."""
+    parser.add_argument(
+        "--nproc", type=at_least_one_rank, metavar="N", help=f"ranks to start here (default: {default})"
+    )
+
+
 def started_world_size() -> int | None:
     """Ranks that torchrun or Slurm started, this process being one of them; None if nobody did.
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
+from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset, vocabulary_error
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -61,7 +61,7 @@ def _describe(tokenizer: Tokenizer) -> str:
 class StreamConfig(GPTDatasetConfig):
     """Megatron's data set configuration, with what our order and its cache need."""
 
-    index_folder: Path | None = None
+    index_folder: Path = Path()
     """Where index arrays are kept between runs and shared between ranks."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
@@ -80,7 +80,6 @@ class StreamDataset(GPTDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
         folder = self.config.index_folder
-        assert folder is not None
         paths = [folder / f"{self._index_key()}-{name}.npy" for name in ("documents", "samples", "order")]
         try:
             if not all(path.is_file() for path in paths):
@@ -96,7 +95,6 @@ class StreamDataset(GPTDataset):
         return documents, samples, order
 
     def _index_key(self) -> str:
-        assert self.dataset_path is not None
         parts = (
             _INDEX_FORMAT,
             self.config.content_fingerprints[self.dataset_path],
@@ -111,7 +109,6 @@ class StreamDataset(GPTDataset):
         return (self._get_num_tokens_per_epoch() - 1) // self.config.sequence_length
 
     def _num_passes(self) -> int:
-        assert self.num_samples is not None
         return max(1, -(-self.num_samples // self._samples_per_pass()))
 
     def _build_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -159,19 +156,8 @@ class StreamDataset(GPTDataset):
         ids, documents = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
         if ids.max() >= vocab_size or ids.min() < 0:
-            raise self._vocabulary_error(documents, vocab_size)
+            raise vocabulary_error(f"{self.dataset_path}: document", self.dataset, documents, vocab_size)
         return ids, documents
-
-    def _vocabulary_error(self, documents: NDArray[Any], vocab_size: int) -> DataError:
-        for document in documents:
-            ids = self.dataset.get(int(document)).astype(np.int64)
-            bad = ids[(ids < 0) | (ids >= vocab_size)]
-            if bad.size:
-                return DataError(
-                    f"{self.dataset_path}: document {int(document)} holds token id {int(bad[0])}, outside the "
-                    f"vocabulary of {vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
-                )
-        raise AssertionError("the sample held an id that none of its documents holds")
 
 
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -187,9 +173,7 @@ class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
-        sample = dict(self._samples[index])
-        sample.pop("dataset_id", None)
-        return sample
+        return {name: value for name, value in self._samples[index].items() if name != "dataset_id"}
 
 
 def build_train_dataset(
@@ -207,10 +191,7 @@ def build_train_dataset(
     ranks. Tokens that end a document count in the loss; attention and positions run across documents.
 
     Args:
-        entries: data sets and their weights.
-        sequence_length: tokens per sample.
         num_samples: samples that the run consumes in all.
-        seed: decides the order.
         tokenizer: the one that `check_blend` returned.
         cache_dir: folder for index arrays, shared or local to each node.
 
@@ -219,7 +200,7 @@ def build_train_dataset(
     """
     datasets = [open_dataset(entry.path) for entry in entries]
     for dataset in datasets:
-        _check_fits(dataset, sequence_length, tokenizer)
+        _check_fits(dataset, sequence_length)
     total_weight = sum(entry.weight for entry in entries)
     smallest_share = min(entry.weight for entry in entries) / total_weight
     config = StreamConfig(
@@ -246,12 +227,7 @@ def build_train_dataset(
     return TrainDataset(samples, num_samples)
 
 
-def _check_fits(dataset: PreparedDataset, sequence_length: int, tokenizer: Tokenizer) -> None:
-    if dataset.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise DataError(
-            f"{dataset.path} was made with {_describe(dataset.tokenizer)}, not with {_describe(tokenizer)}. "
-            "Prepare it again."
-        )
+def _check_fits(dataset: PreparedDataset, sequence_length: int) -> None:
     # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
     dataset.open_split(TRAIN)
     num_tokens = dataset.manifest.splits[TRAIN].num_tokens

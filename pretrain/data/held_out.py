@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
 import lzma
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.manifest import VALIDATION, PreparedDataset, open_dataset
-from pretrain.errors import DataError
-
-if TYPE_CHECKING:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-_READ_TOKENS = 1 << 22
+from pretrain.data.manifest import VALIDATION, open_dataset, vocabulary_error
 
 
 class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -47,10 +40,14 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         datasets = [open_dataset(entry.path) for entry in entries]
         self.tokenizer = datasets[0].tokenizer
         self.sequence_length = sequence_length
-        self._paths = [str(dataset.path) for dataset in datasets]
-        self._streams = [_TokenStream(dataset) for dataset in datasets]
-        self._ends = list(accumulate(len(stream) for stream in self._streams))
-        num_tokens = self._ends[-1]
+        self._paths = [dataset.path for dataset in datasets]
+        self._documents = [dataset.open_split(VALIDATION) for dataset in datasets]
+        # The documents' ids as they lie on disk: one document after the other.
+        self._streams = [
+            np.memmap(f"{dataset.prefix(VALIDATION)}.bin", documents.index.dtype, mode="r")
+            for dataset, documents in zip(datasets, self._documents, strict=True)
+        ]
+        *self._starts, num_tokens = accumulate(map(len, self._streams), initial=0)
         num_windows = -(-num_tokens // sequence_length)
         if max_sequences is None or max_sequences >= num_windows:
             self._num_windows = num_windows
@@ -73,86 +70,40 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < self._num_windows:
             raise IndexError(index)
         start = index * self.sequence_length
-        stop = min(start + self.sequence_length, self._ends[-1])
-        eod = self.tokenizer.eod
-        ids = np.full(self.sequence_length + 1, eod, dtype=np.int64)
-        # Position 0 of the stream has nothing before it but the end-of-document id that is already in place.
-        first = max(start - 1, 0)
-        ids[1 - (start - first) : 1 + stop - start] = self._read(first, stop)
-        loss_mask = torch.zeros(self.sequence_length)
-        loss_mask[: stop - start] = 1.0
+        # The last window may be cut short, and nothing stands before the first one but the id that is in place already.
+        read = self._read(start - 1, start + self.sequence_length)
+        ids = np.full(self.sequence_length + 1, self.tokenizer.eod, dtype=np.int64)
+        first = int(start == 0)
+        ids[first : first + len(read)] = read
         sequence = torch.from_numpy(ids)
+        positions = torch.arange(self.sequence_length)
         return {
-            "tokens": sequence[:-1].contiguous(),
-            "labels": sequence[1:].contiguous(),
-            "loss_mask": loss_mask,
-            "position_ids": torch.arange(self.sequence_length),
+            "tokens": sequence[:-1],
+            "labels": sequence[1:],
+            "loss_mask": (positions < self.num_target_tokens - start).float(),
+            "position_ids": positions,
         }
 
-    def _read(self, start: int, stop: int) -> NDArray[Any]:
-        """Ids [stop - start] of the concatenated stream."""
+    def _read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Ids [start, stop) of the concatenated streams, as far as there are any."""
         parts = []
-        number = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            offset = self._ends[number] - len(self._streams[number])
-            part = self._streams[number].read(start - offset, min(stop, self._ends[number]) - offset)
-            self._check(part, number)
+        for number, (stream, offset) in enumerate(zip(self._streams, self._starts, strict=True)):
+            part = stream[max(start - offset, 0) : max(stop - offset, 0)].astype(np.int64)
+            if part.size and (part.min() < 0 or part.max() >= self.tokenizer.vocab_size):
+                what, documents = f"{self._paths[number]}: held-out document", self._documents[number]
+                raise vocabulary_error(what, documents, range(len(documents)), self.tokenizer.vocab_size)
             parts.append(part)
-            start += len(part)
-            number += 1
         return np.concatenate(parts)
-
-    def _check(self, ids: NDArray[Any], number: int) -> None:
-        bad = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]
-        if bad.size:
-            document = self._streams[number].document_with(int(bad[0]))
-            raise DataError(
-                f"{self._paths[number]}: held-out document {document} holds token id {int(bad[0])}, "
-                f"outside the vocabulary of {self.tokenizer.vocab_size}. The data set is damaged or from another "
-                "tokenizer: prepare it again."
-            )
 
     def _count_bytes(self, num_tokens: int) -> int:
         """UTF-8 bytes of the first tokens of the stream; exact but for a character that the last one cuts in two."""
-        total, start = 0, 0
+        lengths = chain.from_iterable(documents.sequence_lengths for documents in self._documents)
+        total = start = 0
         while start < num_tokens:
-            stop = min(start + _READ_TOKENS, num_tokens)
-            ids = self._read(start, stop)
-            ends = np.flatnonzero(ids == self.tokenizer.eod)
-            if stop < num_tokens and ends.size:
-                # Whole documents only, so that no character is cut between two reads.
-                ids = ids[: ends[-1] + 1]
-            total += self.tokenizer.num_bytes(ids)
-            start += len(ids)
+            stop = min(start + int(next(lengths)), num_tokens)
+            total += len(self.tokenizer.decode_bytes(self._read(start, stop)))
+            start = stop
         return total
-
-
-class _TokenStream:
-    """The documents of a validation split as one array of ids."""
-
-    def __init__(self, dataset: PreparedDataset) -> None:
-        self._documents: IndexedDataset = dataset.open_split(VALIDATION)
-        self._starts = np.concatenate([[0], np.cumsum(self._documents.sequence_lengths, dtype=np.int64)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Ids [start, stop) as int64."""
-        document = int(np.searchsorted(self._starts, start, side="right")) - 1
-        parts = []
-        while start < stop:
-            length = min(stop, int(self._starts[document + 1])) - start
-            parts.append(self._documents.get(document, offset=start - int(self._starts[document]), length=length))
-            start += length
-            document += 1
-        return np.concatenate(parts).astype(np.int64)
-
-    def document_with(self, token_id: int) -> int:
-        """Number of the first document that holds an id."""
-        return next(
-            index for index in range(len(self._documents)) if token_id in self._documents[index].astype(np.int64)
-        )
 
 
 def held_out_documents(entries: Sequence[DatasetEntry]) -> Iterator[bytes]:
@@ -162,9 +113,8 @@ def held_out_documents(entries: Sequence[DatasetEntry]) -> Iterator[bytes]:
     """
     for entry in entries:
         dataset = open_dataset(entry.path)
-        documents = dataset.open_split(VALIDATION)
-        for index in range(len(documents)):
-            yield dataset.tokenizer.decode_bytes(documents[index])
+        for ids in dataset.open_split(VALIDATION):
+            yield dataset.tokenizer.decode_bytes(ids)
 
 
 def compression_baselines(entries: Sequence[DatasetEntry]) -> dict[str, float]:

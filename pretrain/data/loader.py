@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from parallel.parent_death import signal_on_parent_death
 from pretrain.errors import DataError
@@ -42,8 +42,6 @@ def microbatches(
         dataset: samples in the order of the run.
         start_sample: samples that all ranks together have consumed before.
         micro_batch_size: samples per microbatch.
-        data_rank: this rank among the data-parallel ranks.
-        data_size: number of data-parallel ranks.
         num_workers: processes that read ahead; 0 reads in this one.
 
     Raises:
@@ -58,7 +56,7 @@ def microbatches(
     batches = (list(range(start, start + micro_batch_size)) for start in starts)
     if num_workers == 0:
         for numbers in batches:
-            yield _stack([dataset[number] for number in numbers])
+            yield default_collate([dataset[number] for number in numbers])
     else:
         yield from _read_ahead(dataset, batches, num_workers)
     raise DataError(
@@ -68,23 +66,22 @@ def microbatches(
 
 
 def held_out_microbatches(
-    dataset: SampleSource, *, micro_batch_size: int, data_rank: int, data_size: int
+    dataset: SampleSource, *, num_microbatches: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> Iterator[Sample]:
     """Every sample once over all ranks, in equally many microbatches, tensors [micro_batch_size, sequence_length].
 
     Where samples run out, the last one fills the place with its `loss_mask` set to zero: pipeline and data-parallel
     ranks must agree on the number of microbatches, and no sample may count twice.
     """
-    samples_per_round = micro_batch_size * data_size
-    for start in range(0, len(dataset), samples_per_round):
-        first = start + data_rank * micro_batch_size
+    for index in range(num_microbatches):
+        first = (index * data_size + data_rank) * micro_batch_size
         samples = []
         for number in range(first, first + micro_batch_size):
             sample = dict(dataset[min(number, len(dataset) - 1)])
             if number >= len(dataset):
                 sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
             samples.append(sample)
-        yield _stack(samples)
+        yield default_collate(samples)
 
 
 def on_device(batches: Iterator[Sample], device: torch.device) -> Iterator[Sample]:
@@ -93,35 +90,26 @@ def on_device(batches: Iterator[Sample], device: torch.device) -> Iterator[Sampl
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _stack(samples: Sequence[Sample]) -> Sample:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-
-
-class _Guarded(torch.utils.data.Dataset[Sample | DataError]):
+class _Microbatches(torch.utils.data.Dataset[Sample | DataError]):
     """Hands over a bad sample's error as a value: raised in a worker, it would come wrapped in a traceback."""
 
     def __init__(self, samples: SampleSource) -> None:
         self._samples = samples
 
-    def __getitem__(self, index: int) -> Sample | DataError:
+    def __getitem__(self, numbers: list[int]) -> Sample | DataError:
         try:
-            return self._samples[index]
+            return default_collate([self._samples[number] for number in numbers])
         except DataError as error:
             return error
-
-
-def _collate(samples: list[Sample | DataError]) -> Sample | DataError:
-    good = [sample for sample in samples if not isinstance(sample, DataError)]
-    return next((sample for sample in samples if isinstance(sample, DataError)), None) or _stack(good)
 
 
 def _read_ahead(dataset: SampleSource, batches: Iterator[list[int]], num_workers: int) -> Iterator[Sample]:
     rank_pid = os.getpid()
     loader = DataLoader(
-        _Guarded(dataset),
-        batch_sampler=batches,
+        _Microbatches(dataset),
+        batch_size=None,
+        sampler=batches,
         num_workers=num_workers,
-        collate_fn=_collate,
         # A rank that is killed cannot stop its readers, and they would hold its memory and its files.
         worker_init_fn=lambda _: signal_on_parent_death(signal.SIGKILL, rank_pid),
         # Forked: a spawned worker would import torch and Megatron again, and unpickle a copy of memory-mapped indices.

@@ -10,19 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.data.tokenizer import (
-    BYTES,
-    TOKENIZER_FILE,
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from pretrain.data.tokenizer import BYTES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
 from pretrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,22 +28,6 @@ VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 _IDX_HEADER = b"MMIDIDX\0\0"
 TOKENIZER_INFO_FILE = "info.json"
-
-
-@dataclass(frozen=True)
-class TokenizerInfo:
-    """Which tokenizer made the ids."""
-
-    kind: str
-    """`bytes` or `huggingface`."""
-    fingerprint: str
-    """sha256 of its definition."""
-    vocab_size: int
-    """One past its largest id."""
-    eod: int
-    """Id that ends each document."""
-    eod_token: str | None
-    """The same as a token, for a Hugging Face tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +67,16 @@ class Manifest:
     @property
     def content_fingerprint(self) -> str:
         """sha256 over the tokens and their tokenizer: two data sets with the same one are interchangeable."""
-        parts = [self.tokenizer.fingerprint]
-        for split in SPLITS:
-            parts += [self.splits[split].bin_sha256, self.splits[split].idx_sha256]
+        parts = [self.tokenizer.fingerprint, *(sha256 for _, _, sha256 in self.files)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
+    def files(self) -> Iterator[tuple[str, int, str]]:
+        """Name, bytes and sha256 of the files of both splits."""
+        for split in SPLITS:
+            info = self.splits[split]
+            yield f"{split}.bin", info.bin_bytes, info.bin_sha256
+            yield f"{split}.idx", info.idx_bytes, info.idx_sha256
 
     def to_json(self) -> str:
         """The manifest as the text of its file."""
@@ -157,11 +140,9 @@ class PreparedDataset:
         Raises:
             DataError: a file has changed since it was written.
         """
-        for split in SPLITS:
-            info = self.manifest.splits[split]
-            for suffix, expected in (("bin", info.bin_sha256), ("idx", info.idx_sha256)):
-                if file_sha256(self.path / f"{split}.{suffix}") != expected:
-                    raise damaged(self.path, f"{split}.{suffix} is not the file that was written (its sha256 differs)")
+        for name, _, sha256 in self.manifest.files:
+            if file_sha256(self.path / name) != sha256:
+                raise damaged(self.path, f"{name} is not the file that was written (its sha256 differs)")
 
 
 def damaged(path: Path, what: str) -> DataError:
@@ -171,23 +152,30 @@ def damaged(path: Path, what: str) -> DataError:
     )
 
 
+def vocabulary_error(what: str, documents: IndexedDataset, numbers: Iterable[int], vocab_size: int) -> DataError:
+    """The error for documents, given by their numbers, of which one holds an id outside of the vocabulary."""
+    for number in numbers:
+        ids = documents[number]
+        bad = ids[(ids < 0) | (ids >= vocab_size)]
+        if bad.size:
+            return DataError(
+                f"{what} {number} holds token id {bad[0]}, outside the vocabulary of {vocab_size}. "
+                "The data set is damaged or from another tokenizer: prepare it again."
+            )
+    raise AssertionError("none of the documents holds such an id")
+
+
 def file_sha256(path: Path) -> str:
     """sha256 of a file, as hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
-    """The manifest's entry for a tokenizer."""
-    eod_token = tokenizer.eod_token if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    return TokenizerInfo(tokenizer.kind, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod, eod_token)
-
-
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Keep a tokenizer in a folder of its own, for those who have a run but not its data."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
-    (folder / TOKENIZER_INFO_FILE).write_text(json.dumps(asdict(tokenizer_info(tokenizer)), indent=1), encoding="utf-8")
+    (folder / TOKENIZER_INFO_FILE).write_text(json.dumps(asdict(tokenizer.info), indent=1), encoding="utf-8")
 
 
 def open_saved_tokenizer(folder: Path) -> Tokenizer:
@@ -213,14 +201,13 @@ def open_dataset(path: str | Path) -> PreparedDataset:
     """
     folder = Path(path)
     manifest = _read_manifest(folder)
-    for split in SPLITS:
-        info = manifest.splits[split]
-        for suffix, expected in (("bin", info.bin_bytes), ("idx", info.idx_bytes)):
-            file = folder / f"{split}.{suffix}"
-            if not file.is_file():
-                raise damaged(folder, f"{file.name} is missing")
-            if file.stat().st_size != expected:
-                raise damaged(folder, f"{file.name} has {file.stat().st_size} bytes where {expected} were written")
+    for name, num_bytes, _ in manifest.files:
+        file = folder / name
+        if not file.is_file():
+            raise damaged(folder, f"{name} is missing")
+        if file.stat().st_size != num_bytes:
+            raise damaged(folder, f"{name} has {file.stat().st_size} bytes where {num_bytes} were written")
+    for split, info in manifest.splits.items():
         if info.max_token_id >= manifest.tokenizer.vocab_size:
             raise damaged(
                 folder,
@@ -244,12 +231,9 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _open_tokenizer(folder: Path, info: TokenizerInfo) -> Tokenizer:
-    if info.kind == BYTES:
-        tokenizer: Tokenizer = ByteTokenizer()
-    elif info.kind == HuggingFaceTokenizer.kind:
-        tokenizer = load_tokenizer(folder / TOKENIZER_FILE, info.eod_token)
-    else:
+    if info.kind not in (BYTES, HUGGING_FACE):
         raise damaged(folder, f"unknown tokenizer kind {info.kind!r}")
+    tokenizer = load_tokenizer(BYTES if info.kind == BYTES else folder / TOKENIZER_FILE, info.eod_token)
     if tokenizer.fingerprint != info.fingerprint:
         raise damaged(folder, "its tokenizer is not the one that made the tokens")
     return tokenizer

@@ -76,11 +76,12 @@ class Record:
 
 @dataclass
 class BadDocumentLog:
-    """Counts bad documents and gives up past `limit` of them."""
+    """Counts the documents that are left out, and gives up past `limit` bad ones."""
 
     limit: int
     num_bad: int = 0
     examples: list[str] = field(default_factory=list)
+    num_empty: int = 0
 
     def add(self, origin: str, reason: str) -> None:
         """Count one bad document.
@@ -169,9 +170,7 @@ def _stdlib_paths() -> list[Path]:
 def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[Record]:
     """Cut the files into records, in order. A file that breaks ends with one record that says so.
 
-    Args:
-        files: what `list_files` returned.
-        field_name: the parquet column to read.
+    Of a parquet file the column `field_name` is read, and JSON lines are not looked into.
     """
     for file in files:
         if file.kind == "json":
@@ -229,18 +228,17 @@ def _zstd_contents(stream: BufferedReader) -> Iterator[bytes]:
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame, inside_frame, num_frames = decompressor.decompressobj(), False, 0
+    frame = decompressor.decompressobj()
     while compressed := stream.read(_READ_BYTES // 16):
         while compressed:
+            if frame.eof:
+                frame = decompressor.decompressobj()
             try:
                 yield frame.decompress(compressed)
             except zstandard.ZstdError as error:
                 raise ValueError(str(error)) from error
-            inside_frame = not frame.eof
-            compressed = frame.unused_data if frame.eof else b""
-            if frame.eof:
-                frame, num_frames = decompressor.decompressobj(), num_frames + 1
-    if inside_frame or num_frames == 0:
+            compressed = frame.unused_data
+    if not frame.eof:
         raise EOFError("the zstd stream ends before its end marker: it is truncated")
 
 
@@ -251,7 +249,12 @@ def _parquet_records(file: SourceFile, field_name: str) -> Iterator[Record]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
-            _check_parquet_column(table.schema_arrow, field_name)
+            names = table.schema_arrow.names
+            if field_name not in names:
+                raise ValueError(f"it has no column {field_name!r}, only {', '.join(names)}: name one with --field")
+            kind = table.schema_arrow.field(field_name).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise ValueError(f"its column {field_name!r} holds {kind}, not strings: name another with --field")
             bytes_per_row = file.size_bytes // max(1, table.metadata.num_rows)
             for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[field_name], use_threads=False):
                 for value in batch.column(0).to_pylist():
@@ -260,17 +263,6 @@ def _parquet_records(file: SourceFile, field_name: str) -> Iterator[Record]:
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         # A damaged file has no row to point at until one was read.
         yield Record(file, row + 1 if row else 0, None, 0, failure=f"the parquet file cannot be read ({error})")
-
-
-def _check_parquet_column(schema: object, field_name: str) -> None:
-    import pyarrow
-
-    assert isinstance(schema, pyarrow.Schema)
-    if field_name not in schema.names:
-        raise ValueError(f"it has no column {field_name!r}, only {', '.join(schema.names)}: name one with --field")
-    column_type = schema.field(field_name).type
-    if not (pyarrow.types.is_string(column_type) or pyarrow.types.is_large_string(column_type)):
-        raise ValueError(f"its column {field_name!r} holds {column_type}, not strings: name another with --field")
 
 
 def decode(record: Record, field_name: str) -> str:

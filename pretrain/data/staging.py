@@ -27,15 +27,19 @@ def staged_folder(output: Path) -> Iterator[Path]:
         DataError: another process is building the same output, or the disk refuses (full, read-only).
     """
     staging = output.with_name(f".{output.name}.preparing")
-    displaced = output.with_name(f".{output.name}.replaced")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(staging) as lock:
-            _empty(staging, keep=lock)
+        with _locked(staging):
+            for path in staging.iterdir():
+                if path.name != LOCK_FILE:
+                    path.unlink()
             try:
                 yield staging
-                _sync_all(staging)
-                _replace(staging, output, displaced)
+                # A rename can reach the disk before the contents do; after a power cut the name would then stand for
+                # nothing.
+                for path in [*staging.iterdir(), staging]:
+                    sync(path)
+                _replace(staging, output)
                 # Only now: until the rename, a second build must find the lock.
                 (output / LOCK_FILE).unlink()
             except BaseException:
@@ -50,7 +54,7 @@ def staged_folder(output: Path) -> Iterator[Path]:
 
 def recover_replaced(output: Path) -> None:
     """Put back a data set whose replacement was cut off between its two renames."""
-    displaced = output.with_name(f".{output.name}.replaced")
+    displaced = _displaced(output)
     if displaced.is_dir():
         if output.exists():
             shutil.rmtree(displaced)
@@ -58,11 +62,15 @@ def recover_replaced(output: Path) -> None:
             displaced.rename(output)
 
 
+def _displaced(output: Path) -> Path:
+    """Where a data set waits while another one takes its name."""
+    return output.with_name(f".{output.name}.replaced")
+
+
 @contextmanager
-def _locked(staging: Path) -> Iterator[Path]:
+def _locked(staging: Path) -> Iterator[None]:
     staging.mkdir(exist_ok=True)
-    path = staging / LOCK_FILE
-    with path.open("w") as lock:
+    with (staging / LOCK_FILE).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,24 +78,11 @@ def _locked(staging: Path) -> Iterator[Path]:
                 f"{staging} is in use: another process is preparing the same output. Wait for it, "
                 "or choose another --output."
             ) from None
-        yield path
+        yield
 
 
-def _empty(folder: Path, keep: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path != keep:
-            path.unlink()
-
-
-def _sync_all(folder: Path) -> None:
-    # A rename can reach the disk before the contents do; after a power cut the name would then stand for nothing.
-    for path in [*folder.iterdir(), folder]:
-        sync(path)
-
-
-def _replace(staging: Path, output: Path, displaced: Path) -> None:
+def _replace(staging: Path, output: Path) -> None:
+    displaced = _displaced(output)
     if output.exists():
         output.rename(displaced)
     try:

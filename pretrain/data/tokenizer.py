@@ -11,17 +11,21 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from parallel.atomic_write import atomic_write
 from pretrain.errors import DataError
 
 BYTES = "bytes"
-"""Spec of the built-in byte tokenizer."""
+"""Kind of the built-in byte tokenizer, and its spec."""
+HUGGING_FACE = "huggingface"
+"""Kind of a tokenizer that a `tokenizer.json` defines."""
 
 TOKENIZER_FILE = "tokenizer.json"
 _END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<eod>", "[EOS]")
@@ -29,17 +33,35 @@ _BPE_END_OF_DOCUMENT = "<|endoftext|>"
 _NUM_BYTE_VALUES = 256
 
 
-class Tokenizer(ABC):
-    """What the rest of the code knows about a tokenizer."""
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Which tokenizer made the ids."""
 
     kind: str
     """`bytes` or `huggingface`."""
-    eod: int
-    """Id of the token that ends every document."""
-    vocab_size: int
-    """One past the largest id."""
     fingerprint: str
     """sha256 over everything that decides which ids a text becomes."""
+    vocab_size: int
+    """One past its largest id."""
+    eod: int
+    """Id of the token that ends every document."""
+    eod_token: str | None
+    """The same as a token, for a Hugging Face tokenizer."""
+
+
+class Tokenizer(ABC):
+    """What the rest of the code knows about a tokenizer: what `info` holds, and how text becomes ids and ids text."""
+
+    kind: str
+    fingerprint: str
+    vocab_size: int
+    eod: int
+    eod_token: str | None = None
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """What a prepared data set records of it."""
+        return TokenizerInfo(self.kind, self.fingerprint, self.vocab_size, self.eod, self.eod_token)
 
     @property
     def pad(self) -> int:
@@ -49,7 +71,7 @@ class Tokenizer(ABC):
     @property
     def unique_identifiers(self) -> dict[str, Any]:
         """What Megatron writes into the description of a data set."""
-        return {"kind": self.kind, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, "eod": self.eod}
+        return asdict(self.info)
 
     @property
     def token_dtype(self) -> type[np.uint16] | type[np.int32]:
@@ -71,12 +93,6 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Text that the ids stand for; bytes that are not UTF-8 become the replacement character."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def num_bytes(self, ids: Sequence[int] | NDArray[Any]) -> int:
-        """UTF-8 bytes of the text that the ids stand for. Several documents are decoded one by one."""
-        array = np.asarray(ids)
-        ends = np.flatnonzero(array == self.eod)
-        return sum(len(self.decode_bytes(part)) for part in np.split(array, ends + 1))
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -119,7 +135,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`, run by the `tokenizers` package."""
 
-    kind = "huggingface"
+    kind = HUGGING_FACE
 
     def __init__(self, definition: str, eod_token: str | None = None, origin: str = TOKENIZER_FILE) -> None:
         """
@@ -215,16 +231,13 @@ def train_bpe(
     output: Path,
     *,
     total_bytes: int | None = None,
-    progress: bool = True,
 ) -> HuggingFaceTokenizer:
     """Train a byte-level BPE and write it. The same documents give the same file.
 
     Args:
-        documents: texts to learn from.
         vocab_size: ids wanted, the 256 bytes and `<|endoftext|>` included. A small corpus may give fewer.
         output: the `tokenizer.json` to write; it appears when it is complete.
         total_bytes: size of the corpus, for the progress bar.
-        progress: show progress bars on a terminal.
 
     Raises:
         DataError: the vocabulary is too small for the bytes, or the file cannot be written.
@@ -247,7 +260,7 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_with_progress(documents, total_bytes, progress), trainer=trainer)
+    backend.train_from_iterator(_with_progress(documents, total_bytes), trainer=trainer)
     definition = backend.to_str(pretty=True)
     try:
         with atomic_write(output) as stream:
@@ -259,11 +272,8 @@ def train_bpe(
     return HuggingFaceTokenizer(definition, _BPE_END_OF_DOCUMENT, origin=str(output))
 
 
-def _with_progress(documents: Iterable[str], total_bytes: int | None, progress: bool) -> Iterator[str]:
-    from tqdm import tqdm
-
-    bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="reading", disable=None if progress else True)
-    with bar:
+def _with_progress(documents: Iterable[str], total_bytes: int | None) -> Iterator[str]:
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         for text in documents:
             yield text
             bar.update(len(text.encode("utf-8")))

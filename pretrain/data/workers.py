@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -42,8 +43,6 @@ def tokenize_records(
     """Decode and tokenise records, in order.
 
     Args:
-        records: undecoded documents.
-        tokenizer: makes the ids.
         field_name: JSON field that holds the text.
         num_workers: processes; 1 works in this one.
 
@@ -73,6 +72,9 @@ def tokenize_records(
             origin, future = pending.popleft()
             yield from future.result()
     except BrokenProcessPool:
+        if sys.version_info < (3, 11, 5):
+            # A batch on its way to a worker is never taken, and the pool would wait for it (cpython issue 94777).
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]
         raise DataError(
             f"A tokenising process died at {origin} or soon after it, most often for lack of memory. "
             f"Start again with fewer --workers."
@@ -105,19 +107,17 @@ def _tokenize_batch(batch: list[Record], tokenizer: Tokenizer, field_name: str) 
             texts.append("")
             reasons.append(str(error))
     eod = np.array([tokenizer.eod], dtype=tokenizer.token_dtype)
-    results = []
-    for record, text, reason, ids in zip(batch, texts, reasons, tokenizer.tokenize_batch(texts), strict=True):
-        results.append(
-            TokenizedRecord(
-                record.origin,
-                record.file.input_index,
-                record.file_bytes,
-                ids=np.concatenate([ids, eod]) if text else None,
-                text_bytes=len(text.encode("utf-8")),
-                bad_reason=reason,
-            )
+    return [
+        TokenizedRecord(
+            record.origin,
+            record.file.input_index,
+            record.file_bytes,
+            ids=np.concatenate([ids, eod]) if text else None,
+            text_bytes=len(text.encode("utf-8")),
+            bad_reason=reason,
         )
-    return results
+        for record, text, reason, ids in zip(batch, texts, reasons, tokenizer.tokenize_batch(texts), strict=True)
+    ]
 
 
 _job: tuple[Tokenizer, str]

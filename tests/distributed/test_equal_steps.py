@@ -57,8 +57,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("equal_steps")
     texts = read_documents([PYTHON_STDLIB])
-    tokenizer = train_bpe(texts, 4096, folder / "tokenizer.json", progress=False)
-    prepare([PYTHON_STDLIB], folder / "data", tokenizer, validation_fraction=0.05, progress=False)
+    tokenizer = train_bpe(texts, 4096, folder / "tokenizer.json")
+    prepare([PYTHON_STDLIB], folder / "data", tokenizer, validation_fraction=0.05)
     return folder / "data"
 
 

@@ -37,7 +37,7 @@ def corpus(path: Path, num_documents: int = 40) -> Path:
 
 
 def run(source: Path | str, output: Path, **options) -> PreparationResult:
-    options = {"num_workers": 1, "validation_fraction": 0.2, "progress": False} | options
+    options = {"num_workers": 1, "validation_fraction": 0.2} | options
     return prepare([str(source)], output, options.pop("tokenizer", ByteTokenizer()), **options)
 
 
@@ -78,7 +78,7 @@ def test_manifest_survives_its_file(tmp_path: Path):
 
 def test_number_of_workers_changes_nothing(tmp_path: Path):
     source = corpus(tmp_path / "a.jsonl", num_documents=1500)
-    tokenizer = train_bpe(["document says. " * 9], 300, tmp_path / "tokenizer.json", progress=False)
+    tokenizer = train_bpe(["document says. " * 9], 300, tmp_path / "tokenizer.json")
     for num_workers in (1, 2, 3):
         run(source, tmp_path / str(num_workers), num_workers=num_workers, tokenizer=tokenizer)
     assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
@@ -165,7 +165,7 @@ def test_every_argument_and_the_files_are_part_of_the_request(tmp_path: Path, ot
     if options.pop("time", None):
         os.utime(source, ns=(1, 1))
     if "tokenizer" in options:
-        options["tokenizer"] = train_bpe(["text " * 9], 260, tmp_path / "t.json", progress=False)
+        options["tokenizer"] = train_bpe(["text " * 9], 260, tmp_path / "t.json")
     with pytest.raises(DataError, match="other files or with other arguments"):
         run(source, tmp_path / "out", **options)
 
@@ -328,8 +328,8 @@ def test_index_without_its_header_is_damage(tmp_path: Path):
 
 def test_tokenizer_of_another_set_is_refused(tmp_path: Path):
     source = corpus(tmp_path / "a.jsonl")
-    one = train_bpe(["one text"], 260, tmp_path / "1.json", progress=False)
-    train_bpe(["another text"], 261, tmp_path / "2.json", progress=False)
+    one = train_bpe(["one text"], 260, tmp_path / "1.json")
+    train_bpe(["another text"], 261, tmp_path / "2.json")
     run(source, tmp_path / "out", tokenizer=one)
     shutil.copy(tmp_path / "2.json", tmp_path / "out" / "tokenizer.json")
     with pytest.raises(DataError, match="its tokenizer is not the one that made the tokens"):
@@ -344,7 +344,7 @@ def test_missing_data_set(tmp_path: Path):
 
 
 def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(self, ids, text_bytes, score):
+    def full(self, ids, text_bytes):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare_module._SplitWriter, "add", full)
@@ -406,15 +406,15 @@ from pretrain.data import prepare as module
 from pretrain.data.tokenizer import ByteTokenizer
 
 original = module._SplitWriter.add
-def slow(self, ids, text_bytes, score):
-    original(self, ids, text_bytes, score)
+def slow(self, ids, text_bytes):
+    original(self, ids, text_bytes)
     self._builder.data_file.flush()
     Path(sys.argv[3]).touch()
     time.sleep(0.05)
 
 if __name__ == "__main__":
     module._SplitWriter.add = slow
-    module.prepare([sys.argv[1]], sys.argv[2], ByteTokenizer(), num_workers=2, progress=False)
+    module.prepare([sys.argv[1]], sys.argv[2], ByteTokenizer(), num_workers=2)
 """
 
 

@@ -21,7 +21,7 @@ CORPUS = ["def run(self):\n    return self.value\n", "für jeden Tag ein Wort, f
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    return train_bpe(CORPUS, 300, tmp_path_factory.mktemp("bpe") / "tokenizer.json", progress=False)
+    return train_bpe(CORPUS, 300, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
 
 
 def edited(tokenizer: HuggingFaceTokenizer, **changes) -> str:
@@ -34,21 +34,15 @@ def test_bytes_round_trip(text: str):
     ids = tokenizer.tokenize(text)
     assert ids == list(text.encode())
     assert tokenizer.detokenize(ids) == text
-    assert tokenizer.num_bytes([*ids, tokenizer.eod]) == len(text.encode())
+    assert tokenizer.decode_bytes([*ids, tokenizer.eod]) == text.encode()
 
 
 @given(text=TEXT)
 def test_bpe_round_trip(bpe: HuggingFaceTokenizer, text: str):
     ids = bpe.tokenize(text)
     assert bpe.detokenize([*ids, bpe.eod]) == text
-    assert bpe.num_bytes(ids) == len(text.encode())
+    assert bpe.decode_bytes(ids) == text.encode()
     assert all(0 <= token < bpe.vocab_size for token in ids)
-
-
-@given(documents=st.lists(TEXT, max_size=5))
-def test_bytes_are_counted_per_document(bpe: HuggingFaceTokenizer, documents: list[str]):
-    ids = [token for text in documents for token in [*bpe.tokenize(text), bpe.eod]]
-    assert bpe.num_bytes(ids) == sum(len(text.encode()) for text in documents)
 
 
 def test_byte_tokenizer_is_257_ids():
@@ -94,7 +88,7 @@ def test_special_tokens_but_the_end_of_a_document_are_shown(bpe: HuggingFaceToke
 
 
 def test_training_is_deterministic_and_complete(bpe: HuggingFaceTokenizer, tmp_path: Path):
-    again = train_bpe(iter(CORPUS), 300, tmp_path / "t.json", progress=False)
+    again = train_bpe(iter(CORPUS), 300, tmp_path / "t.json")
     assert again.fingerprint == bpe.fingerprint
     assert bpe.vocab_size == 300
     assert bpe.eod_token == "<|endoftext|>"
@@ -105,7 +99,7 @@ def test_training_is_deterministic_and_complete(bpe: HuggingFaceTokenizer, tmp_p
 
 def test_vocabulary_too_small_for_the_bytes(tmp_path: Path):
     with pytest.raises(DataError, match=r"vocabulary of 256 cannot hold the 256 bytes.*257 or more"):
-        train_bpe(CORPUS, 256, tmp_path / "t.json", progress=False)
+        train_bpe(CORPUS, 256, tmp_path / "t.json")
 
 
 def test_errors_of_the_documents_come_through_training(tmp_path: Path):
@@ -114,7 +108,7 @@ def test_errors_of_the_documents_come_through_training(tmp_path: Path):
         raise DataError("a.jsonl, line 2: broken")
 
     with pytest.raises(DataError, match="line 2: broken"):
-        train_bpe(documents(), 300, tmp_path / "t.json", progress=False)
+        train_bpe(documents(), 300, tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
 
 

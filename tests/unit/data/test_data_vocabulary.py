@@ -34,7 +34,7 @@ def make(folder: Path, name: str = "data") -> DatasetEntry:
     """Eight documents of nine letters and their end, half of them held out; stored as the ids of a large vocabulary."""
     source = folder / f"{name}.jsonl"
     source.write_text((json.dumps({"text": "x" * 9}) + "\n") * 8)
-    prepare([str(source)], folder / name, Wide(), validation_fraction=0.5, num_workers=1, progress=False)
+    prepare([str(source)], folder / name, Wide(), validation_fraction=0.5, num_workers=1)
     return DatasetEntry(str(folder / name))
 
 
@@ -100,7 +100,7 @@ def test_the_manifest_has_the_largest_id_of_each_split(tmp_path: Path) -> None:
 
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": letter * 3}) + "\n" for letter in "abcdefgh"))
-    prepare([str(source)], tmp_path / "out", EndFirst(), validation_fraction=0.5, num_workers=1, progress=False)
+    prepare([str(source)], tmp_path / "out", EndFirst(), validation_fraction=0.5, num_workers=1)
     dataset = open_dataset(tmp_path / "out")
     for split in SPLITS:
         documents = dataset.open_split(split)
@@ -116,7 +116,7 @@ def test_preparation(tmp_path: Path, claimed: int) -> None:
     tokenizer.vocab_size = claimed
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "one"}\n{"text": "two"}\n')
-    options = {"validation_fraction": 0.5, "num_workers": 1, "progress": False}
+    options = {"validation_fraction": 0.5, "num_workers": 1}
     if claimed < SIZE:
         with pytest.raises(DataError, match=rf"gave id {SIZE - 1}, past its own vocabulary of {claimed}\."):
             prepare([str(source)], tmp_path / "out", tokenizer, **options)  # type: ignore[arg-type]
