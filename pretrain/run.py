@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from megamem.config import ModelConfig
 from megamem.identity import Role
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
-from parallel.layout import padded_size
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.checkpoint.folder import SavedState, newest_complete
 from pretrain.checkpoint.run import restore_run, save_run
@@ -175,9 +174,7 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
         chunks=chunks,
         optimizer=build_optimizer(config, chunks, groups),
         state=RunState(),
-        flops_per_token=training_flops_per_token(
-            config.model, padded_size(vocab_size, config.model.vocab_size_multiple), train.sequence_length
-        ),
+        flops_per_token=training_flops_per_token(replace(config.model, vocab_size=vocab_size), train.sequence_length),
     )
     if saved is not None:
         run.state = restore_run(saved, run.chunks, run.optimizer)

@@ -30,7 +30,6 @@ from tools.comparison import (
     with_seed,
     write_report,
 )
-from tools.parameter_table import padded_vocab_size
 from tools.ranks import at_least_one_rank, default_num_ranks, import_engine, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -196,10 +195,7 @@ def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
     from pretrain.run import model_vocab_size
 
     tokenizer = check_blend(models[0].data.datasets)
-    return [
-        model_figures(config, padded_vocab_size(config.model, model_vocab_size(config.model, tokenizer)))
-        for config in models
-    ]
+    return [model_figures(config, model_vocab_size(config.model, tokenizer)) for config in models]
 
 
 def _plan_run(config: RunConfig, folder: RunFolder) -> PlannedRun:

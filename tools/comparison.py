@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,15 +114,16 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def model_figures(config: RunConfig, padded_vocab_size: int) -> ModelFigures:
-    """The closed formulas' figures of a configuration's model."""
-    counts = count_parameters(config.model, padded_vocab_size)
+def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
+    """The closed formulas' figures of a configuration's model with so many token ids."""
+    model = replace(config.model, vocab_size=vocab_size)
+    counts = count_parameters(model)
     return ModelFigures(
         name=config.name,
         total=counts.total,
         active=counts.active,
-        forward_flops_per_token=forward_flops_per_token(config.model, padded_vocab_size, config.train.sequence_length),
-        table_bytes_per_token=table_bytes_per_token(config.model, 2 if config.train.precision == "bf16" else 4),
+        forward_flops_per_token=forward_flops_per_token(model, config.train.sequence_length),
+        table_bytes_per_token=counts.read_values * config.train.element_bytes,
     )
 
 
@@ -138,7 +139,7 @@ def inequalities(figures: ModelFigures, reference: ModelFigures) -> dict[str, fl
 def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
     """What a run reached; None if it has not been evaluated after its last step."""
     rows = read_metrics(metrics)
-    tokens_per_step = config.train.global_batch_size * config.train.sequence_length
+    tokens_per_step = config.train.tokens_per_step
     evaluations = [row for row in rows if row.get("validation_loss") is not None]
     steps = [row for row in rows if row.get("loss") is not None]
     if not evaluations or not steps or evaluations[-1]["step"] < config.train.num_steps:
@@ -210,7 +211,6 @@ def report(
         command: what makes it again.
     """
     train, num_done = configs[0].train, sum(map(len, results.values()))
-    num_tokens = train.num_steps * train.global_batch_size * train.sequence_length
     steps = f"{train.num_steps} steps of {train.global_batch_size} x {train.sequence_length}"
     paths = ", ".join(entry.path for entry in configs[0].data.datasets)
     state = (
@@ -221,7 +221,7 @@ def report(
         f", but for {', '.join(departing)} (departures in brackets)" if departing else ""
     )
     return f"""\
-{len(configs)} models on {num_tokens:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
+{len(configs)} models on {train.num_steps * train.tokens_per_step:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
 (seed {data_seed(configs[0])}).
 Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, with the lowest and the highest. \
 {balance[0].upper() + balance[1:]}.{state}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tools.comparison import read_metrics
-from tools.parameter_table import padded_vocab_size
 from tools.ranks import at_least_one_rank, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ def _headline(run: Run) -> str:
     from kernels.implementations import describe
     from kernels.select import resolve
     from pretrain.costs.formulas import count_parameters
+    from pretrain.run import model_vocab_size
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
-    counts = count_parameters(model, padded_vocab_size(model, run.tokenizer.vocab_size))
+    counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))
     offload = run.optimizer.describe_offload()
     kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)

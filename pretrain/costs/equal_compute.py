@@ -38,19 +38,19 @@ class FfnWidth:
         return self.value / self.target - 1
 
 
-def flops_measure(padded_vocab_size: int, sequence_length: int) -> Measure:
+def flops_measure(sequence_length: int) -> Measure:
     """Forward floating-point operations per token."""
-    return lambda model: forward_flops_per_token(model, padded_vocab_size, sequence_length)
+    return lambda model: forward_flops_per_token(model, sequence_length)
 
 
-def active_measure(padded_vocab_size: int) -> Measure:
+def active_measure(model: ModelConfig) -> float:
     """Parameters that one token uses."""
-    return lambda model: count_parameters(model, padded_vocab_size).active
+    return count_parameters(model).active
 
 
-def core_measure() -> Measure:
+def core_measure(model: ModelConfig) -> float:
     """Parameters that one token uses, without embeddings and values: how UltraMemV2's Table 10 counts its 1B models."""
-    return lambda model: count_parameters(model, 0).core
+    return count_parameters(model).core
 
 
 def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, multiple: int = 64) -> FfnWidth:
@@ -104,7 +104,6 @@ class EqualExperts:
 
 def solve_experts(
     model: ModelConfig,
-    padded_vocab_size: int,
     *,
     active: float,
     total: float,
@@ -118,7 +117,6 @@ def solve_experts(
 
     Args:
         model: without memory; its `ffn_hidden_size` does not matter.
-        padded_vocab_size: rows of the embedding.
         active: parameters that one token is to use.
         total: parameters of the model.
         top_k: experts per token.
@@ -131,7 +129,7 @@ def solve_experts(
 
     def counts(num_experts: int, width: int) -> tuple[int, int]:
         moe = MoEConfig(num_experts=num_experts, top_k=top_k, expert_ffn_hidden_size=width)
-        result = count_parameters(replace(model, memory=None, moe=moe), padded_vocab_size)
+        result = count_parameters(replace(model, memory=None, moe=moe))
         return result.active, result.total
 
     num_experts, width = top_k, width_multiple

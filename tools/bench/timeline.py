@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -47,10 +48,10 @@ class RangeTimes:
     entries: Counter[Range] = field(default_factory=Counter)
     num_steps: int = 0
 
-    @property
-    def total_s(self) -> float:
-        """Of all steps."""
-        return sum(self.seconds.values())
+    def mean_s(self, phase: str | None = None, part: str | None = None) -> float:
+        """Seconds of one step, or of its ranges with this phase, this part."""
+        chosen = [s for where, s in self.seconds.items() if phase in (None, where.phase) and part in (None, where.part)]
+        return sum(chosen) / self.num_steps
 
     def add(self, other: RangeTimes) -> None:
         """Takes in further steps."""
@@ -114,13 +115,19 @@ class Timeline:
         self._parts.pop()
         self._mark()
 
-    def phase(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a phase."""
-        return _between(partial(self.enter_phase, phase), function, self.leave_phase)
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """A phase, as a context or around a function."""
+        self.enter_phase(phase)
+        yield
+        self.leave_phase()
 
-    def part(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a part that has no backward pass, or whose backward pass is marked elsewhere."""
-        return _between(partial(self.enter, part), function, partial(self.leave, part))
+    @contextmanager
+    def part(self, part: str) -> Iterator[None]:
+        """A part that has no backward pass, or whose backward pass is marked elsewhere; a context, or around a function."""
+        self.enter(part)
+        yield
+        self.leave(part)
 
     def differentiable(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a part in forward and in backward.
@@ -133,28 +140,17 @@ class Timeline:
             function: of tensors, given by position; returns a tensor, a tuple of them, or what a retrieval returns.
         """
 
+        @self.part(part)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(part)
             wanting = [i for i, arg in enumerate(args) if _wants_gradient(arg)]
-            if wanting:
-                tensors = _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting))
-                marked = dict(zip(wanting, tensors, strict=True))
-                out = function(*(marked.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-                out = self._marked_result(part, out)
-            else:
-                out = function(*args, **kwargs)
-            self.leave(part)
-            return out
+            if not wanting:
+                return function(*args, **kwargs)
+            tensors = _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting))
+            marked = dict(zip(wanting, tensors, strict=True))
+            out = function(*(marked.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            return _map_tensors(partial(_MarkInBackward.apply, self.enter, part), out)
 
         return timed
-
-    def _marked_result(self, part: str, out: Any) -> Any:
-        if isinstance(out, Retrieved):
-            (scores,) = _MarkInBackward.apply(self.enter, part, out.scores)
-            return replace(out, scores=scores)
-        if isinstance(out, tuple):
-            return _MarkInBackward.apply(self.enter, part, *out)
-        return _MarkInBackward.apply(self.enter, part, out)[0] if out is not None else None
 
     def _enter(self) -> None:
         self._entries[self._range] += 1
@@ -184,14 +180,13 @@ class Timeline:
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def _between(enter: Callable[[], None], function: Callable[..., Any], leave: Callable[[], None]) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        enter()
-        out = function(*args, **kwargs)
-        leave()
-        return out
-
-    return timed
+def _map_tensors(function: Callable[..., tuple[Tensor, ...]], out: Any) -> Any:
+    """What a part returned, with its differentiable tensors passed through a function of all of them."""
+    if isinstance(out, Retrieved):
+        return replace(out, scores=function(out.scores)[0])
+    if isinstance(out, tuple):
+        return function(*out)
+    return function(out)[0] if out is not None else None
 
 
 def _wants_gradient(arg: Any) -> bool:
