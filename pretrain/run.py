@@ -99,7 +99,7 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step over all ranks."""
-        return self.config.train.global_batch_size * self.config.train.sequence_length
+        return self.config.train.tokens_per_step
 
     def batches(self) -> list[Iterator[Sample]]:
         """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""
@@ -157,7 +157,7 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
         sequence_length=train.sequence_length,
         # Not simply steps x batch: the batch may have had another size before the checkpoint.
         num_samples=state.consumed_samples + max(0, train.num_steps - state.step) * train.global_batch_size,
-        seed=config.seed if config.data.seed is None else config.data.seed,
+        seed=config.data_seed,
         tokenizer=tokenizer,
         cache_dir=folder.data_cache,
     )

@@ -30,7 +30,7 @@ from tools.comparison import (
     with_seed,
     write_report,
 )
-from tools.ranks import at_least_one_rank, default_num_ranks, import_engine, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, default_num_ranks, import_engine, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.run import RunFolder
@@ -63,10 +63,6 @@ class PlannedRun:
     folder: RunFolder
     steps_left: int
 
-    @property
-    def label(self) -> str:
-        return f"{self.config.name}, seed {self.config.seed}"
-
 
 def add_parser(subparsers: Any) -> None:
     """Adds `compare` to the commands of `megamem`."""
@@ -94,9 +90,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="folder of the runs (default: runs/compare)",
     )
-    parser.add_argument(
-        "--nproc", type=at_least_one_rank, metavar="N", help="ranks to start here (default: as `megamem train`)"
-    )
+    add_nproc(parser, "ranks to start here (default: as `megamem train`)")
     parser.add_argument(
         "--report",
         type=Path,
@@ -225,7 +219,7 @@ def _train_all(plan: Sequence[PlannedRun], num_ranks: int, write: Callable[[], o
     """
     steps, seconds = 0, 0.0
     for index, run in enumerate(plan):
-        place = f"run {index + 1} of {len(plan)}: {run.label}"
+        place = f"run {index + 1} of {len(plan)}: {run.config.name}, seed {run.config.seed}"
         if run.steps_left <= 0:
             print(f"{place}: finished", flush=True)
             continue

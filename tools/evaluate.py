@@ -11,7 +11,7 @@ from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.ranks import at_least_one_rank, fewest_ranks, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
 
 _EPILOG = """\
 examples:
@@ -38,12 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
-    parser.add_argument(
-        "--nproc",
-        type=at_least_one_rank,
-        metavar="N",
-        help="ranks to start here (default: one per GPU, or 2, or what --own-layout needs)",
-    )
+    add_nproc(parser, "ranks to start here (default: one per GPU, or 2, or what --own-layout needs)")
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
     parser.add_argument("--without-memory", action="store_true", help="switch the memory's output off in every block")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -82,7 +82,7 @@ def parameter_tables(configs: Sequence[RunConfig]) -> str:
     ]
     counted = (part.replace("_", " ") for part in count_parameters(configs[0].model).parts)
     parts = ["model", *counted, "keys per side", "FFN width"]
-    return "\n\n".join((_markdown(costs, map(_costs, configs)), _markdown(parts, map(_parts, configs))))
+    return "\n\n".join((markdown_table(costs, map(_costs, configs)), markdown_table(parts, map(_parts, configs))))
 
 
 def memory_share(config: RunConfig) -> float:
@@ -129,6 +129,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:,.2f}M" if count else ""
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown: a column of names, and columns of figures."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -37,8 +37,12 @@ def fewest_ranks(parallel: ParallelConfig) -> int:
     return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.memory)
 
 
+def add_nproc(parser: argparse.ArgumentParser, text: str, default: int | None = None) -> None:
+    """Adds `--nproc` with this help."""
+    parser.add_argument("--nproc", type=at_least_one_rank, default=default, metavar="N", help=text)
+
+
 def at_least_one_rank(text: str) -> int:
-    """The value of `--nproc`."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} ranks cannot be started: give 1 or more")

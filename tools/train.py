@@ -12,7 +12,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tools.comparison import read_metrics
-from tools.ranks import at_least_one_rank, default_num_ranks, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.run import Run, RunFolder
@@ -50,12 +50,7 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         help="set a key, as in optimizer.lr=3e-4 (the value is YAML)",
     )
-    parser.add_argument(
-        "--nproc",
-        type=at_least_one_rank,
-        metavar="N",
-        help="ranks to start here (default: one per GPU, or as few as the layout needs)",
-    )
+    add_nproc(parser, "ranks to start here (default: one per GPU, or as few as the layout needs)")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="the run's folder (default: runs/<name of the config>)"
     )

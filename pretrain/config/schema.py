@@ -239,3 +239,8 @@ class RunConfig(Config):
     """Checkpoints."""
     logging: Annotated[LoggingConfig, Role.RUNNING] = field(default_factory=LoggingConfig)
     """Metrics sinks."""
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the data order."""
+        return self.seed if self.data.seed is None else self.data.seed

@@ -12,7 +12,7 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.ranks import at_least_one_rank, default_num_ranks, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
 _EPILOG = """\
 examples:
@@ -54,9 +54,7 @@ def add_parser(subparsers: Any) -> None:
         help="YAML files; then key=value overrides; the word step before them; or the word kernels alone",
     )
     parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
-    parser.add_argument(
-        "--nproc", type=at_least_one_rank, metavar="N", help="ranks to start here (default: as `megamem train`)"
-    )
+    add_nproc(parser, "ranks to start here (default: as `megamem train`)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="figures per configuration (default: 5)")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps per figure (default: 2)")
     parser.add_argument(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import SimpleNamespace
@@ -50,20 +50,19 @@ class Phase(StrEnum):
     REST = "rest"
 
 
-@contextmanager
-def marked_run(
-    chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, timeline: Timeline
-) -> Iterator[None]:
-    """Put marks around the parts of a run for as long as the context lasts.
+def profiled_steps(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MemoryOptimizer,
+    timeline: Timeline,
+    step: Callable[[], object],
+    count: int,
+) -> RangeTimes:
+    """Times of `count` steps, each of which one call of `step` takes. Waits for the device after every step.
 
     Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile: times of two
     streams would overlap.
-
-    Args:
-        chunks: this rank's model chunks.
-        optimizer: of the chunks.
-        timeline: has begun a step whenever one of their steps runs.
     """
+    sums = RangeTimes()
     with ExitStack() as undo:
         hooks = _Hooks(undo, timeline)
         hooks.add_phases(chunks, optimizer)
@@ -72,19 +71,6 @@ def marked_run(
         if unwrap(chunks[0]).model_config.memory is not None:
             hooks.add_tables(chunks, optimizer)
             hooks.add_exchange()
-        yield
-
-
-def profiled_steps(
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MemoryOptimizer,
-    timeline: Timeline,
-    step: Callable[[], object],
-    count: int,
-) -> RangeTimes:
-    """Times of `count` steps, each of which one call of `step` takes. Waits for the device after every step."""
-    sums = RangeTimes()
-    with marked_run(chunks, optimizer, timeline):
         for _ in range(count):
             timeline.begin(Phase.REST)
             step()
