@@ -71,8 +71,8 @@ def run_train(args: argparse.Namespace) -> int:
     return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
 
 
-def train_rank(config: RunConfig, folder: RunFolder) -> None:
-    """What one rank does."""
+def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> None:
+    """What one rank does; `quiet` leaves out what is said before and after."""
     from pretrain.callbacks import default_callbacks
     from pretrain.loop import train
     from pretrain.run import open_run
@@ -81,13 +81,14 @@ def train_rank(config: RunConfig, folder: RunFolder) -> None:
     with session(config) as groups:
         run = open_run(config, folder, groups)
         finished = run.state.step >= config.train.num_steps
-        if groups.is_main:
+        speaks = groups.is_main and not quiet
+        if speaks:
             print(
                 f"{folder.path} is finished: {run.state.step} steps done." if finished else _headline(run), flush=True
             )
         if not finished:
             train(run, default_callbacks(run))
-        if groups.is_main:
+        if speaks:
             print(_closing(run), flush=True)
 
 

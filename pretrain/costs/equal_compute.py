@@ -54,13 +54,7 @@ def core_measure(model: ModelConfig) -> float:
 
 
 def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, multiple: int = 64) -> FfnWidth:
-    """The multiple of `multiple` at which `measure` comes nearest to `target`.
-
-    Args:
-        model: the model whose `ffn_hidden_size` is sought; the one that it has does not matter.
-        measure: what is to be equal; affine in the width.
-        target: the value that it is to have.
-        multiple: the width is a multiple of this.
+    """The `ffn_hidden_size`, a multiple of `multiple`, at which `measure` comes nearest to `target`.
 
     Raises:
         ValueError: if no width can do it.
@@ -111,12 +105,12 @@ def solve_experts(
     width_multiple: int = 8,
     count_multiple: int = 1,
 ) -> EqualExperts:
-    """Experts whose width meets the active parameters and whose number meets all, with `top_k` used by a token.
+    """Experts whose width meets the `active` parameters and whose number meets all, with `top_k` used by a token.
 
     The defaults of `MoEConfig` are OLMoE's, as the papers compare with; so is the number of experts per token.
 
     Args:
-        model: without memory; its `ffn_hidden_size` does not matter.
+        model: its memory and its dense feed-forward do not matter.
         active: parameters that one token is to use.
         total: parameters of the model.
         top_k: experts per token.

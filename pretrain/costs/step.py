@@ -57,11 +57,7 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
 
     Backward of a matrix product costs twice its forward; that of a gather reads the same rows again for the gradient of
     its operand, and reads and writes fp32 rows of the table's gradient. Recomputation (`train.recompute: full`) repeats
-    forward.
-
-    Args:
-        config: the run.
-        num_ranks: of all of them, over which tokens x layers and the optimizer state of tables are split evenly.
+    forward. Tokens x layers and the optimizer state of tables are split evenly over all ranks.
     """
     model, train = config.model, config.train
     if model.memory is None:

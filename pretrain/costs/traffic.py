@@ -47,15 +47,7 @@ class LookupTraffic:
 def lookup_traffic(
     memory: MemoryConfig, num_bank_rows: int, *, group_size: int, num_tokens: int, element_bytes: int
 ) -> LookupTraffic:
-    """The traffic of one lookup.
-
-    Args:
-        memory: the layer.
-        num_bank_rows: rows of the bank that it reads.
-        group_size: G.
-        num_tokens: T.
-        element_bytes: of activations, 2 in bf16.
-    """
+    """The traffic of one lookup of T = `num_tokens` by G = `group_size` ranks, of so many bytes per element."""
     others, lookup = group_size - 1, memory.lookup
     reads = num_tokens * lookup.rows
     pre_width = memory.width("pre_values")
@@ -79,9 +71,9 @@ def attention_traffic(
     Args:
         model: whose key/value heads are split over tensor-parallel ranks.
         context_size: CP.
-        tensor_size: tensor-parallel ranks.
+        tensor_size: over how many.
         num_tokens: T, before sequence parallelism splits them over tensor-parallel ranks.
-        element_bytes: of activations, 2 in bf16.
+        element_bytes: of activations.
     """
     heads = model.query_groups // tensor_size
     return (context_size - 1) * num_tokens * 2 * heads * model.attention_head_dim * element_bytes

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
@@ -16,8 +15,8 @@ from pretrain.config.validate import validate
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.costs.step import Part, part_costs
 from pretrain.errors import ConfigError
-from tools.bench.step import Contender, config_lines, known_peak, ratios, turns, with_pairs
-from tools.bench.step_profile import StepTimes
+from tools.bench.step import Contender, config_lines, known_peak, ratios, with_pairs
+from tools.bench.step_profile import StepTimes, turns
 from tools.bench.timeline import Range, RangeTimes
 from tools.cli import build_parser
 
@@ -67,8 +66,8 @@ def test_configurations_of_one_layout_take_turns_on_a_cpu_only() -> None:
     config = config_of("quickstart.yaml")
     other = replace(config, parallel=replace(config.parallel, memory=2))
     configs = {"a": config, "b": other, "c": config}
-    assert turns(configs, torch.device("cpu")) == [{"a": config, "c": config}, {"b": other}]
-    assert turns(configs, torch.device("cuda")) == [{"a": config}, {"b": other}, {"c": config}]
+    assert turns(configs) == [{"a": config, "c": config}, {"b": other}]
+    assert turns(configs, alone=True) == [{"a": config}, {"b": other}, {"c": config}]
 
 
 def test_peaks_by_name() -> None:

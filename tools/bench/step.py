@@ -16,7 +16,7 @@ from pretrain.costs.formulas import count_parameters, forward_flops_per_token, t
 from pretrain.costs.step import Cost, Part, part_costs
 from pretrain.errors import ConfigError
 from pretrain.session import session
-from tools.bench.step_profile import Phase, StepTimes, by_layout, measure_turns
+from tools.bench.step_profile import Phase, StepTimes, measure_turns, turns
 from tools.bench.timeline import RangeTimes
 
 _PEAKS = (
@@ -97,12 +97,11 @@ def experts_pair(config: RunConfig) -> Contender:
     Raises:
         ValueError: no mixture can do it.
     """
-    counts = count_parameters(config.model)
-    bare = replace(config.model, memory=None)
-    solved = solve_experts(bare, active=counts.active, total=counts.total, count_multiple=config.parallel.memory)
+    model, counts = config.model, count_parameters(config.model)
+    solved = solve_experts(model, active=counts.active, total=counts.total, count_multiple=config.parallel.memory)
     moe = solved.moe
     return Contender(
-        replace(config, model=replace(bare, moe=moe)),
+        replace(config, model=replace(model, memory=None, moe=moe)),
         f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters "
         f"{solved.active_residual:+.2%}, all parameters {solved.total_residual:+.2%}",
     )
@@ -115,7 +114,9 @@ def bench_steps_rank(contenders: Mapping[str, Contender], rounds: int, steps: in
     with session(next(iter(configs.values()))) as groups:
         if groups.is_main:
             print("\n".join(_header(contenders, groups, f"{rounds} rounds of {steps} steps")), flush=True)
-        for measured in measure_turns(turns(configs, groups.device), groups, rounds=rounds, steps=steps):
+        # The load of a CPU changes; GPUs have less memory.
+        sets = turns(configs, alone=groups.device.type == "cuda")
+        for measured in measure_turns(sets, groups, rounds=rounds, steps=steps):
             # At once: a later one may be too large for the device.
             for name, times in measured.items():
                 step_s[name] = median(times.step_s)
@@ -125,11 +126,6 @@ def bench_steps_rank(contenders: Mapping[str, Contender], rounds: int, steps: in
                     print("", *lines, sep="\n", flush=True)
         if groups.is_main:
             print("", *ratios(contenders, step_s), sep="\n")
-
-
-def turns(configs: Mapping[str, RunConfig], device: torch.device) -> list[dict[str, RunConfig]]:
-    """Those that take turns: on a CPU, whose load changes, those of one layout; on GPUs, with less memory, none."""
-    return by_layout(configs) if device.type == "cpu" else [{name: config} for name, config in configs.items()]
 
 
 def _header(contenders: Mapping[str, Contender], groups: ParallelGroups, amount: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups
 from pretrain.build import unwrap
-from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.costs.step import Part
 from pretrain.optimizer import MemoryOptimizer
 from pretrain.session import relaid
@@ -91,16 +91,16 @@ class StepTimes:
     marked: RangeTimes
 
 
-def by_layout(configs: Mapping[str, RunConfig]) -> list[dict[str, RunConfig]]:
-    """The configurations of each layout."""
-    found: dict[ParallelConfig, dict[str, RunConfig]] = {}
+def turns(configs: Mapping[str, RunConfig], *, alone: bool = False) -> list[dict[str, RunConfig]]:
+    """Those that take turns: the configurations of a layout, or, where memory is short, each one `alone`."""
+    found: dict[object, dict[str, RunConfig]] = {}
     for name, config in configs.items():
-        found.setdefault(config.parallel, {})[name] = config
+        found.setdefault(name if alone else config.parallel, {})[name] = config
     return list(found.values())
 
 
 def measure_turns(
-    turns: Iterable[Mapping[str, RunConfig]],
+    sets: Iterable[Mapping[str, RunConfig]],
     groups: ParallelGroups,
     *,
     rounds: int,
@@ -110,14 +110,14 @@ def measure_turns(
     """Measure one set of configurations after the other, and forget its models. Collective.
 
     Args:
-        turns: sets of one layout each; those of a set are in memory at once, and take turns.
+        sets: of one layout each, see `turns`; those of a set are in memory at once.
         groups: this rank's, of the first set's layout.
         rounds: figures per configuration.
         steps: optimizer steps behind each.
         with_marks: False leaves the marked steps out.
     """
     layout = None
-    for configs in turns:
+    for configs in sets:
         first = next(iter(configs.values()))
         if layout not in (None, first.parallel):
             groups = relaid(first, groups)

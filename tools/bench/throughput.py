@@ -9,14 +9,14 @@ from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import count_parameters
 from pretrain.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.session import session
-from tools.bench.step_profile import StepTimes, by_layout, measure_turns
+from tools.bench.step_profile import StepTimes, measure_turns, turns
 
 
 def bench_rank(configs: Mapping[str, RunConfig], rounds: int, steps: int) -> None:
     """What one rank does: one layout after the other."""
     times: dict[str, StepTimes] = {}
     with session(next(iter(configs.values()))) as groups:
-        for measured in measure_turns(by_layout(configs), groups, rounds=rounds, steps=steps, with_marks=False):
+        for measured in measure_turns(turns(configs), groups, rounds=rounds, steps=steps, with_marks=False):
             times |= measured
         if groups.is_main:
             print(

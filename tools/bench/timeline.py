@@ -70,21 +70,19 @@ class Timeline:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
-        self._phases: list[str] = []
-        self._parts: list[str] = []
+        self._open: list[Range] = []
         self._ranges: list[Range] = []
         self._times: list[float] = []
         self._entries: Counter[Range] = Counter()
 
     def begin(self, phase: str) -> None:
         """Start a step, in a phase that lasts wherever no other one is entered."""
-        self._phases, self._parts, self._ranges, self._times, self._entries = [phase], [], [], [], Counter()
+        self._open, self._ranges, self._times, self._entries = [Range(phase, "")], [], [], Counter()
         self._mark()
 
     def end(self) -> RangeTimes:
         """End the step. Waits for the device."""
-        assert len(self._phases) == 1, f"phases were entered and not left: {self._phases}"
-        assert not self._parts, f"parts were entered and not left: {self._parts}"
+        assert len(self._open) == 1, f"entered and not left: {self._open[1:]}"
         self._mark()
         seconds: dict[Range, float] = {}
         for where, duration in zip(self._ranges[:-1], self._durations(), strict=True):
@@ -93,26 +91,22 @@ class Timeline:
 
     def enter_phase(self, phase: str) -> None:
         """From here on time belongs to the phase, until `leave_phase`."""
-        assert not self._parts, f"{phase} begins inside of {self._parts}"
-        self._phases.append(phase)
-        self._enter()
+        assert not self._open[-1].part, f"{phase} begins inside of {self._open}"
+        self._enter(Range(phase, ""))
 
     def leave_phase(self) -> None:
         """Back to the phase before."""
-        assert len(self._phases) > 1, "no phase was entered"
-        assert not self._parts, f"{self._phases[-1]} ends inside of {self._parts}"
-        self._phases.pop()
-        self._mark()
+        assert len(self._open) > 1, "no phase was entered"
+        self.leave("")
 
     def enter(self, part: str) -> None:
         """From here on time belongs to the part, until it is left."""
-        self._parts.append(part)
-        self._enter()
+        self._enter(Range(self._open[-1].phase, part))
 
     def leave(self, part: str) -> None:
         """Back to what was before; the part must be the one that was entered last."""
-        assert self._parts[-1:] == [part], f"{part} ends inside of {self._parts}"
-        self._parts.pop()
+        assert self._open[-1].part == part, f"{part or 'a phase'} ends inside of {self._open}"
+        self._open.pop()
         self._mark()
 
     @contextmanager
@@ -124,7 +118,7 @@ class Timeline:
 
     @contextmanager
     def part(self, part: str) -> Iterator[None]:
-        """A part that has no backward pass, or whose backward pass is marked elsewhere; a context, or around a function."""
+        """A part that has no backward pass, or whose backward pass is marked elsewhere, in the same two ways."""
         self.enter(part)
         yield
         self.leave(part)
@@ -152,17 +146,14 @@ class Timeline:
 
         return timed
 
-    def _enter(self) -> None:
-        self._entries[self._range] += 1
+    def _enter(self, where: Range) -> None:
+        self._open.append(where)
+        self._entries[where] += 1
         self._mark()
-
-    @property
-    def _range(self) -> Range:
-        return Range(self._phases[-1], self._parts[-1] if self._parts else "")
 
     def _mark(self) -> None:
         index = len(self._ranges)
-        self._ranges.append(self._range)
+        self._ranges.append(self._open[-1])
         if not self._on_gpu:
             self._times.append(time.perf_counter())
             return
