@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from megamem.config import ModelConfig
 from megamem.identity import Role
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
-from parallel.layout import padded_size
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.checkpoint.folder import SavedState, newest_complete
 from pretrain.checkpoint.run import restore_run, save_run
@@ -79,7 +78,7 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step over all ranks."""
-        return self.config.train.global_batch_size * self.config.train.sequence_length
+        return self.config.train.tokens_per_step
 
     def batches(self) -> list[Iterator[Sample]]:
         """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""
@@ -137,7 +136,7 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
         sequence_length=train.sequence_length,
         # Not simply steps x batch: the batch may have had another size before the checkpoint.
         num_samples=state.consumed_samples + max(0, train.num_steps - state.step) * train.global_batch_size,
-        seed=config.seed if config.data.seed is None else config.data.seed,
+        seed=config.data_seed,
         tokenizer=tokenizer,
         cache_dir=folder.data_cache,
     )
@@ -154,9 +153,7 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
         chunks=chunks,
         optimizer=build_optimizer(config, chunks, groups),
         state=state,
-        flops_per_token=training_flops_per_token(
-            config.model, padded_size(vocab_size, config.model.vocab_size_multiple), train.sequence_length
-        ),
+        flops_per_token=training_flops_per_token(replace(config.model, vocab_size=vocab_size), train.sequence_length),
     )
     if saved is not None:
         restore_run(saved, run.chunks, run.optimizer)

@@ -35,9 +35,8 @@ def value_multiplier(step: int, optimizer: OptimizerConfig, train: TrainConfig) 
     start, end = optimizer.value_lr_multiplier, optimizer.value_lr_end_multiplier
     if end is None:
         return start
-    tokens_per_step = train.global_batch_size * train.sequence_length
-    decay_tokens = optimizer.value_lr_decay_tokens or train.num_steps * tokens_per_step
-    return start + (end - start) * min(1.0, step * tokens_per_step / decay_tokens)
+    decay_tokens = optimizer.value_lr_decay_tokens or train.num_steps * train.tokens_per_step
+    return start + (end - start) * min(1.0, step * train.tokens_per_step / decay_tokens)
 
 
 def group_settings(step: int, optimizer: OptimizerConfig, train: TrainConfig) -> dict[GroupName, tuple[float, float]]:

@@ -30,8 +30,8 @@ from tools.comparison import (
     with_seed,
     write_report,
 )
-from tools.parameter_table import padded_vocab_size
 from tools.ranks import add_nproc, default_num_ranks, import_engine, run_on_ranks, started_world_size
+from tools.train import train_rank
 
 if TYPE_CHECKING:
     from pretrain.run import RunFolder
@@ -63,10 +63,6 @@ class PlannedRun:
     config: RunConfig
     folder: RunFolder
     steps_left: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.config.name}, seed {self.config.seed}"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -144,7 +140,10 @@ def run_compare(args: argparse.Namespace) -> int:
     ]
 
     def write() -> dict[str, list[RunResult]]:
-        results = _results(plan)
+        results: dict[str, list[RunResult]] = {}
+        for run in plan:
+            if (result := read_result(run.folder.metrics, run.config)) is not None:
+                results.setdefault(run.config.name, []).append(result)
         text = report(
             models, figures, results, seeds=args.seeds, plot_name=path.with_suffix(".svg").name, command=_command(args)
         )
@@ -194,10 +193,7 @@ def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
     from pretrain.run import model_vocab_size
 
     tokenizer = check_blend(models[0].data.datasets)
-    return [
-        model_figures(config, padded_vocab_size(config.model, model_vocab_size(config.model, tokenizer)))
-        for config in models
-    ]
+    return [model_figures(config, model_vocab_size(config.model, tokenizer)) for config in models]
 
 
 def _plan_run(config: RunConfig, folder: RunFolder) -> PlannedRun:
@@ -227,14 +223,14 @@ def _train_all(plan: Sequence[PlannedRun], num_ranks: int, write: Callable[[], o
     """
     steps, seconds = 0, 0.0
     for index, run in enumerate(plan):
-        place = f"run {index + 1} of {len(plan)}: {run.label}"
+        place = f"run {index + 1} of {len(plan)}: {run.config.name}, seed {run.config.seed}"
         if run.steps_left <= 0:
             print(f"{place}: finished", flush=True)
             continue
         remaining = time_left(steps, seconds, sum(max(0, later.steps_left) for later in plan[index:]))
         print(f"{place}: {run.steps_left} steps to go; {remaining} for this and the runs after it", flush=True)
         started = time.monotonic()
-        code = run_on_ranks(partial(train_rank, run.config, run.folder), num_ranks, log_dir=run.folder.logs)
+        code = run_on_ranks(partial(train_rank, run.config, run.folder, quiet=True), num_ranks, log_dir=run.folder.logs)
         if code != 0:
             return code
         steps, seconds = steps + run.steps_left, seconds + time.monotonic() - started
@@ -248,27 +244,6 @@ def time_left(steps_done: int, seconds: float, steps_to_go: int) -> str:
         return "time not known yet"
     minutes = seconds / steps_done * steps_to_go / 60
     return f"about {minutes:.0f} min" if minutes >= 1 else "less than a minute"
-
-
-def train_rank(config: RunConfig, folder: RunFolder) -> None:
-    """What one rank does in one run."""
-    from pretrain.callbacks import default_callbacks
-    from pretrain.loop import train
-    from pretrain.run import open_run
-    from pretrain.session import session
-
-    with session(config) as groups:
-        run = open_run(config, folder, groups)
-        train(run, default_callbacks(run))
-
-
-def _results(plan: Sequence[PlannedRun]) -> dict[str, list[RunResult]]:
-    """Of the finished runs, by model."""
-    results: dict[str, list[RunResult]] = {}
-    for run in plan:
-        if (result := read_result(run.folder.metrics, run.config)) is not None:
-            results.setdefault(run.config.name, []).append(result)
-    return results
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from operator import attrgetter
@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, table_bytes_per_token
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.errors import ConfigError
+from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,12 +73,7 @@ class RunResult:
 
 def with_seed(config: RunConfig, seed: int) -> RunConfig:
     """The configuration with a seed for its weights; the order of the data stays what the file alone would give."""
-    return replace(config, seed=seed, data=replace(config.data, seed=data_seed(config)))
-
-
-def data_seed(config: RunConfig) -> int:
-    """The seed of the data order, which the seeds of a comparison do not change."""
-    return config.seed if config.data.seed is None else config.data.seed
+    return replace(config, seed=seed, data=replace(config.data, seed=config.data_seed))
 
 
 def check_comparable(configs: Mapping[str, RunConfig]) -> None:
@@ -92,7 +88,7 @@ def check_comparable(configs: Mapping[str, RunConfig]) -> None:
     (reference, first), *others = configs.items()
     for path, config in others:
         for key in SAME:
-            expected, found = (data_seed(c) if key == "data.seed" else attrgetter(key)(c) for c in (first, config))
+            expected, found = (c.data_seed if key == "data.seed" else attrgetter(key)(c) for c in (first, config))
             if expected != found:
                 raise ConfigError(
                     f"{key} is {_shown(expected)} in {reference} and {_shown(found)} in {path}: models are compared on "
@@ -114,15 +110,16 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def model_figures(config: RunConfig, padded_vocab_size: int) -> ModelFigures:
-    """The closed formulas' figures of a configuration's model."""
-    counts = count_parameters(config.model, padded_vocab_size)
+def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
+    """The closed formulas' figures of a configuration's model with so many token ids."""
+    model = replace(config.model, vocab_size=vocab_size)
+    counts = count_parameters(model)
     return ModelFigures(
         name=config.name,
         total=counts.total,
         active=counts.active,
-        forward_flops_per_token=forward_flops_per_token(config.model, padded_vocab_size, config.train.sequence_length),
-        table_bytes_per_token=table_bytes_per_token(config.model, 2 if config.train.precision == "bf16" else 4),
+        forward_flops_per_token=forward_flops_per_token(model, config.train.sequence_length),
+        table_bytes_per_token=counts.read_values * config.train.element_bytes,
     )
 
 
@@ -138,7 +135,7 @@ def inequalities(figures: ModelFigures, reference: ModelFigures) -> dict[str, fl
 def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
     """What a run reached; None if it has not been evaluated after its last step."""
     rows = read_metrics(metrics)
-    tokens_per_step = config.train.global_batch_size * config.train.sequence_length
+    tokens_per_step = config.train.tokens_per_step
     evaluations = [row for row in rows if row.get("validation_loss") is not None]
     steps = [row for row in rows if row.get("loss") is not None]
     if not evaluations or not steps or evaluations[-1]["step"] < config.train.num_steps:
@@ -168,10 +165,7 @@ def table(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunRes
         "validation loss",
         "bits per byte",
     )
-    lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
-    for model in figures:
-        lines.append(f"| {' | '.join(_cells(model, figures[0], results.get(model.name, ())))} |")
-    return "\n".join(lines)
+    return markdown_table(head, (_cells(model, figures[0], results.get(model.name, ())) for model in figures))
 
 
 def _cells(model: ModelFigures, reference: ModelFigures, runs: Sequence[RunResult]) -> Iterator[str]:
@@ -210,7 +204,6 @@ def report(
         command: what makes it again.
     """
     train, num_done = configs[0].train, sum(map(len, results.values()))
-    num_tokens = train.num_steps * train.global_batch_size * train.sequence_length
     steps = f"{train.num_steps} steps of {train.global_batch_size} x {train.sequence_length}"
     paths = ", ".join(entry.path for entry in configs[0].data.datasets)
     state = (
@@ -221,8 +214,8 @@ def report(
         f", but for {', '.join(departing)} (departures in brackets)" if departing else ""
     )
     return f"""\
-{len(configs)} models on {num_tokens:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
-(seed {data_seed(configs[0])}).
+{len(configs)} models on {train.num_steps * train.tokens_per_step:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
+(seed {configs[0].data_seed}).
 Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, with the lowest and the highest. \
 {balance[0].upper() + balance[1:]}.{state}
 
@@ -256,7 +249,7 @@ def plot(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResu
     }
     for name, line in lines.items():
         (drawn,) = axes.plot(*zip(*line, strict=True), label=name)
-        validation = _means([point for run in results[name] for point in run.validation])
+        validation = _means([point for run in results[name] for point in run.validation], lambda tokens: tokens)
         axes.plot(*zip(*validation, strict=True), "o", markersize=4, color=drawn.get_color())
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:g}")
     axes.set_xlabel("million tokens")
@@ -285,18 +278,15 @@ def svg(figure: Figure) -> str:
 def binned(points: Sequence[Point], num_bins: int = _NUM_BINS) -> tuple[Point, ...]:
     """Means of the points in equal ranges of tokens, which smooths a noisy curve."""
     end = max((x for x, _ in points), default=0.0)
-    bins: dict[int, list[Point]] = {}
-    for x, y in points:
-        bins.setdefault(math.ceil(x / end * num_bins), []).append((x, y))
-    return tuple((fmean(x for x, _ in held), fmean(y for _, y in held)) for _, held in sorted(bins.items()))
+    return _means(points, lambda tokens: math.ceil(tokens / end * num_bins))
 
 
-def _means(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The mean at each number of tokens."""
-    by_tokens: dict[float, list[float]] = {}
-    for x, y in points:
-        by_tokens.setdefault(x, []).append(y)
-    return tuple((x, fmean(values)) for x, values in sorted(by_tokens.items()))
+def _means(points: Sequence[Point], group: Callable[[float], float]) -> tuple[Point, ...]:
+    """The mean of each group of points; which one a point is in follows from its tokens."""
+    groups: dict[float, list[Point]] = {}
+    for point in points:
+        groups.setdefault(group(point[0]), []).append(point)
+    return tuple((fmean(x for x, _ in held), fmean(y for _, y in held)) for _, held in sorted(groups.items()))
 
 
 def check_report(path: Path) -> None:
@@ -307,7 +297,7 @@ def check_report(path: Path) -> None:
     """
     if path.suffix != ".md":
         raise ConfigError(f"--report is {path}: name a markdown file (.md); the plot goes beside it")
-    if path.exists() and not _has_marks(path.read_text(encoding="utf-8")):
+    if path.exists() and END not in path.read_text(encoding="utf-8").partition(BEGIN)[2]:
         raise ConfigError(
             f"--report is {path}, which is there and has no lines {BEGIN} and {END} to write between: put them in, or "
             "name another file"
@@ -322,7 +312,3 @@ def write_report(path: Path, text: str, svg: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".svg").write_text(svg, encoding="utf-8")
     path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
-
-
-def _has_marks(page: str) -> bool:
-    return BEGIN in page and END in page.partition(BEGIN)[2]

@@ -23,9 +23,9 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs, table_bytes_per_token
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs
 from pretrain.errors import ConfigError
-from tools.parameter_table import padded_vocab_size, parameter_tables
+from tools.parameter_table import parameter_tables
 
 _WIDTH = 100
 # `config show` measures initial outputs on so many layers, and on fewer where the weights of their retrieval are many,
@@ -156,6 +156,9 @@ def run_ffn_width(args: argparse.Namespace) -> int:
     if args.multiple < 1:
         raise ConfigError(f"--multiple is {args.multiple}: it must be at least 1")
     config = load_config(args.config, args.overrides)
+    flops = flops_measure(config.train.sequence_length)
+    measures: dict[str, Measure] = {"flops": flops, "active": active_measure, "core": core_measure}
+    measure = measures[args.match]
     if args.like is not None:
         other = load_config(args.like)
         if (other.model.vocab_size is None) != (config.model.vocab_size is None):
@@ -163,16 +166,14 @@ def run_ffn_width(args: argparse.Namespace) -> int:
                 f"only one of {args.config} and {args.like} has model.vocab_size, which they need to be compared: give "
                 "it in both, or in neither"
             )
-        target, source = _measure(args.match, other, config.train.sequence_length)(other.model), args.like
+        target, source = measure(other.model), args.like
     elif args.target <= 0:
         raise ConfigError(f"--target is {args.target}: it must be above 0")
     else:
         target, source = args.target, "--target"
     multiple = math.lcm(args.multiple, config.parallel.tensor)
     try:
-        solved = solve_ffn_width(
-            config.model, _measure(args.match, config, config.train.sequence_length), target, multiple=multiple
-        )
+        solved = solve_ffn_width(config.model, measure, target, multiple=multiple)
     except ValueError as error:
         raise ConfigError(f"{args.config}: {error}") from error
     print(f"model.ffn_hidden_size: {solved.width}")
@@ -182,13 +183,6 @@ def run_ffn_width(args: argparse.Namespace) -> int:
     )
     print(f"# the multiple of {multiple} nearest to {solved.exact:.1f}")
     return 0
-
-
-def _measure(match: str, config: RunConfig, sequence_length: int) -> Measure:
-    rows = padded_vocab_size(config.model)
-    if match == "flops":
-        return flops_measure(rows, sequence_length)
-    return active_measure(rows) if match == "active" else core_measure()
 
 
 def run_table(args: argparse.Namespace) -> int:
@@ -247,24 +241,22 @@ def _chunk_text(chunk: ModelChunk) -> str:
 
 
 def _length_section(config: RunConfig) -> Section:
-    train = config.train
-    step_tokens = train.global_batch_size * train.sequence_length
-    return Section("length", (f"tokens per step: {step_tokens:,}", f"tokens in all: {step_tokens * train.num_steps:,}"))
+    step_tokens = config.train.tokens_per_step
+    in_all = step_tokens * config.train.num_steps
+    return Section("length", (f"tokens per step: {step_tokens:,}", f"tokens in all: {in_all:,}"))
 
 
 def _model_section(config: RunConfig) -> Section:
     """Parameters, operations and table reads by the closed formulas."""
     model, train = config.model, config.train
-    rows = padded_vocab_size(model)
-    counts = count_parameters(model, rows)
+    counts = count_parameters(model)
     lines = [f"{name}: {count:,}" for name, count in counts.parts.items()]
     lines += [f"total: {counts.total:,}", f"active per token: {counts.active:,}"]
     if model.vocab_size is None:
         lines.append("(without embedding and output projection: model.vocab_size is left to the tokenizer)")
-    lines.append(f"forward MFLOPs per token: {forward_flops_per_token(model, rows, train.sequence_length) / 1e6:,.2f}")
+    lines.append(f"forward MFLOPs per token: {forward_flops_per_token(model, train.sequence_length) / 1e6:,.2f}")
     if model.memory is not None:
-        element = 2 if train.precision == "bf16" else 4
-        lines.append(f"bytes of table read per token: {table_bytes_per_token(model, element):,}")
+        lines.append(f"bytes of table read per token: {counts.read_values * train.element_bytes:,}")
     return Section("parameters", tuple(lines))
 
 

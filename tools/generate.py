@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
-from tools.ranks import at_least_one_rank, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
@@ -54,13 +54,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
-    parser.add_argument(
-        "--nproc",
-        type=at_least_one_rank,
-        default=1,
-        metavar="N",
-        help="ranks to start here, over which the memory tables are split (default: 1)",
-    )
+    add_nproc(parser, "1", what="ranks to start here, over which the memory tables are split", default=1)
     parser.set_defaults(func=run_generate)
 
 

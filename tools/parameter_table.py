@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megamem.config import ModelConfig
 from megamem.retrieval.config import RetrievalConfig
-from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import ParameterCounts, count_parameters, forward_flops_per_token, memory_flops
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_flops
 from pretrain.errors import ConfigError
 
 _BF16_BYTES = 2
@@ -82,27 +80,19 @@ def parameter_tables(configs: Sequence[RunConfig]) -> str:
         "paper",
         "table bytes read",
     ]
-    parts = ["model", *(part.replace("_", " ") for part in _counts(configs[0]).parts), "keys per side", "FFN width"]
-    return "\n\n".join((_markdown(costs, map(_costs, configs)), _markdown(parts, map(_parts, configs))))
+    counted = (part.replace("_", " ") for part in count_parameters(configs[0].model).parts)
+    parts = ["model", *counted, "keys per side", "FFN width"]
+    return "\n\n".join((markdown_table(costs, map(_costs, configs)), markdown_table(parts, map(_parts, configs))))
 
 
 def memory_share(config: RunConfig) -> float:
     """The memory's share of the forward pass, without output projection and attention scores."""
-    return memory_flops(config.model).total / (2 * _counts(config).core)
-
-
-def _counts(config: RunConfig) -> ParameterCounts:
-    return count_parameters(config.model, padded_vocab_size(config.model))
-
-
-def padded_vocab_size(model: ModelConfig, vocab_size: int = 0) -> int:
-    """Rows of the embedding, if there are `vocab_size` token ids where the model leaves them to the tokenizer."""
-    return padded_size(model.vocab_size or vocab_size, model.vocab_size_multiple)
+    return memory_flops(config.model) / (2 * count_parameters(config.model).core)
 
 
 def _costs(config: RunConfig) -> list[str]:
-    counts, paper = _counts(config), PAPER.get(config.name, PaperFigures("", ""))
-    flops = forward_flops_per_token(config.model, padded_vocab_size(config.model), config.train.sequence_length)
+    counts, paper = count_parameters(config.model), PAPER.get(config.name, PaperFigures("", ""))
+    flops = forward_flops_per_token(config.model, config.train.sequence_length)
     has_memory = config.model.memory is not None
     return [
         config.name,
@@ -120,7 +110,7 @@ def _costs(config: RunConfig) -> list[str]:
 
 
 def _parts(config: RunConfig) -> list[str]:
-    model, counts = config.model, _counts(config)
+    model, counts = config.model, count_parameters(config.model)
     keys = ""
     if isinstance(model.memory, RetrievalConfig):
         widest = max(view.num_keys for view in model.memory_plan.views)
@@ -139,6 +129,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:,.2f}M" if count else ""
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown: a column of names, and columns of figures."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from parallel.devices import num_visible_gpus
+from parallel.ranks import current_ranks
 from pretrain.config.schema import ParallelConfig
 from pretrain.errors import ConfigError
-
-# Imported once, before ranks are forked: each would take seconds to import them by itself.
-ENGINE_MODULES = (
-    "megatron.core.dist_checkpointing",
-    "megatron.core.distributed",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "pretrain.callbacks",
-    "pretrain.generate",
-    "pretrain.loop",
-    "pretrain.restore",
-)
 
 
 def default_num_ranks(parallel: ParallelConfig) -> int:
@@ -38,17 +25,18 @@ def fewest_ranks(parallel: ParallelConfig) -> int:
 
 
 def at_least_one_rank(text: str) -> int:
-    """The value of `--nproc`."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} ranks cannot be started: give 1 or more")
     return number
 
 
-def add_nproc(parser: argparse.ArgumentParser, default: str) -> None:
-    """Adds `--nproc`, which is None where it is not given; `default` says what that means."""
+def add_nproc(
+    parser: argparse.ArgumentParser, meaning: str, *, what: str = "ranks to start here", default: int | None = None
+) -> None:
+    """Adds `--nproc`; where it is not given, it is `default`, and `meaning` says what that means."""
     parser.add_argument(
-        "--nproc", type=at_least_one_rank, metavar="N", help=f"ranks to start here (default: {default})"
+        "--nproc", type=at_least_one_rank, default=default, metavar="N", help=f"{what} (default: {meaning})"
     )
 
 
@@ -58,8 +46,6 @@ def started_world_size() -> int | None:
     Raises:
         ConfigError: the environment contradicts itself.
     """
-    from parallel.ranks import current_ranks
-
     try:
         ranks = current_ranks()
     except ValueError as error:
@@ -68,9 +54,8 @@ def started_world_size() -> int | None:
 
 
 def import_engine() -> None:
-    """Import what ranks need, once, before they are forked."""
-    for module in ENGINE_MODULES:
-        importlib.import_module(module)
+    """Import what ranks need, once, before they are forked: each would take seconds to import it by itself."""
+    from pretrain import callbacks, generate, loop, restore  # noqa: F401
 
 
 def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | None = None) -> int:

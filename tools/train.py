@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tools.comparison import read_metrics
-from tools.parameter_table import padded_vocab_size
 from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def run_train(args: argparse.Namespace) -> int:
     return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
 
 
-def train_rank(config: RunConfig, folder: RunFolder) -> None:
-    """What one rank does."""
+def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> None:
+    """What one rank does; `quiet` leaves out what is said before and after."""
     from pretrain.callbacks import default_callbacks
     from pretrain.loop import train
     from pretrain.run import open_run
@@ -81,13 +81,14 @@ def train_rank(config: RunConfig, folder: RunFolder) -> None:
     with session(config) as groups:
         run = open_run(config, folder, groups)
         finished = run.state.step >= config.train.num_steps
-        if groups.is_main:
+        speaks = groups.is_main and not quiet
+        if speaks:
             print(
                 f"{folder.path} is finished: {run.state.step} steps done." if finished else _headline(run), flush=True
             )
         if not finished:
             train(run, default_callbacks(run))
-        if groups.is_main:
+        if speaks:
             print(_closing(run), flush=True)
 
 
@@ -96,9 +97,10 @@ def _headline(run: Run) -> str:
     from kernels.implementations import describe
     from kernels.select import resolve
     from pretrain.costs.formulas import count_parameters
+    from pretrain.run import model_vocab_size
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
-    counts = count_parameters(model, padded_vocab_size(model, run.tokenizer.vocab_size))
+    counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))
     offload = run.optimizer.describe_offload()
     kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)

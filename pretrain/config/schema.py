@@ -76,6 +76,16 @@ class TrainConfig(Config):
     """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler,
     else torch (its operations); naive: the references."""
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step, over all ranks."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return 2 if self.precision == "bf16" else 4
+
 
 @dataclass(frozen=True)
 class OptimizerConfig(Config):
@@ -229,3 +239,8 @@ class RunConfig(Config):
     """Checkpoints."""
     logging: Annotated[LoggingConfig, Role.RUNNING] = field(default_factory=LoggingConfig)
     """Metrics sinks."""
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the data order."""
+        return self.seed if self.data.seed is None else self.data.seed

@@ -38,29 +38,23 @@ class FfnWidth:
         return self.value / self.target - 1
 
 
-def flops_measure(padded_vocab_size: int, sequence_length: int) -> Measure:
+def flops_measure(sequence_length: int) -> Measure:
     """Forward floating-point operations per token."""
-    return lambda model: forward_flops_per_token(model, padded_vocab_size, sequence_length)
+    return lambda model: forward_flops_per_token(model, sequence_length)
 
 
-def active_measure(padded_vocab_size: int) -> Measure:
+def active_measure(model: ModelConfig) -> float:
     """Parameters that one token uses."""
-    return lambda model: count_parameters(model, padded_vocab_size).active
+    return count_parameters(model).active
 
 
-def core_measure() -> Measure:
+def core_measure(model: ModelConfig) -> float:
     """Parameters that one token uses, without embeddings and values: how UltraMemV2's Table 10 counts its 1B models."""
-    return lambda model: count_parameters(model, 0).core
+    return count_parameters(model).core
 
 
 def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, multiple: int = 64) -> FfnWidth:
-    """The multiple of `multiple` at which `measure` comes nearest to `target`.
-
-    Args:
-        model: the model whose `ffn_hidden_size` is sought; the one that it has does not matter.
-        measure: what is to be equal; affine in the width.
-        target: the value that it is to have.
-        multiple: the width is a multiple of this.
+    """The `ffn_hidden_size`, a multiple of `multiple`, at which `measure` comes nearest to `target`.
 
     Raises:
         ValueError: if no width can do it.
@@ -104,7 +98,6 @@ class EqualExperts:
 
 def solve_experts(
     model: ModelConfig,
-    padded_vocab_size: int,
     *,
     active: float,
     total: float,
@@ -112,13 +105,12 @@ def solve_experts(
     width_multiple: int = 8,
     count_multiple: int = 1,
 ) -> EqualExperts:
-    """Experts whose width meets the active parameters and whose number meets all, with `top_k` used by a token.
+    """Experts whose width meets the `active` parameters and whose number meets all, with `top_k` used by a token.
 
     The defaults of `MoEConfig` are OLMoE's, as the papers compare with; so is the number of experts per token.
 
     Args:
-        model: without memory; its `ffn_hidden_size` does not matter.
-        padded_vocab_size: rows of the embedding.
+        model: its memory and its dense feed-forward do not matter.
         active: parameters that one token is to use.
         total: parameters of the model.
         top_k: experts per token.
@@ -131,7 +123,7 @@ def solve_experts(
 
     def counts(num_experts: int, width: int) -> tuple[int, int]:
         moe = MoEConfig(num_experts=num_experts, top_k=top_k, expert_ffn_hidden_size=width)
-        result = count_parameters(replace(model, memory=None, moe=moe), padded_vocab_size)
+        result = count_parameters(replace(model, memory=None, moe=moe))
         return result.active, result.total
 
     num_experts, width = top_k, width_multiple

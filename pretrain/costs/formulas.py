@@ -1,7 +1,8 @@
 """Closed formulas for parameters, floating-point operations and table bytes of a model.
 
 Those of a memory layer are its family's (`Family.costs`); those of tables and gathers follow from which tables it has
-and how many rows it reads.
+and how many rows it reads. A model that leaves `vocab_size` to the tokenizer is counted without embedding and output
+projection; who knows the tokenizer sets it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, fields
 from megamem.config import ModelConfig
 from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
+from parallel.layout import padded_size
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "idle_experts")
@@ -63,15 +65,15 @@ class ParameterCounts:
         return self.active - self.embedding - self.read_values
 
 
-def count_parameters(model: ModelConfig, padded_vocab_size: int) -> ParameterCounts:
-    """Parameters of a model with an embedding of `padded_vocab_size` rows."""
+def count_parameters(model: ModelConfig) -> ParameterCounts:
+    """Parameters of a model."""
     depth, width, head = model.num_layers, model.hidden_size, model.attention_head_dim
     memory, own = model.memory, memory_layer_costs(model)
     per_row = memory.row_width if memory is not None else 0
     reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
     ffn, idle = _ffn_parameters(model)
     return ParameterCounts(
-        embedding=(1 if model.tied_embeddings else 2) * padded_vocab_size * width,
+        embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
         attention=depth * width * head * 2 * (model.num_attention_heads + model.query_groups),
         ffn=ffn,
         norms=(2 * depth + 1) * width + (2 * depth * head if model.qk_norm else 0),
@@ -81,6 +83,10 @@ def count_parameters(model: ModelConfig, padded_vocab_size: int) -> ParameterCou
         read_values=reads * per_row,
         idle_experts=idle,
     )
+
+
+def _embedding_size(model: ModelConfig) -> int:
+    return padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
 
 
 def _ffn_parameters(model: ModelConfig) -> tuple[int, int]:
@@ -103,64 +109,24 @@ def memory_layer_costs(model: ModelConfig) -> LayerCosts:
     return sum((costs(model.memory, view, model.hidden_size) for view in model.memory_plan.views), LayerCosts())
 
 
-def forward_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int) -> float:
+def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Floating-point operations of one token's forward pass, a multiply and an add counting as two.
 
     Matrix products, causal attention at its mean length, retrieval (key products, first-stage scores, the candidate
     grid) and gathers are counted; norms, activations, biases and selections are not.
     """
-    depth, width = model.num_layers, model.hidden_size
-    counts = count_parameters(model, padded_vocab_size)
-    flops = 2.0 * (counts.attention + counts.ffn - counts.idle_experts + width * padded_vocab_size)
-    flops += depth * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
-    return flops + memory_flops(model).total
+    counts = count_parameters(model)
+    flops = 2.0 * (counts.attention + counts.ffn - counts.idle_experts + _embedding_size(model))
+    flops += model.num_layers * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
+    return flops + memory_flops(model)
 
 
-@dataclass(frozen=True)
-class MemoryFlops:
-    """Floating-point operations of the memory in one token's forward pass, over all layers.
-
-    Attributes:
-        keys: query projections, and their products with the keys.
-        selection: first-stage scores and the candidate grid, M^2 products of R terms each behind the cores, or M^2
-            sums.
-        projections: of values, pre-values and gates.
-        gather_dot: products of the pre-values.
-        gather_sum: sums of the values.
-    """
-
-    keys: float
-    selection: float
-    projections: float
-    gather_dot: float
-    gather_sum: float
-
-    @property
-    def total(self) -> float:
-        """All five."""
-        return self.keys + self.selection + self.projections + self.gather_dot + self.gather_sum
-
-
-def memory_flops(model: ModelConfig) -> MemoryFlops:
+def memory_flops(model: ModelConfig) -> float:
     """The memory's share of `forward_flops_per_token`: queries, projections, retrieval and gathers."""
-    memory, own = model.memory, memory_layer_costs(model)
-    reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
-    pre_width = memory.width("pre_values") if memory is not None else 0
-    summed_width = memory.row_width - pre_width if memory is not None else 0
-    return MemoryFlops(
-        keys=own.key_flops,
-        selection=own.selection_flops,
-        projections=own.projection_flops,
-        gather_dot=2.0 * reads * pre_width,
-        gather_sum=2.0 * reads * summed_width,
-    )
+    own = memory_layer_costs(model)
+    return own.key_flops + own.selection_flops + own.projection_flops + 2.0 * count_parameters(model).read_values
 
 
-def training_flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int) -> float:
+def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Forward and backward: three times the forward pass, without recomputation."""
-    return 3.0 * forward_flops_per_token(model, padded_vocab_size, sequence_length)
-
-
-def table_bytes_per_token(model: ModelConfig, bytes_per_element: int) -> int:
-    """Bytes of values and pre-values that one token reads over all layers."""
-    return count_parameters(model, 0).read_values * bytes_per_element
+    return 3.0 * forward_flops_per_token(model, sequence_length)

@@ -13,7 +13,6 @@ from megamem.memory_config import MemoryConfig
 from parallel.exchange import coefficients_per_rank
 from parallel.packed_rows import RowFormat
 from pretrain.config.schema import RunConfig
-from pretrain.megatron import parameter_dtype
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,7 @@ class LookupTraffic:
 def lookup_traffic(
     memory: MemoryConfig, num_bank_rows: int, *, group_size: int, num_tokens: int, element_bytes: int
 ) -> LookupTraffic:
-    """The traffic of one lookup.
-
-    Args:
-        memory: the layer.
-        num_bank_rows: rows of the bank that it reads.
-        group_size: G.
-        num_tokens: T.
-        element_bytes: of activations, 2 in bf16.
-    """
+    """The traffic of one lookup of T = `num_tokens` by G = `group_size` ranks, of so many bytes per element."""
     others, lookup = group_size - 1, memory.lookup
     reads = num_tokens * lookup.rows
     pre_width = memory.width("pre_values")
@@ -67,36 +58,6 @@ def lookup_traffic(
         coefficients=others * reads * coefficients_per_rank(lookup.scores, group_size) * element_bytes,
         values=others * num_tokens * lookup.bins * (memory.width("values") // group_size) * element_bytes,
     )
-
-
-def microbatch_traffic(
-    model: ModelConfig, *, group_size: int, num_tokens: int, element_bytes: int, forward_passes: int
-) -> int:
-    """Bytes that a rank sends for one microbatch, forward and backward, in the lookups of all memory layers.
-
-    With pipeline parallelism every stage sends the part of its own layers.
-
-    Args:
-        model: the model.
-        group_size: G.
-        num_tokens: of the microbatch, per rank.
-        element_bytes: of activations.
-        forward_passes: 1, or 2 where blocks are recomputed.
-    """
-    if model.memory is None:
-        return 0
-    plan = model.memory_plan
-    total = 0
-    for view in plan.views:
-        lookup = lookup_traffic(
-            model.memory,
-            plan.banks[view.bank].num_rows,
-            group_size=group_size,
-            num_tokens=num_tokens,
-            element_bytes=element_bytes,
-        )
-        total += forward_passes * lookup.forward + lookup.backward
-    return total
 
 
 def attention_traffic(
@@ -110,9 +71,9 @@ def attention_traffic(
     Args:
         model: whose key/value heads are split over tensor-parallel ranks.
         context_size: CP.
-        tensor_size: tensor-parallel ranks.
+        tensor_size: over how many.
         num_tokens: T, before sequence parallelism splits them over tensor-parallel ranks.
-        element_bytes: of activations, 2 in bf16.
+        element_bytes: of activations.
     """
     heads = model.query_groups // tensor_size
     return (context_size - 1) * num_tokens * 2 * heads * model.attention_head_dim * element_bytes
@@ -123,14 +84,20 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
 
     Stages with more memory layers than others send more: this is their mean.
     """
-    layout, train = config.parallel, config.train
-    per_microbatch = microbatch_traffic(
-        config.model,
-        group_size=layout.memory,
-        num_tokens=train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context),
-        element_bytes=parameter_dtype(config).itemsize,
-        forward_passes=2 if train.recompute == "full" else 1,
-    )
+    layout, train, model = config.parallel, config.train, config.model
+    if model.memory is None:
+        return 0
+    forward_passes = 2 if train.recompute == "full" else 1
+    plan, per_microbatch = model.memory_plan, 0
+    for view in plan.views:
+        lookup = lookup_traffic(
+            model.memory,
+            plan.banks[view.bank].num_rows,
+            group_size=layout.memory,
+            num_tokens=train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context),
+            element_bytes=train.element_bytes,
+        )
+        per_microbatch += forward_passes * lookup.forward + lookup.backward
     return _num_microbatches(config, num_ranks) * per_microbatch // layout.pipeline
 
 
@@ -147,7 +114,7 @@ def attention_bytes(config: RunConfig, num_ranks: int) -> int:
         context_size=layout.context,
         tensor_size=layout.tensor,
         num_tokens=train.micro_batch_size * train.sequence_length // layout.context,
-        element_bytes=parameter_dtype(config).itemsize,
+        element_bytes=train.element_bytes,
     )
     passes = 2 if train.recompute == "none" else 3
     return _num_microbatches(config, num_ranks) * passes * per_pass * model.num_layers // layout.pipeline

@@ -22,39 +22,9 @@ from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
 from pretrain.build import unwrap
 from pretrain.config.schema import RunConfig
-from pretrain.costs.step import (
-    EXCHANGE,
-    GATHER_DOT,
-    GATHER_PAIR,
-    GATHER_SUM,
-    KEYS,
-    OTHER,
-    PARTS,
-    PROJECTIONS,
-    ROWS,
-    SCORES,
-    SELECTION,
-    SINGULAR_VECTORS,
-    TABLE_GRADIENT,
-    TABLE_REDUCTION,
-    TABLE_STEP,
-    WEIGHTING,
-    ZEROING,
-    part_costs,
-)
+from pretrain.costs.step import Part, part_costs
 from tools.bench import step_profile
-from tools.bench.step_profile import (
-    BACKWARD,
-    CLIPPING,
-    FORWARD,
-    MESSAGES,
-    OPTIMIZER,
-    PHASES,
-    REDUCTION,
-    REST,
-    measure_steps,
-    profiled_steps,
-)
+from tools.bench.step_profile import Phase, measure_steps, profiled_steps
 from tools.bench.timeline import Range, RangeTimes, Timeline
 
 NUM_STEPS = 2
@@ -149,10 +119,10 @@ def test_parts_add_up_and_change_nothing(name: str, profiles: dict[str, Profile]
     assert found.same
     assert found.clean
     assert all(seconds >= 0 for seconds in found.intervals.seconds.values())
-    assert 0 < found.intervals.total_s <= found.wall_s
+    assert 0 < sum(found.intervals.seconds.values()) <= found.wall_s
     assert found.intervals.num_steps == NUM_STEPS
-    assert {where.phase for where in found.intervals.seconds} <= set(PHASES)
-    assert {where.part for where in found.intervals.seconds} <= {"", *PARTS}
+    assert {where.phase for where in found.intervals.seconds} <= set(Phase)
+    assert {where.part for where in found.intervals.seconds} <= {"", *Part}
 
 
 def per_step(found: Profile) -> Counter[Range]:
@@ -162,21 +132,35 @@ def per_step(found: Profile) -> Counter[Range]:
 
 def passes(reads: int, *, has_pre: bool = True, paired: bool = True, recomputed: bool = False) -> Counter[Range]:
     """How often the parts of `reads` lookups per step are entered; `paired` if they read values and pre-values in one."""
-    gathers = {GATHER_PAIR} if has_pre and paired else {GATHER_SUM, GATHER_DOT} if has_pre else {GATHER_SUM}
-    forward = {KEYS, SELECTION, SCORES, ROWS, WEIGHTING, OTHER} | gathers
-    backward = forward - {SELECTION, ROWS}
-    counts = Counter({Range(FORWARD, part): reads for part in forward})
-    counts.update({Range(BACKWARD, part): reads for part in backward})
-    counts[Range(FORWARD, PROJECTIONS)] = 2 * reads
-    counts[Range(BACKWARD, PROJECTIONS)] = (2 if has_pre else 1) * reads
-    counts[Range(BACKWARD, TABLE_GRADIENT)] = (2 if has_pre else 1) * reads
+    gathers = (
+        {Part.GATHER_PAIR}
+        if has_pre and paired
+        else {Part.GATHER_SUM, Part.GATHER_DOT}
+        if has_pre
+        else {Part.GATHER_SUM}
+    )
+    forward = {Part.KEYS, Part.SELECTION, Part.SCORES, Part.ROWS, Part.WEIGHTING, Part.OTHER} | gathers
+    backward = forward - {Part.SELECTION, Part.ROWS}
+    counts = Counter({Range(Phase.FORWARD, part): reads for part in forward})
+    counts.update({Range(Phase.BACKWARD, part): reads for part in backward})
+    counts[Range(Phase.FORWARD, Part.PROJECTIONS)] = 2 * reads
+    counts[Range(Phase.BACKWARD, Part.PROJECTIONS)] = (2 if has_pre else 1) * reads
+    counts[Range(Phase.BACKWARD, Part.TABLE_GRADIENT)] = (2 if has_pre else 1) * reads
     if recomputed:
-        counts.update({Range(BACKWARD, where.part): n for where, n in list(counts.items()) if where.phase == FORWARD})
+        counts.update(
+            {Range(Phase.BACKWARD, where.part): n for where, n in list(counts.items()) if where.phase == Phase.FORWARD}
+        )
     return counts
 
 
 def of_passes(counts: Counter[Range]) -> Counter[Range]:
-    return Counter({s: n for s, n in counts.items() if s.phase in (FORWARD, BACKWARD) and s.part not in ("", EXCHANGE)})
+    return Counter(
+        {
+            s: n
+            for s, n in counts.items()
+            if s.phase in (Phase.FORWARD, Phase.BACKWARD) and s.part not in ("", Part.EXCHANGE)
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,16 +192,20 @@ def test_every_part_is_entered_as_often_as_it_runs(
 def test_phases_of_a_step(profiles: dict[str, Profile]) -> None:
     found = per_step(profiles["v2"])
     phases = {where.phase: number for where, number in found.items() if not where.part}
-    assert phases == {FORWARD: 2, BACKWARD: 2, REDUCTION: 1, CLIPPING: 3, OPTIMIZER: 1}
-    once = {where: number for where, number in found.items() if where.part and where.phase not in (FORWARD, BACKWARD)}
-    assert once == {
-        Range(REST, SINGULAR_VECTORS): 1,
-        Range(REST, ZEROING): 1,
-        # Reduced, and divided by the number of tokens.
-        Range(REDUCTION, TABLE_REDUCTION): 2,
-        Range(OPTIMIZER, TABLE_STEP): 1,
+    assert phases == {Phase.FORWARD: 2, Phase.BACKWARD: 2, Phase.REDUCTION: 1, Phase.CLIPPING: 3, Phase.OPTIMIZER: 1}
+    once = {
+        where: number
+        for where, number in found.items()
+        if where.part and where.phase not in (Phase.FORWARD, Phase.BACKWARD)
     }
-    assert Range(MESSAGES, "") in per_step(profiles["pipeline 2"])
+    assert once == {
+        Range(Phase.REST, Part.SINGULAR_VECTORS): 1,
+        Range(Phase.REST, Part.ZEROING): 1,
+        # Reduced, and divided by the number of tokens.
+        Range(Phase.REDUCTION, Part.TABLE_REDUCTION): 2,
+        Range(Phase.OPTIMIZER, Part.TABLE_STEP): 1,
+    }
+    assert Range(Phase.MESSAGES, "") in per_step(profiles["pipeline 2"])
 
 
 def test_without_a_memory_no_part_is_met(profiles: dict[str, Profile]) -> None:
@@ -228,15 +216,15 @@ def test_without_a_memory_no_part_is_met(profiles: dict[str, Profile]) -> None:
 def test_naive_gathers_keep_their_table_gradient_inside(profiles: dict[str, Profile]) -> None:
     found = of_passes(per_step(profiles["naive"]))
     expected = passes(8)
-    del expected[Range(BACKWARD, TABLE_GRADIENT)]
+    del expected[Range(Phase.BACKWARD, Part.TABLE_GRADIENT)]
     assert found == expected
 
 
 def test_the_exchange_is_marked_in_both_passes(profiles: dict[str, Profile]) -> None:
     """Five collectives forward, four backward."""
     found = per_step(profiles["memory 2"])
-    assert (found[Range(FORWARD, EXCHANGE)], found[Range(BACKWARD, EXCHANGE)]) == (5 * 4, 4 * 4)
-    assert EXCHANGE not in {where.part for where in per_step(profiles["v2"])}
+    assert (found[Range(Phase.FORWARD, Part.EXCHANGE)], found[Range(Phase.BACKWARD, Part.EXCHANGE)]) == (5 * 4, 4 * 4)
+    assert Part.EXCHANGE not in {where.part for where in per_step(profiles["v2"])}
 
 
 def test_models_are_gone_when_they_are_measured(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +241,7 @@ def test_models_are_gone_when_they_are_measured(run_ranks: Any, monkeypatch: pyt
 
         monkeypatch.setattr(step_profile, "SyntheticRun", Watched)
         with joined(config) as groups:
-            (times,) = measure_steps([config], groups, vocab_size=VOCAB_SIZE, rounds=3, steps_per_round=2)
+            (times,) = measure_steps([model(config, vocab_size=VOCAB_SIZE)], groups, rounds=3, steps=2)
         gc.collect()
         return len(times.step_s), times.marked.num_steps, sum(model() is not None for model in models)
 
@@ -271,9 +259,9 @@ def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
                 x = torch.randn(64, config.model.hidden_size, requires_grad=True)
                 values = torch.randn(64, layer.memory.lookup.bins * layer.memory.value_dim, requires_grad=True)
                 for part, compute in (
-                    (KEYS, lambda: sum(scores.sum() for scores in layer.key_scores(x))),  # noqa: B023
-                    (PROJECTIONS, lambda: layer.project(values, x).sum()),  # noqa: B023
-                    (PROJECTIONS, lambda: pre.sum() if (pre := layer.pre_input(x)) is not None else x.sum()),  # noqa: B023
+                    (Part.KEYS, lambda: sum(scores.sum() for scores in layer.key_scores(x))),  # noqa: B023
+                    (Part.PROJECTIONS, lambda: layer.project(values, x).sum()),  # noqa: B023
+                    (Part.PROJECTIONS, lambda: pre.sum() if (pre := layer.pre_input(x)) is not None else x.sum()),  # noqa: B023
                 ):
                     with FlopCounterMode(display=False) as counter:
                         compute().backward()
@@ -285,7 +273,7 @@ def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
     for name, config in configs.items():
         tokens = config.train.global_batch_size * config.train.sequence_length
         costs = part_costs(config, 1)
-        for part in (KEYS, PROJECTIONS):
+        for part in (Part.KEYS, Part.PROJECTIONS):
             assert found[name][part] * tokens / 64 == costs[part].flops
 
 
@@ -293,20 +281,20 @@ def test_bytes_of_tables() -> None:
     """By hand: 128 tokens, 4 layers of 4 rows with 16 + 8 columns, 2 banks of 2 x 12^2 rows."""
     costs = part_costs(SHARED, 1)
     reads = 128 * 4 * 4
-    assert costs[GATHER_SUM].num_bytes == 2 * reads * 16 * 4
-    assert costs[GATHER_DOT].num_bytes == 2 * reads * 8 * 4
-    assert costs[GATHER_PAIR].num_bytes == 2 * reads * (16 + 8) * 4
-    assert costs[TABLE_GRADIENT].num_bytes == reads * 24 * 8
+    assert costs[Part.GATHER_SUM].num_bytes == 2 * reads * 16 * 4
+    assert costs[Part.GATHER_DOT].num_bytes == 2 * reads * 8 * 4
+    assert costs[Part.GATHER_PAIR].num_bytes == 2 * reads * (16 + 8) * 4
+    assert costs[Part.TABLE_GRADIENT].num_bytes == reads * 24 * 8
     elements = 2 * (2 * 144) * 24
-    assert costs[TABLE_STEP].num_bytes == elements * 28
-    assert costs[ZEROING].num_bytes == elements * 4
-    assert EXCHANGE not in costs
+    assert costs[Part.TABLE_STEP].num_bytes == elements * 28
+    assert costs[Part.ZEROING].num_bytes == elements * 4
+    assert Part.EXCHANGE not in costs
     split = part_costs(on(SHARED, memory=2), 2)
-    assert split[GATHER_SUM].num_bytes == reads * 16 * 4
-    assert split[ZEROING].num_bytes == elements * 2
-    assert split[EXCHANGE].num_bytes
+    assert split[Part.GATHER_SUM].num_bytes == reads * 16 * 4
+    assert split[Part.ZEROING].num_bytes == elements * 2
+    assert split[Part.EXCHANGE].num_bytes
     bf16 = part_costs(replace(SHARED, train=replace(SHARED.train, precision="bf16")), 1)
-    assert bf16[TABLE_STEP].num_bytes == elements * 30
-    assert bf16[GATHER_SUM].num_bytes == reads * 16 * 4
+    assert bf16[Part.TABLE_STEP].num_bytes == elements * 30
+    assert bf16[Part.GATHER_SUM].num_bytes == reads * 16 * 4
     assert part_costs(replace(SHARED, model=ModelConfig()), 1) == {}
-    assert TABLE_STEP not in part_costs(ONE_RANK["offloaded"], 1)
+    assert Part.TABLE_STEP not in part_costs(ONE_RANK["offloaded"], 1)

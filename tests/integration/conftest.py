@@ -4,7 +4,6 @@ once.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import shutil
 import sysconfig
@@ -17,14 +16,13 @@ from commands import TINY, Command, Megamem, Result, Start, assert_no_orphans, s
 
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from tools.ranks import ENGINE_MODULES
+from tools.ranks import import_engine
 
 
 @pytest.fixture(scope="session")
 def warm() -> None:
     """Everything imported that ranks need, before the first of them is forked."""
-    for module in ENGINE_MODULES:
-        importlib.import_module(module)
+    import_engine()
 
 
 @pytest.fixture(scope="session")

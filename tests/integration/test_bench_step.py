@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Megamem
 
-from pretrain.costs.step import PARTS
+from pretrain.costs.step import Part
 
 QUICK = ("--rounds", 1, "--steps", 1)
 
@@ -37,7 +37,7 @@ def test_a_memory_beside_its_pair(megamem: Megamem, config_file: Path) -> None:
     assert sum(shares(parts, 4)) == pytest.approx(float(whole), abs=1)
     printed = re.findall(r"^    ([a-z][a-z_ ]+?)  +", parts, re.MULTILINE)
     # Whole tables are read in pairs, and nothing is exchanged.
-    assert printed == [part for part in PARTS if part not in ("exchange", "gather_dot", "gather_sum")]
+    assert printed == [part for part in Part if part not in ("exchange", "gather_dot", "gather_sum")]
     assert re.search(rf"1\.000x  {re.escape(str(config_file))}\n", end)
     assert "takes" in end.splitlines()[-1]
 

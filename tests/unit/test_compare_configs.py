@@ -22,11 +22,11 @@ MEMORIES = tuple(name for name in SPARSE if name != "moe")
 
 
 def load(name: str) -> RunConfig:
-    return load_config(FOLDER / f"{name}.yaml")
+    return load_config(FOLDER / f"{name}.yaml", [f"model.vocab_size={VOCAB}"])
 
 
 def flops(model: ModelConfig) -> float:
-    return forward_flops_per_token(model, VOCAB, 256)
+    return forward_flops_per_token(model, 256)
 
 
 def with_width(model: ModelConfig, change: int) -> ModelConfig:
@@ -48,7 +48,7 @@ def test_the_folder_is_one_comparison() -> None:
 def test_flops_and_active_parameters_are_those_of_the_dense_model(name: str) -> None:
     dense, model = load("dense").model, load(name).model
     assert flops(model) == pytest.approx(flops(dense), rel=0.005)
-    assert count_parameters(model, VOCAB).active == pytest.approx(count_parameters(dense, VOCAB).active, rel=0.01)
+    assert count_parameters(model).active == pytest.approx(count_parameters(dense).active, rel=0.01)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -60,7 +60,7 @@ def test_no_neighbouring_width_is_nearer(name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMORIES)
 def test_tables_hold_what_idle_experts_hold(name: str) -> None:
-    counts, mixture = count_parameters(load(name).model, VOCAB), count_parameters(load("moe").model, VOCAB)
+    counts, mixture = count_parameters(load(name).model), count_parameters(load("moe").model)
     assert counts.tables == pytest.approx(mixture.idle_experts, rel=0.01)
     assert counts.total == pytest.approx(mixture.total, rel=0.01)
     assert counts.read_values == 4096

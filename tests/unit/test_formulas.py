@@ -20,18 +20,18 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
 from megamem.retrieval.config import TuckerConfig
 from megamem.sharing import SharingConfig
-from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import (
     count_parameters,
     forward_flops_per_token,
-    memory_flops,
-    table_bytes_per_token,
+    memory_layer_costs,
     training_flops_per_token,
 )
 
 VOCAB = 300
-DENSE = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48)
+DENSE = ModelConfig(
+    num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48, vocab_size=VOCAB
+)
 MEMORY = UltraMemV2Config(num_keys=12, key_dim=8, value_dim=12, pre_value_dim=4, top_k=6)
 GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=12, **GRID)
@@ -157,20 +157,19 @@ def _count_forward(chunk: Any) -> tuple[float, float, float]:
     return flops["aten.mm"] + flops.get("aten.addmm", 0.0), batched, num_bytes / ids.numel()
 
 
-def check_costs(model: ModelConfig, built: BuiltModel, padded_vocab_size: int) -> None:
+def check_costs(model: ModelConfig, built: BuiltModel) -> None:
     """The closed formulas are what was counted; what PyTorch does not count are attention, selections and gathers."""
-    counts = count_parameters(model, padded_vocab_size)
+    counts = count_parameters(model)
     assert counts.parts == built.parts
     if isnan(built.products):
         return
-    assert built.table_bytes == table_bytes_per_token(model, 4)
+    assert built.table_bytes == 4 * counts.read_values
     length = 64
     attention = model.num_layers * 4 * model.num_attention_heads * model.attention_head_dim * (length + 1) / 2
-    expected = forward_flops_per_token(model, padded_vocab_size, length) - attention
+    expected = forward_flops_per_token(model, length) - attention
     rescoring = 0
     if (memory := model.memory) is not None:
-        costs = memory_flops(model)
-        expected -= costs.selection + costs.gather_dot + costs.gather_sum
+        expected -= memory_layer_costs(model).selection_flops + 2 * counts.read_values
         if isinstance(memory, TuckerConfig):
             # The scores of the kept entries are computed once more: S C, and from that the sum with the other S.
             pairs = memory.num_cores * memory.tucker_rank * (memory.tucker_rank + 1)
@@ -208,55 +207,52 @@ def built() -> dict[str, BuiltModel]:
 def test_every_cost_is_that_of_the_built_model(name: str, built: dict[str, BuiltModel]) -> None:
     """Parameters by part, operations, and bytes of tables."""
     assert not isnan(built[name].products)
-    check_costs(MODELS[name], built[name], padded_size(VOCAB, MODELS[name].vocab_size_multiple))
+    check_costs(MODELS[name], built[name])
 
 
 def test_active_parameters_count_the_values_that_a_token_reads() -> None:
-    counts = count_parameters(MODELS["memory"], 384)
+    counts = count_parameters(MODELS["memory"])
     assert counts.read_values == DENSE.num_layers * MEMORY.top_k * (MEMORY.value_dim + MEMORY.pre_value_dim)
     assert counts.active == counts.total - counts.tables + counts.read_values
-    assert count_parameters(DENSE, 384).active == count_parameters(DENSE, 384).total
+    assert count_parameters(DENSE).active == count_parameters(DENSE).total
 
 
 def test_active_parameters_leave_out_idle_experts() -> None:
     dense_of_two = replace(DENSE, ffn_hidden_size=2 * 16)
     router = DENSE.num_layers * DENSE.hidden_size * MOE.num_experts
-    assert count_parameters(MODELS["moe"], 384).active == count_parameters(dense_of_two, 384).active + router
-    assert (
-        forward_flops_per_token(MODELS["moe"], 384, 64) == forward_flops_per_token(dense_of_two, 384, 64) + 2 * router
-    )
+    assert count_parameters(MODELS["moe"]).active == count_parameters(dense_of_two).active + router
+    assert forward_flops_per_token(MODELS["moe"], 64) == forward_flops_per_token(dense_of_two, 64) + 2 * router
 
 
 def test_flops_of_a_product_key_memory() -> None:
     """Queries, keys, sums of candidates, values, and both projections, by hand."""
     model = MODELS["memory_plus, one table"]
     per_layer = 2 * (32 * 4 * 8 + 2 * 2 * 12 * 8 + 2 * 6 * 12 + 2 * 32 * 12) + 2 * 6**2
-    assert forward_flops_per_token(model, 384, 64) == forward_flops_per_token(DENSE, 384, 64) + 4 * per_layer
+    assert forward_flops_per_token(model, 64) == forward_flops_per_token(DENSE, 64) + 4 * per_layer
 
 
 def test_expansion_costs_keys_and_neither_rows_nor_reads() -> None:
     plain, expanded = MODELS["memory"], MODELS["memory, expanded keys"]
-    few, many = count_parameters(plain, 384), count_parameters(expanded, 384)
+    few, many = count_parameters(plain), count_parameters(expanded)
     assert (few.tables, few.read_values, few.memory_projections) == (
         many.tables,
         many.read_values,
         many.memory_projections,
     )
     assert many.retrieval - few.retrieval == 2 * DENSE.num_layers * 2 * 12 * 8 * 2
-    projected = count_parameters(MODELS["memory, expanded keys, projected blocks"], 384)
+    projected = count_parameters(MODELS["memory, expanded keys, projected blocks"])
     assert projected.memory_projections - few.memory_projections == DENSE.num_layers * 3 * 12 * 32
 
 
 def test_flops_of_a_dense_model_are_two_per_weight_and_causal_attention() -> None:
-    counts = count_parameters(DENSE, 384)
+    counts = count_parameters(DENSE)
     weights = counts.attention + counts.ffn + 384 * DENSE.hidden_size
     attention = DENSE.num_layers * 4 * DENSE.hidden_size * (100 + 1) / 2
-    assert forward_flops_per_token(DENSE, 384, 100) == 2 * weights + attention
-    assert training_flops_per_token(DENSE, 384, 100) == 3 * forward_flops_per_token(DENSE, 384, 100)
+    assert forward_flops_per_token(DENSE, 100) == 2 * weights + attention
+    assert training_flops_per_token(DENSE, 100) == 3 * forward_flops_per_token(DENSE, 100)
 
 
 def test_sharing_costs_key_products_and_not_reads() -> None:
     alone, shared = MODELS["memory"], MODELS["memory, ring of 3"]
-    assert forward_flops_per_token(shared, 384, 64) > forward_flops_per_token(alone, 384, 64)
-    read: Callable[[ModelConfig], int] = lambda model: table_bytes_per_token(model, 2)  # noqa: E731
-    assert read(shared) == read(alone) == 2 * count_parameters(alone, 384).read_values
+    assert forward_flops_per_token(shared, 64) > forward_flops_per_token(alone, 64)
+    assert count_parameters(shared).read_values == count_parameters(alone).read_values

@@ -100,7 +100,7 @@ def test_a_gpu_holds_as_many_bytes_as_its_layout_states(name: str) -> None:
     ranks of the stage).
     """
     text = (REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
-    config, counts = CONFIGS[name], count_parameters(CONFIGS[name].model, VOCAB)
+    config, counts = CONFIGS[name], count_parameters(CONFIGS[name].model)
     layout, moe = config.parallel, config.model.moe
     gpus, stated = re.findall(r"^# For (\d+) GPUs: .*? (\d+) GB", text, flags=re.MULTILINE)[0]
     experts = counts.idle_experts * moe.num_experts // (moe.num_experts - moe.top_k) if moe is not None else 0
@@ -119,7 +119,7 @@ def test_the_common_recipe_loads() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_closed_formulas_are_the_built_model(name: str, built: dict[str, BuiltModel]) -> None:
-    check_costs(to_build(name), built[name], VOCAB)
+    check_costs(to_build(name), built[name])
     assert isnan(built[name].products) == (name not in PASSED)
 
 
@@ -145,7 +145,7 @@ def test_the_papers_rules(name: str) -> None:
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_an_ablation_changes_what_its_table_says_and_keeps_computation_equal(name: str) -> None:
     baseline, ablation = CONFIGS[BASELINE], CONFIGS[name]
-    measure = flops_measure(VOCAB, 4096)
+    measure = flops_measure(4096)
     solved = solve_ffn_width(ablation.model, measure, measure(baseline.model))
     assert ablation.model.ffn_hidden_size == solved.width
     assert abs(solved.residual) < 4e-3
@@ -173,8 +173,8 @@ def test_an_ablation_changes_what_its_table_says_and_keeps_computation_equal(nam
 )
 def test_a_width_that_is_derived_gives_the_active_parameters_of_the_name(name: str, target: float) -> None:
     model = CONFIGS[f"ultramemv2/{name}"].model
-    assert model.ffn_hidden_size == solve_ffn_width(model, core_measure(), target).width
-    counts = count_parameters(model, VOCAB)
+    assert model.ffn_hidden_size == solve_ffn_width(model, core_measure, target).width
+    counts = count_parameters(model)
     total = float(re.findall(r"_([\d.]+)b", name)[0]) * 1e9
     assert counts.core == pytest.approx(target, rel=0.005)
     assert counts.total - counts.embedding == pytest.approx(total, rel=0.04)
@@ -192,14 +192,14 @@ def test_models_of_one_size_have_one_backbone(name: str) -> None:
 def test_a_derived_memory_follows_the_stated_rules(name: str) -> None:
     """Equal computation, and of the multiples of 4 the number of keys that comes nearest to equal totals, within 1 %."""
     model, like, memory = CONFIGS[name].model, CONFIGS[PEERS[name]].model, MEMORIES[name]
-    measure, total = flops_measure(VOCAB, 4096), count_parameters(like, VOCAB).total
+    measure, total = flops_measure(4096), count_parameters(like).total
 
     def solved(num_keys: int) -> ModelConfig:
         changed = replace(model, memory=replace(memory, num_keys=num_keys))
         return replace(changed, ffn_hidden_size=solve_ffn_width(changed, measure, measure(like)).width)
 
     misses = {
-        num_keys: abs(count_parameters(solved(num_keys), VOCAB).total / total - 1)
+        num_keys: abs(count_parameters(solved(num_keys)).total / total - 1)
         for num_keys in (memory.num_keys - 4, memory.num_keys, memory.num_keys + 4)
     }
     assert model == solved(memory.num_keys)
@@ -230,10 +230,9 @@ def test_models_of_one_size_read_equally_many_values(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PEERS if name not in MEMORIES and name not in GIVEN])
 def test_experts_follow_the_stated_rules(name: str) -> None:
     """Active parameters by their width, total by their number; OLMoE-1B/7B itself comes out so."""
-    config, counts = CONFIGS[name], count_parameters(CONFIGS[PEERS[name]].model, VOCAB)
+    config, counts = CONFIGS[name], count_parameters(CONFIGS[PEERS[name]].model)
     solved = solve_experts(
         config.model,
-        VOCAB,
         active=counts.active,
         total=counts.total,
         width_multiple=16,
@@ -242,7 +241,7 @@ def test_experts_follow_the_stated_rules(name: str) -> None:
     assert config.model.moe == solved.moe
     assert abs(solved.active_residual) < 0.007
     assert abs(solved.total_residual) < 0.0125
-    measure = flops_measure(VOCAB, 4096)
+    measure = flops_measure(4096)
     assert measure(config.model) == pytest.approx(measure(CONFIGS[PEERS[name]].model), rel=0.007)
 
 
@@ -271,7 +270,7 @@ def test_the_released_classes_have_as_many_parameters(
     counts = json.loads((golden_dir / "param_counts.json").read_text())["official_counts"][official]
     model = CONFIGS[name].model
     assert model.memory is not None
-    ours = count_parameters(replace(model, memory=replace(model.memory, **changes)), VOCAB)
+    ours = count_parameters(replace(model, memory=replace(model.memory, **changes)))
     assert (ours.total + absent, ours.tables) == (counts["total"], counts["tables"])
 
 

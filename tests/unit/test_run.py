@@ -211,7 +211,7 @@ def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
     assert parts.calls["wrap_chunks"] == (("new chunks", GROUPS), {})
     assert parts.calls["build_optimizer"] == ((CONFIG, ["wrapped chunks"], GROUPS), {})
     # 257 ids are padded to 272.
-    assert run.flops_per_token == training_flops_per_token(CONFIG.model, 272, 32)
+    assert run.flops_per_token == training_flops_per_token(replace(CONFIG.model, vocab_size=272), 32)
     assert parts.calls["_record_config"] == ((run,), {})
     assert not {"restore_run", "build_unset_chunks"} & parts.calls.keys()
     assert (run.num_microbatches, run.tokens_per_step) == (2, 256)
@@ -247,7 +247,7 @@ def test_the_vocabulary_may_be_larger_than_the_tokenizers(parts: Parts, tmp_path
     config = replace(CONFIG, model=replace(CONFIG.model, vocab_size=1000))
     run = open_run(config, RunFolder(tmp_path), GROUPS)
     assert parts.calls["build_chunks"][1] == {"vocab_size": 1000}
-    assert run.flops_per_token == training_flops_per_token(config.model, 1008, 32)
+    assert run.flops_per_token == training_flops_per_token(replace(config.model, vocab_size=1008), 32)
 
 
 # What is written down

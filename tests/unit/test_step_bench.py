@@ -13,10 +13,10 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
-from pretrain.costs.step import GATHER_SUM, KEYS, part_costs
+from pretrain.costs.step import Part, part_costs
 from pretrain.errors import ConfigError
-from tools.bench.step import Contender, config_lines, known_peak, ratios, turns, with_pairs
-from tools.bench.step_profile import StepTimes
+from tools.bench.step import Contender, config_lines, known_peak, ratios, with_pairs
+from tools.bench.step_profile import StepTimes, turns
 from tools.bench.timeline import Range, RangeTimes
 from tools.cli import build_parser
 
@@ -30,18 +30,18 @@ def config_of(name: str, *overrides: str) -> RunConfig:
 @pytest.mark.parametrize("size", ["227m_1.2b", "1b_7b"])
 def test_pairs_cost_what_they_are_compared_with(size: str) -> None:
     config = config_of(f"ultramemv2/{size}.yaml", "parallel.memory=8")
-    memory, dense, experts = with_pairs({"m": config}, 4096).values()
+    memory, dense, experts = with_pairs({"m": config}).values()
     assert memory == Contender(config)
     assert (dense.like, experts.like) == ("m", "m")
     for contender in (dense, experts):
         assert contender.config.model.memory is None
         assert contender.config.train == config.train
         validate(contender.config, 8)
-    rows, length = 50304, config.train.sequence_length
-    flops = forward_flops_per_token(config.model, rows, length)
-    assert forward_flops_per_token(dense.config.model, rows, length) == pytest.approx(flops, rel=0.004)
+    length = config.train.sequence_length
+    flops = forward_flops_per_token(config.model, length)
+    assert forward_flops_per_token(dense.config.model, length) == pytest.approx(flops, rel=0.004)
     assert f"model.ffn_hidden_size {dense.config.model.ffn_hidden_size} (" in dense.derived
-    counts, of_experts = count_parameters(config.model, rows), count_parameters(experts.config.model, rows)
+    counts, of_experts = count_parameters(config.model), count_parameters(experts.config.model)
     assert of_experts.active == pytest.approx(counts.active, rel=0.002)
     # Ranks share them, so that their number is a multiple of 8: one of 61 to 68.
     assert of_experts.total == pytest.approx(counts.total, rel=4 / 61)
@@ -53,21 +53,21 @@ def test_pairs_cost_what_they_are_compared_with(size: str) -> None:
 def test_only_a_memory_beside_a_dense_feed_forward_has_a_pair() -> None:
     for name in ("quickstart_dense.yaml", "olmoe/227m_1.2b.yaml"):
         with pytest.raises(ConfigError, match="--pair compares models of a memory"):
-            with_pairs({name: config_of(name)}, 4096)
+            with_pairs({name: config_of(name)})
 
 
 def test_a_pair_that_cannot_be_is_refused_by_name() -> None:
     config = config_of("quickstart.yaml", "model.hidden_size=16", "model.ffn_hidden_size=8", "model.memory.key_dim=2")
     with pytest.raises(ConfigError, match="small: no mixture of experts has"):
-        with_pairs({"small": config}, 4096)
+        with_pairs({"small": config})
 
 
 def test_configurations_of_one_layout_take_turns_on_a_cpu_only() -> None:
     config = config_of("quickstart.yaml")
     other = replace(config, parallel=replace(config.parallel, memory=2))
-    contenders = {"a": Contender(config), "b": Contender(other), "c": Contender(config)}
-    assert turns(contenders, on_gpu=False) == [["a", "c"], ["b"]]
-    assert turns(contenders, on_gpu=True) == [["a"], ["b"], ["c"]]
+    configs = {"a": config, "b": other, "c": config}
+    assert turns(configs) == [{"a": config, "c": config}, {"b": other}]
+    assert turns(configs, alone=True) == [{"a": config}, {"b": other}, {"c": config}]
 
 
 def test_peaks_by_name() -> None:
@@ -85,21 +85,21 @@ def times(step_s: float = 0.5) -> StepTimes:
     """Two marked steps of 0.6 s."""
     seconds = {
         Range("forward", ""): 0.4,
-        Range("forward", KEYS): 0.1,
-        Range("backward", KEYS): 0.2,
-        Range("backward", GATHER_SUM): 0.06,
+        Range("forward", Part.KEYS): 0.1,
+        Range("backward", Part.KEYS): 0.2,
+        Range("backward", Part.GATHER_SUM): 0.06,
         Range("optimizer", ""): 0.44,
     }
-    entries = Counter({Range("forward", KEYS): 8, Range("backward", KEYS): 8})
-    return StepTimes((2 * step_s, step_s, 0.9 * step_s), RangeTimes(seconds, entries, 2))
+    entries = Counter({Range("forward", Part.KEYS): 8, Range("backward", Part.KEYS): 8})
+    return StepTimes([2 * step_s, step_s, 0.9 * step_s], RangeTimes(seconds, entries, 2))
 
 
 def test_a_block_says_where_the_time_went() -> None:
-    config = config_of("quickstart.yaml")
-    lines = list(config_lines("name", Contender(config, derived="from nothing"), times(), 4, 4096, 2.0))
+    config = config_of("quickstart.yaml", "model.vocab_size=4096")
+    lines = list(config_lines("name", Contender(config, derived="from nothing"), times(), 4, 2.0))
     text = "\n".join(lines)
     assert lines[:2] == ["name", "  derived: from nothing"]
-    tflops = 2048 * training_flops_per_token(config.model, 4096, 256) / 0.5 / 4 / 1e12
+    tflops = 2048 * training_flops_per_token(config.model, 256) / 0.5 / 4 / 1e12
     assert f"step 500.00 ms (450.00 .. 1000.00), 4,096 tokens/s, {tflops:.3g} TFLOP/s per rank" in text
     assert f"MFU {tflops / 2:.1%} of 2" in text
     assert re.search(r"marked step +600\.00 ms +\(\+20\.0% on the step without marks\)", text)
@@ -108,20 +108,20 @@ def test_a_block_says_where_the_time_went() -> None:
     assert re.search(r"optimizer +220\.00 ms +36\.7%", text)
     assert "gradient reduction" not in text
     assert re.search(r"the memory in it +180\.00 ms +30\.0%", text)
-    cost = part_costs(config, 4)[KEYS].flops
+    cost = part_costs(config, 4)[Part.KEYS].flops
     assert cost is not None
     assert re.search(
-        rf"{KEYS} +150\.00 ms +25\.0% +50\.00 +100\.00 +8  {cost / 1e9:.4g} GFLOP, {cost / 0.15 / 1e12:.3g} TFLOP/s$",
+        rf"{Part.KEYS} +150\.00 ms +25\.0% +50\.00 +100\.00 +8  {cost / 1e9:.4g} GFLOP, {cost / 0.15 / 1e12:.3g} TFLOP/s$",
         text,
         re.MULTILINE,
     )
-    moved = part_costs(config, 4)[GATHER_SUM].num_bytes
+    moved = part_costs(config, 4)[Part.GATHER_SUM].num_bytes
     assert moved is not None
     assert f"{moved / 1e6:.4g} MB, {moved / 0.03 / 1e9:.3g} GB/s" in text
 
 
 def test_a_model_without_memory_has_phases_only() -> None:
-    text = "\n".join(config_lines("name", Contender(config_of("quickstart_dense.yaml")), times(), 1, 4096, None))
+    text = "\n".join(config_lines("name", Contender(config_of("quickstart_dense.yaml")), times(), 1, None))
     assert "the memory in it" not in text
     assert "derived" not in text
     assert "MFU unknown" in text

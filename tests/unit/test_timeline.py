@@ -79,11 +79,12 @@ def test_time_belongs_to_what_was_entered_last(clock: Clock) -> None:
         Range("forward", "inner"): 8,
     }
     assert found.entries == {Range("forward", ""): 1, Range("forward", "outer"): 1, Range("forward", "inner"): 1}
-    assert (found.total_s, found.num_steps) == (63, 1)
+    assert (found.mean_s(), found.num_steps) == (63, 1)
     sums = RangeTimes()
     sums.add(found)
     sums.add(found)
-    assert (sums.total_s, sums.num_steps, sums.entries[Range("forward", "inner")]) == (126, 2, 2)
+    assert (sums.mean_s(), sums.num_steps, sums.entries[Range("forward", "inner")]) == (63, 2, 2)
+    assert (sums.mean_s("forward"), sums.mean_s(part=""), sums.mean_s("forward", "outer")) == (30, 35, 20)
 
 
 def test_a_part_is_marked_in_backward_too(clock: Clock) -> None:

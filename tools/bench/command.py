@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from pretrain.config.loader import load_config
@@ -137,7 +138,7 @@ def _run_throughput_bench(args: argparse.Namespace, configs: dict[str, RunConfig
     num_ranks = _num_ranks(args, configs.values())
     from tools.bench.throughput import bench_rank
 
-    return run_on_ranks(lambda: bench_rank(configs, args.vocab_size, args.rounds, args.steps), num_ranks)
+    return run_on_ranks(lambda: bench_rank(configs, args.rounds, args.steps), num_ranks)
 
 
 def _run_step_bench(args: argparse.Namespace, configs: dict[str, RunConfig]) -> int:
@@ -146,13 +147,11 @@ def _run_step_bench(args: argparse.Namespace, configs: dict[str, RunConfig]) -> 
     from tools.bench.step import Contender, bench_steps_rank, with_pairs
 
     if args.pair:
-        contenders = with_pairs(configs, args.vocab_size)
+        contenders = with_pairs(configs)
     else:
         contenders = {name: Contender(config) for name, config in configs.items()}
     num_ranks = _num_ranks(args, [contender.config for contender in contenders.values()])
-    return run_on_ranks(
-        lambda: bench_steps_rank(contenders, args.vocab_size, args.rounds, args.steps, args.peak_tflops), num_ranks
-    )
+    return run_on_ranks(lambda: bench_steps_rank(contenders, args.rounds, args.steps, args.peak_tflops), num_ranks)
 
 
 def _load_configs(args: argparse.Namespace, words: list[str]) -> dict[str, RunConfig]:
@@ -161,21 +160,24 @@ def _load_configs(args: argparse.Namespace, words: list[str]) -> dict[str, RunCo
     paths = [word for word in words if "=" not in word]
     if not paths or args.rounds < 1 or args.steps < 1:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds and --steps of at least 1")
-    return {
-        f"{path} {change}".strip(): load_config(path, [*overrides, change] if change else overrides)
-        for path in paths
-        for change in _changes(args.vary)
-    }
+    configs = {}
+    for path in paths:
+        for change in _changes(args.vary):
+            config = load_config(path, [*overrides, *change])
+            # Tokens are random: no tokenizer says how many there are.
+            model = replace(config.model, vocab_size=config.model.vocab_size or args.vocab_size)
+            configs[" ".join((path, *change))] = replace(config, model=model)
+    return configs
 
 
-def _changes(vary: str | None) -> list[str]:
-    """The overrides of `--vary`, one per value; one empty one without it."""
+def _changes(vary: str | None) -> list[list[str]]:
+    """The overrides of each value of `--vary`; none, once, without it."""
     if vary is None:
-        return [""]
+        return [[]]
     key, separator, values = vary.partition("=")
     if not separator or not all(values.split(",")):
         raise ConfigError(f"--vary is {vary}: write a key and its values, as in parallel.memory=1,2,4")
-    return [f"{key}={value}" for value in values.split(",")]
+    return [[f"{key}={value}"] for value in values.split(",")]
 
 
 def _num_ranks(args: argparse.Namespace, configs: Collection[RunConfig]) -> int:

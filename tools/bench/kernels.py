@@ -29,6 +29,8 @@ _COPY_BYTES = 1 << 28
 # Calls read this many bytes before they read the same rows again, so that rows come from memory and not from a cache.
 _COLD_BYTES = 1 << 28
 _MAX_ID_SETS = 256
+# C, of every model here.
+_GROUPS = 2
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -40,22 +42,20 @@ class KernelShape:
         rows: R.
         width: W.
         reads: J.
-        groups: C.
         pre_width: columns of the pre-values that are read by the same rows; 0 for split tables, which read no pairs.
     """
 
     rows: int
     width: int
     reads: int
-    groups: int
     pre_width: int
 
 
 # Of the UltraMemV2 paper (configs/ultramemv2): values of the 227M and 1B models, and a shard of the 120B model's.
 SHAPES = {
-    "227m": KernelShape(rows=648_000, width=192, reads=32, groups=2, pre_width=192),
-    "1b": KernelShape(rows=2_437_632, width=768, reads=128, groups=2, pre_width=384),
-    "shard": KernelShape(rows=8_000_000, width=24, reads=256, groups=2, pre_width=0),
+    "227m": KernelShape(rows=648_000, width=192, reads=32, pre_width=192),
+    "1b": KernelShape(rows=2_437_632, width=768, reads=128, pre_width=384),
+    "shard": KernelShape(rows=8_000_000, width=24, reads=256, pre_width=0),
 }
 
 
@@ -128,7 +128,7 @@ def _contenders(
     compile_naive: bool,
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
     """What is timed, and the bytes that each must move."""
-    width, reads, groups, pre_width = shape.width, shape.reads, shape.groups, shape.pre_width
+    width, reads, pre_width = shape.width, shape.reads, shape.pre_width
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -140,34 +140,6 @@ def _contenders(
         parameter.main_grad = torch.zeros(shape.rows, columns, device=device)  # type: ignore[attr-defined]
         return parameter
 
-    table = table_of(width)
-    # The same weights, whose gradient is PyTorch's.
-    dense = torch.nn.Parameter(table.detach())
-    num_sets = min(_MAX_ID_SETS, 2 + _COLD_BYTES // (tokens * reads * width * table.element_size()))
-    id_sets = draw_ids(shape.rows, num_sets * tokens, reads, spread, device).view(num_sets, tokens, reads)
-    # Each call reads other rows; and a new tensor of ids, so that no order of an earlier call is kept.
-    next_ids = itertools.cycle(id_sets.unbind()).__next__
-    coef, one_coef, x = normal(tokens, reads, groups), normal(tokens, reads), normal(tokens, width)
-    grad_sum, grad_dot = normal(tokens, width), normal(tokens, reads, 1)
-    source = torch.zeros(_COPY_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-
-    def forward(op: Callable[..., Tensor], tables: Sequence[Tensor], *operands: Tensor) -> Callable[[], Tensor]:
-        return torch.no_grad()(lambda: op(*tables, next_ids(), *operands))
-
-    def both(
-        op: Callable[..., Tensor], gradient: Tensor, tables: Sequence[Tensor], *operands: Tensor
-    ) -> Callable[[], None]:
-        leaves = [operand.detach().clone().requires_grad_() for operand in operands]
-
-        def step() -> None:
-            out = op(*tables, next_ids().view(tokens, reads), *leaves)
-            for leaf in (*leaves, *tables):
-                leaf.grad = None
-            out.backward(gradient)
-
-        return step
-
     def embedding_bag(parameter: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return F.embedding_bag(ids, parameter, per_sample_weights=weights, mode="sum")
 
@@ -175,38 +147,55 @@ def _contenders(
         products = kernels.gather_dot(pre_values, ids, x).squeeze(2)
         return kernels.gather_sum(values, ids, weighted(scores, products, "none"))
 
-    gathers: dict[str, Callable[[], Any]] = {
-        "gather_sum": forward(kernels.gather_sum, [table], coef),
-        "gather_sum, one coefficient": forward(kernels.gather_sum, [table], one_coef.unsqueeze(2)),
-        "embedding_bag": forward(embedding_bag, [dense], one_coef),
-        "gather_dot": forward(kernels.gather_dot, [table], x),
-        "gather_sum, forward and backward": both(kernels.gather_sum, grad_sum, [table], coef),
-        "gather_dot, forward and backward": both(kernels.gather_dot, grad_dot, [table], x),
-        "embedding_bag, forward and backward": both(embedding_bag, grad_sum, [dense], one_coef),
-    }
+    table = table_of(width)
+    # The same weights, whose gradient is PyTorch's.
+    dense = torch.nn.Parameter(table.detach())
+    num_sets = min(_MAX_ID_SETS, 2 + _COLD_BYTES // (tokens * reads * width * table.element_size()))
+    id_sets = draw_ids(shape.rows, num_sets * tokens, reads, spread, device).view(num_sets, tokens, reads)
+    # Each call reads other rows; and a new tensor of ids, so that no order of an earlier call is kept.
+    next_ids = itertools.cycle(id_sets.unbind()).__next__
+    coef, one_coef, x = normal(tokens, reads, _GROUPS), normal(tokens, reads), normal(tokens, width)
+    grad_sum, grad_dot = normal(tokens, width), normal(tokens, reads, 1)
+    source = torch.zeros(_COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    timed: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
+    num_bytes = {"copy": 2 * _COPY_BYTES}
+
+    def add(
+        name: str, op: Callable[..., Tensor], tables: Sequence[Tensor], *operands: Tensor, gradient: Tensor | None
+    ) -> None:
+        """An op on tables, ids and operands; and with its backward pass, given the gradient of its result."""
+        leaves = [operand.clone().requires_grad_() for operand in operands]
+
+        def both() -> None:
+            out = op(*tables, next_ids().view(tokens, reads), *leaves)
+            for leaf in (*leaves, *tables):
+                leaf.grad = None
+            out.backward(gradient)
+
+        columns = sum(each.shape[1] for each in tables)
+        once, again = _least_bytes(tokens * reads, tokens, table.element_size(), columns)
+        timed[name], num_bytes[name] = torch.no_grad()(lambda: op(*tables, next_ids(), *operands)), once
+        if gradient is not None:
+            in_both = f"{name}, forward and backward"
+            timed[in_both], num_bytes[in_both] = both, once + again
+
+    add("gather_sum", kernels.gather_sum, [table], coef, gradient=grad_sum)
+    add("gather_sum, one coefficient", kernels.gather_sum, [table], one_coef.unsqueeze(2), gradient=None)
+    add("embedding_bag", embedding_bag, [dense], one_coef, gradient=grad_sum)
+    add("gather_dot", kernels.gather_dot, [table], x, gradient=grad_dot)
     if compile_naive:
-        twin = torch.compile(naive.gather_sum)
-        gathers["naive, compiled"] = forward(twin, [dense], coef)
-        gathers["naive, compiled, forward and backward"] = both(twin, grad_sum, [dense], coef)
-    pairs: dict[str, Callable[[], Any]] = {}
+        add("naive, compiled", torch.compile(naive.gather_sum), [dense], coef, gradient=grad_sum)
     if pre_width:
         tables, operands = [table_of(pre_width), table], [normal(tokens, pre_width), coef]
-        pairs = {
-            "gather_pair": forward(kernels.gather_pair, tables, *operands),
-            "gather_dot, then gather_sum": forward(in_turn, tables, *operands),
-            "gather_pair, forward and backward": both(kernels.gather_pair, grad_sum, tables, *operands),
-            "gather_dot, then gather_sum, forward and backward": both(in_turn, grad_sum, tables, *operands),
-        }
-    num_bytes = {"copy": 2 * _COPY_BYTES}
-    for timed, columns in ((gathers, width), (pairs, width + pre_width)):
-        once, again = _least_bytes(tokens * reads, tokens, table.element_size(), groups, columns)
-        num_bytes |= {name: once + again * ("backward" in name) for name in timed}
-    return {"copy": lambda: target.copy_(source)} | gathers | pairs, num_bytes
+        add("gather_pair", kernels.gather_pair, tables, *operands, gradient=grad_sum)
+        add("gather_dot, then gather_sum", in_turn, tables, *operands, gradient=grad_sum)
+    return timed, num_bytes
 
 
-def _least_bytes(entries: int, tokens: int, element: int, groups: int, width: int) -> tuple[int, int]:
+def _least_bytes(entries: int, tokens: int, element: int, width: int) -> tuple[int, int]:
     """Bytes that a gather must move in forward and in backward; `width` counts all tables read by the same ids."""
-    forward = entries * (width * element + 8 + element * groups) + tokens * width * element
+    forward = entries * (width * element + 8 + element * _GROUPS) + tokens * width * element
     # Backward: the other gather, and reading and writing fp32 rows of the accumulator.
     return forward, forward + entries * (8 * width + 8) + tokens * width * element
 

@@ -62,12 +62,8 @@ def contenders(
 ) -> dict[str, Callable[[], Any]]:
     """What is timed: the products alone, with a selection, and every selection alone.
 
-    Args:
-        case: sizes.
-        dtype: of queries and keys; scores are selected in fp32.
-        tokens: T.
-        kernels: whose selection is measured, beside PyTorch's and what `torch.topk` does without a defined order.
-        device: where.
+    Queries and keys are of `dtype`, scores are selected in fp32. Beside the kernels' selection stand PyTorch's, and
+    what `torch.topk` does without a defined order.
     """
     generator = torch.Generator(device).manual_seed(0)
 

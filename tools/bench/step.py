@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,15 +10,14 @@ from statistics import median
 import torch
 
 from parallel.groups import ParallelGroups
-from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.costs.equal_compute import flops_measure, solve_experts, solve_ffn_width
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
-from pretrain.costs.step import PARTS, Cost, part_costs
+from pretrain.costs.step import Cost, Part, part_costs
 from pretrain.errors import ConfigError
-from pretrain.session import relaid, session
-from tools.bench.step_profile import BACKWARD, FORWARD, PHASES, StepTimes, measure_steps
+from pretrain.session import session
+from tools.bench.step_profile import Phase, StepTimes, measure_turns, turns
 from tools.bench.timeline import RangeTimes
-from tools.parameter_table import padded_vocab_size
 
 _PEAKS = (
     ("H100 PCIe", 756.0),
@@ -48,15 +46,11 @@ class Contender:
     like: str = ""
 
 
-def with_pairs(configs: Mapping[str, RunConfig], vocab_size: int) -> dict[str, Contender]:
+def with_pairs(configs: Mapping[str, RunConfig]) -> dict[str, Contender]:
     """Each configuration, and after it the two that it is to be compared with.
 
-    Args:
-        configs: models with a memory and a dense feed-forward.
-        vocab_size: token ids where `model.vocab_size` is not set.
-
     Raises:
-        ConfigError: one of them has no pair.
+        ConfigError: one of them has no memory or no dense feed-forward, or no pair.
     """
     contenders: dict[str, Contender] = {}
     for name, config in configs.items():
@@ -67,20 +61,20 @@ def with_pairs(configs: Mapping[str, RunConfig], vocab_size: int) -> dict[str, C
             )
         contenders[name] = Contender(config)
         try:
-            contenders[f"{name}, dense"] = replace(dense_pair(config, vocab_size), like=name)
-            contenders[f"{name}, experts"] = replace(experts_pair(config, vocab_size), like=name)
+            contenders[f"{name}, dense"] = replace(dense_pair(config), like=name)
+            contenders[f"{name}, experts"] = replace(experts_pair(config), like=name)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
     return contenders
 
 
-def dense_pair(config: RunConfig, vocab_size: int) -> Contender:
+def dense_pair(config: RunConfig) -> Contender:
     """The same without memory, with a feed-forward that makes up for its forward FLOPs per token.
 
     Raises:
         ValueError: no width can do it.
     """
-    measure = flops_measure(padded_vocab_size(config.model, vocab_size), config.train.sequence_length)
+    measure = flops_measure(config.train.sequence_length)
     dense = replace(config.model, memory=None)
     # As wide tiles as GPUs like, where the rounding is below a percent.
     multiple = math.lcm(64 if config.model.hidden_size >= 512 else 8, config.parallel.tensor)
@@ -97,67 +91,41 @@ def dense_pair(config: RunConfig, vocab_size: int) -> Contender:
     )
 
 
-def experts_pair(config: RunConfig, vocab_size: int) -> Contender:
+def experts_pair(config: RunConfig) -> Contender:
     """The same with experts in place of memory and feed-forward: as many active parameters, and about as many in all.
 
     Raises:
         ValueError: no mixture can do it.
     """
-    rows = padded_vocab_size(config.model, vocab_size)
-    counts = count_parameters(config.model, rows)
-    bare = replace(config.model, memory=None)
-    solved = solve_experts(bare, rows, active=counts.active, total=counts.total, count_multiple=config.parallel.memory)
+    model, counts = config.model, count_parameters(config.model)
+    solved = solve_experts(model, active=counts.active, total=counts.total, count_multiple=config.parallel.memory)
     moe = solved.moe
     return Contender(
-        replace(config, model=replace(bare, moe=moe)),
+        replace(config, model=replace(model, memory=None, moe=moe)),
         f"{moe.top_k} of {moe.num_experts} experts of width {moe.expert_ffn_hidden_size}, active parameters "
         f"{solved.active_residual:+.2%}, all parameters {solved.total_residual:+.2%}",
     )
 
 
-def bench_steps_rank(
-    contenders: Mapping[str, Contender], vocab_size: int, rounds: int, steps: int, peak_tflops: float | None
-) -> None:
+def bench_steps_rank(contenders: Mapping[str, Contender], rounds: int, steps: int, peak_tflops: float | None) -> None:
     """What one rank does: one layout after the other, and on GPUs one configuration after the other."""
-    first = next(iter(contenders.values())).config
-    results: dict[str, StepTimes] = {}
-    with session(first) as groups:
-        layout = first.parallel
+    configs = {name: contender.config for name, contender in contenders.items()}
+    step_s: dict[str, float] = {}
+    with session(next(iter(configs.values()))) as groups:
         if groups.is_main:
             print("\n".join(_header(contenders, groups, f"{rounds} rounds of {steps} steps")), flush=True)
-        for names in turns(contenders, on_gpu=groups.device.type == "cuda"):
-            configs = [contenders[name].config for name in names]
-            if configs[0].parallel != layout:
-                layout = configs[0].parallel
-                groups = relaid(configs[0], groups)
-            measured = measure_steps(configs, groups, vocab_size=vocab_size, rounds=rounds, steps_per_round=steps)
-            results |= dict(zip(names, measured, strict=True))
-            _release_memory()
-            if groups.is_main:
-                # At once: a later one may be too large for the device.
-                for name in names:
-                    peak = peak_tflops or _peak_of(contenders[name].config, groups)
-                    lines = config_lines(name, contenders[name], results[name], groups.world_size, vocab_size, peak)
+        # The load of a CPU changes; GPUs have less memory.
+        sets = turns(configs, alone=groups.device.type == "cuda")
+        for measured in measure_turns(sets, groups, rounds=rounds, steps=steps):
+            # At once: a later one may be too large for the device.
+            for name, times in measured.items():
+                step_s[name] = median(times.step_s)
+                if groups.is_main:
+                    peak = peak_tflops or _peak_of(configs[name], groups)
+                    lines = config_lines(name, contenders[name], times, groups.world_size, peak)
                     print("", *lines, sep="\n", flush=True)
         if groups.is_main:
-            print("", *ratios(contenders, {name: median(of.step_s) for name, of in results.items()}), sep="\n")
-
-
-def turns(contenders: Mapping[str, Contender], *, on_gpu: bool) -> list[list[str]]:
-    """Names that take turns: on a CPU, whose load changes, those of one layout; on GPUs, with less memory, none."""
-    if on_gpu:
-        return [[name] for name in contenders]
-    by_layout: dict[ParallelConfig, list[str]] = {}
-    for name, contender in contenders.items():
-        by_layout.setdefault(contender.config.parallel, []).append(name)
-    return list(by_layout.values())
-
-
-def _release_memory() -> None:
-    """Give back the memory of models that nobody needs any more; modules and their hooks refer to each other."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+            print("", *ratios(contenders, step_s), sep="\n")
 
 
 def _header(contenders: Mapping[str, Contender], groups: ParallelGroups, amount: str) -> Iterator[str]:
@@ -184,24 +152,14 @@ def _peak_of(config: RunConfig, groups: ParallelGroups) -> float | None:
 
 
 def config_lines(
-    name: str, contender: Contender, result: StepTimes, num_ranks: int, vocab_size: int, peak_tflops: float | None
+    name: str, contender: Contender, result: StepTimes, num_ranks: int, peak_tflops: float | None
 ) -> Iterator[str]:
-    """The lines of one configuration.
-
-    Args:
-        name: what to call it.
-        contender: what was measured.
-        result: its times.
-        num_ranks: all ranks.
-        vocab_size: token ids where `model.vocab_size` is not set.
-        peak_tflops: of one device; None: not known.
-    """
+    """What is printed of one configuration; `peak_tflops` is that of one device, None if it is not known."""
     config, step_s = contender.config, median(result.step_s)
-    rows, train = padded_vocab_size(config.model, vocab_size), config.train
-    counts = count_parameters(config.model, rows)
-    forward = forward_flops_per_token(config.model, rows, train.sequence_length)
-    tokens = train.global_batch_size * train.sequence_length
-    tflops = tokens * training_flops_per_token(config.model, rows, train.sequence_length) / step_s / num_ranks / 1e12
+    model, tokens = config.model, config.train.tokens_per_step
+    counts = count_parameters(model)
+    forward = forward_flops_per_token(model, config.train.sequence_length)
+    tflops = tokens * training_flops_per_token(model, config.train.sequence_length) / step_s / num_ranks / 1e12
     mfu = f"MFU {tflops / peak_tflops:.1%} of {peak_tflops:g}" if peak_tflops else "MFU unknown (no --peak-tflops)"
     yield name
     if contender.derived:
@@ -215,35 +173,31 @@ def config_lines(
         f"{tokens / step_s:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank, {mfu}"
     )
     yield from _phase_lines(result.marked, step_s)
-    if config.model.memory is not None:
+    if model.memory is not None:
         yield from _memory_lines(result.marked, part_costs(config, num_ranks))
 
 
 def _phase_lines(marked: RangeTimes, step_s: float) -> Iterator[str]:
-    total = marked.total_s / marked.num_steps
+    total = marked.mean_s()
     yield f"  {'marked step':32} {total * 1e3:10.2f} ms         ({total / step_s - 1:+.1%} on the step without marks)"
-    for phase in PHASES:
-        seconds = sum(s for where, s in marked.seconds.items() if where.phase == phase) / marked.num_steps
-        if seconds:
+    for phase in Phase:
+        if seconds := marked.mean_s(phase=phase):
             yield f"    {phase:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%}"
 
 
-def _memory_lines(marked: RangeTimes, costs: Mapping[str, Cost]) -> Iterator[str]:
-    total = marked.total_s / marked.num_steps
-    of_memory = sum(s for where, s in marked.seconds.items() if where.part) / marked.num_steps
+def _memory_lines(marked: RangeTimes, costs: Mapping[Part, Cost]) -> Iterator[str]:
+    total = marked.mean_s()
+    of_memory = total - marked.mean_s(part="")
     yield f"  {'the memory in it':32} {of_memory * 1e3:10.2f} ms {of_memory / total:6.1%}   forward   backward  entered"
-    for part in PARTS:
-        of_part = {where: s / marked.num_steps for where, s in marked.seconds.items() if where.part == part}
-        entries = sum(number for where, number in marked.entries.items() if where.part == part)
-        if not of_part:
-            continue
-        seconds = sum(of_part.values())
-        phases = [sum(s for where, s in of_part.items() if where.phase == phase) * 1e3 for phase in (FORWARD, BACKWARD)]
-        rate = _rate(costs[part], seconds) if part in costs else ""
-        yield (
-            f"    {part:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%} {phases[0]:9.2f}  {phases[1]:9.2f}  "
-            f"{entries / marked.num_steps:7g}  {rate}"
-        ).rstrip()
+    for part in Part:
+        if seconds := marked.mean_s(part=part):
+            forward, backward = (marked.mean_s(phase, part) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            entries = sum(number for where, number in marked.entries.items() if where.part == part)
+            rate = _rate(costs[part], seconds) if part in costs else ""
+            yield (
+                f"    {part:30} {seconds * 1e3:10.2f} ms {seconds / total:6.1%} {forward * 1e3:9.2f}  "
+                f"{backward * 1e3:9.2f}  {entries / marked.num_steps:7g}  {rate}"
+            ).rstrip()
 
 
 def _rate(cost: Cost, seconds: float) -> str:

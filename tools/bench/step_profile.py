@@ -7,13 +7,16 @@ kernels, the exchange and the tables' optimizer and gradient buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
@@ -28,57 +31,23 @@ from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups
 from pretrain.build import unwrap
 from pretrain.config.schema import RunConfig
-from pretrain.costs.step import (
-    EXCHANGE,
-    GATHER_DOT,
-    GATHER_PAIR,
-    GATHER_SUM,
-    KEYS,
-    OTHER,
-    PROJECTIONS,
-    ROWS,
-    SCORES,
-    SELECTION,
-    SINGULAR_VECTORS,
-    TABLE_GRADIENT,
-    TABLE_REDUCTION,
-    TABLE_STEP,
-    WEIGHTING,
-    ZEROING,
-)
+from pretrain.costs.step import Part
 from pretrain.optimizer import MemoryOptimizer
+from pretrain.session import relaid
 from tools.bench.synthetic_run import SyntheticRun
 from tools.bench.timeline import RangeTimes, Timeline
 
-FORWARD, BACKWARD, MESSAGES, REDUCTION = "forward", "backward", "pipeline messages", "gradient reduction"
-CLIPPING, OPTIMIZER, REST = "norm and clipping", "optimizer", "rest"
-PHASES = (FORWARD, BACKWARD, MESSAGES, REDUCTION, CLIPPING, OPTIMIZER, REST)
-"""The phases of a step, in the order of a report. Recomputation belongs to backward, zeroing gradients to the rest."""
 
+class Phase(StrEnum):
+    """A phase of a step, in the order of a report. Recomputation belongs to backward, zeroing gradients to the rest."""
 
-@contextmanager
-def marked_run(
-    chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, timeline: Timeline
-) -> Iterator[None]:
-    """Put marks around the parts of a run for as long as the context lasts.
-
-    Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile: times of two
-    streams would overlap.
-
-    Args:
-        chunks: this rank's model chunks.
-        optimizer: of the chunks.
-        timeline: has begun a step whenever one of their steps runs.
-    """
-    with ExitStack() as undo:
-        hooks = _Hooks(undo, timeline)
-        hooks.add_phases(chunks, optimizer)
-        for chunk in chunks:
-            hooks.add_memory(chunk)
-        if unwrap(chunks[0]).model_config.memory is not None:
-            hooks.add_tables(chunks, optimizer)
-            hooks.add_exchange()
-        yield
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    MESSAGES = "pipeline messages"
+    REDUCTION = "gradient reduction"
+    CLIPPING = "norm and clipping"
+    OPTIMIZER = "optimizer"
+    REST = "rest"
 
 
 def profiled_steps(
@@ -88,11 +57,22 @@ def profiled_steps(
     step: Callable[[], object],
     count: int,
 ) -> RangeTimes:
-    """Times of `count` steps, each of which one call of `step` takes. Waits for the device after every step."""
+    """Times of `count` steps, each of which one call of `step` takes. Waits for the device after every step.
+
+    Memories that run on a stream of their own (`parallel.overlap_memory`) run on the common one meanwhile: times of two
+    streams would overlap.
+    """
     sums = RangeTimes()
-    with marked_run(chunks, optimizer, timeline):
+    with ExitStack() as undo:
+        hooks = _Hooks(undo, timeline)
+        hooks.add_phases(chunks, optimizer)
+        for chunk in chunks:
+            hooks.add_memory(chunk)
+        if unwrap(chunks[0]).model_config.memory is not None:
+            hooks.add_tables(chunks, optimizer)
+            hooks.add_exchange()
         for _ in range(count):
-            timeline.begin(REST)
+            timeline.begin(Phase.REST)
             step()
             sums.add(timeline.end())
     return sums
@@ -107,46 +87,70 @@ class StepTimes:
         marked: the steps with marks, of all rounds, on this rank.
     """
 
-    step_s: tuple[float, ...]
+    step_s: list[float]
     marked: RangeTimes
 
 
-def measure_steps(
-    configs: Sequence[RunConfig],
+def turns(configs: Mapping[str, RunConfig], *, alone: bool = False) -> list[dict[str, RunConfig]]:
+    """Those that take turns: the configurations of a layout, or, where memory is short, each one `alone`."""
+    found: dict[object, dict[str, RunConfig]] = {}
+    for name, config in configs.items():
+        found.setdefault(name if alone else config.parallel, {})[name] = config
+    return list(found.values())
+
+
+def measure_turns(
+    sets: Iterable[Mapping[str, RunConfig]],
     groups: ParallelGroups,
     *,
-    vocab_size: int,
     rounds: int,
-    steps_per_round: int,
+    steps: int,
     with_marks: bool = True,
+) -> Iterator[dict[str, StepTimes]]:
+    """Measure one set of configurations after the other, and forget its models. Collective.
+
+    Args:
+        sets: of one layout each, see `turns`; those of a set are in memory at once.
+        groups: this rank's, of the first set's layout.
+        rounds: figures per configuration.
+        steps: optimizer steps behind each.
+        with_marks: False leaves the marked steps out.
+    """
+    layout = None
+    for configs in sets:
+        first = next(iter(configs.values()))
+        if layout not in (None, first.parallel):
+            groups = relaid(first, groups)
+        layout = first.parallel
+        measured = measure_steps(list(configs.values()), groups, rounds=rounds, steps=steps, with_marks=with_marks)
+        # Modules and their hooks refer to each other.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        yield dict(zip(configs, measured, strict=True))
+
+
+def measure_steps(
+    configs: Sequence[RunConfig], groups: ParallelGroups, *, rounds: int, steps: int, with_marks: bool = True
 ) -> list[StepTimes]:
     """Take turns, so that a change of the machine's load meets all configurations. Collective.
 
-    Every round times steps of each configuration without marks, and then as many with them.
-
-    Args:
-        configs: of one layout; all are in memory at once.
-        groups: this rank's.
-        vocab_size: token ids where `model.vocab_size` is not set.
-        rounds: figures per configuration.
-        steps_per_round: optimizer steps behind each.
-        with_marks: False leaves the marked steps out.
+    Every round times `steps` of each configuration without marks, and then as many with them.
     """
-    runs = [SyntheticRun(config, groups, vocab_size) for config in configs]
+    runs = [SyntheticRun(config, groups) for config in configs]
     timeline = Timeline(groups.device)
-    step_s: list[list[float]] = [[] for _ in runs]
-    marked = [RangeTimes() for _ in runs]
+    times = [StepTimes([], RangeTimes()) for _ in runs]
     for run in runs:
         run.steps(1)
     for _ in range(rounds):
-        for run, plain, sums in zip(runs, step_s, marked, strict=True):
-            plain.append(run.steps(steps_per_round) / steps_per_round)
+        for run, of_run in zip(runs, times, strict=True):
+            of_run.step_s.append(run.steps(steps) / steps)
             if with_marks:
                 dist.barrier()
-                sums.add(profiled_steps(run.chunks, run.optimizer, timeline, run.step, steps_per_round))
+                of_run.marked.add(profiled_steps(run.chunks, run.optimizer, timeline, run.step, steps))
     for run in runs:
         run.cut_graphs()
-    return [StepTimes(tuple(plain), sums) for plain, sums in zip(step_s, marked, strict=True)]
+    return times
 
 
 class _Hooks:
@@ -160,16 +164,16 @@ class _Hooks:
         # One object for all chunks of a rank.
         config = unwrap(chunks[0]).config
         self._set(config, "timers", _megatron_timers(self._timeline))
-        self._phase(config, "finalize_model_grads_func", REDUCTION)
+        self._phase(config, "finalize_model_grads_func", Phase.REDUCTION)
         for name in ("prepare_grads", "gradient_norms", "clip"):
-            self._phase(optimizer, name, CLIPPING)
-        self._phase(optimizer, "step_with_ready_grads", OPTIMIZER)
+            self._phase(optimizer, name, Phase.CLIPPING)
+        self._phase(optimizer, "step_with_ready_grads", Phase.OPTIMIZER)
 
     def add_memory(self, chunk: nn.Module) -> None:
         """The memory layers of a chunk, the banks that they read, and what they do once per step."""
         model = unwrap(chunk)
         if model.memory_layers:
-            self._part(model, "begin_step", SINGULAR_VECTORS)
+            self._part(model, "begin_step", Part.SINGULAR_VECTORS)
         for bank in model.banks.values():
             assert isinstance(bank, Bank)
             self._set(bank, "kernels", self._marked_kernels(bank.kernels))
@@ -183,47 +187,49 @@ class _Hooks:
         """What tables (and experts, if there are any) cost outside of forward and backward."""
         for chunk in chunks:
             for buffer in chunk.expert_parallel_buffers:
-                self._part(buffer, "reset", ZEROING)
-                self._part(buffer, "scale_gradients", TABLE_REDUCTION)
+                self._part(buffer, "reset", Part.ZEROING)
+                self._part(buffer, "scale_gradients", Part.TABLE_REDUCTION)
             for bucket_group in chunk.expert_parallel_bucket_groups:
-                self._part(bucket_group, "finish_grad_sync", TABLE_REDUCTION)
-        self._part(optimizer.chained_optimizers[-1], "step_with_ready_grads", TABLE_STEP)
+                self._part(bucket_group, "finish_grad_sync", Part.TABLE_REDUCTION)
+        self._part(optimizer.chained_optimizers[-1], "step_with_ready_grads", Part.TABLE_STEP)
 
     def add_exchange(self) -> None:
         """What ranks that share tables send each other."""
         # On the class, because every lookup makes an exchange of its own.
         for name in ("gather", "to_columns", "to_tokens"):
-            self._part(Exchange, name, EXCHANGE)
+            self._part(Exchange, name, Part.EXCHANGE)
 
     def _add_layer(self, layer: MemoryLayer) -> None:
         self._set(layer, "kernels", self._marked_kernels(layer.kernels))
-        parts = {"forward": OTHER}
+        parts = {"forward": Part.OTHER}
         if isinstance(layer, RetrievalLayer):
-            parts |= {"retrieve": SCORES, "key_scores": KEYS, "pre_input": PROJECTIONS, "project": PROJECTIONS}
-            self._part(layer, "locate", ROWS)
+            parts |= {"retrieve": Part.SCORES, "key_scores": Part.KEYS}
+            parts |= {"pre_input": Part.PROJECTIONS, "project": Part.PROJECTIONS}
+            self._part(layer, "locate", Part.ROWS)
+        differentiable = self._timeline.differentiable
         for name, part in parts.items():
-            self._set(layer, name, self._timeline.differentiable(part, getattr(layer, name)))
-        self._set(layer, "lookup", SimpleNamespace(read=self._timeline.differentiable(WEIGHTING, layer.lookup.read)))
+            self._set(layer, name, differentiable(part, getattr(layer, name)))
+        self._set(layer, "lookup", SimpleNamespace(read=differentiable(Part.WEIGHTING, layer.lookup.read)))
 
     def _marked_kernels(self, kernels: Kernels) -> Kernels:
         """The same kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
         mark = self._timeline
-        accumulate = mark.part(TABLE_GRADIENT, kernels.segment_accumulate)
+        accumulate = mark.part(Part.TABLE_GRADIENT)(kernels.segment_accumulate)
         made = assemble(kernels.implementations, {**kernels.raw, "segment_accumulate": accumulate})
         return replace(
             made,
-            gather_sum=mark.differentiable(GATHER_SUM, made.gather_sum),
-            gather_dot=mark.differentiable(GATHER_DOT, made.gather_dot),
-            gather_pair=mark.differentiable(GATHER_PAIR, made.gather_pair),
-            tucker_topk=mark.part(SELECTION, made.tucker_topk),
-            product_topk=mark.part(SELECTION, made.product_topk),
+            gather_sum=mark.differentiable(Part.GATHER_SUM, made.gather_sum),
+            gather_dot=mark.differentiable(Part.GATHER_DOT, made.gather_dot),
+            gather_pair=mark.differentiable(Part.GATHER_PAIR, made.gather_pair),
+            tucker_topk=mark.part(Part.SELECTION)(made.tucker_topk),
+            product_topk=mark.part(Part.SELECTION)(made.product_topk),
         )
 
     def _phase(self, owner: Any, name: str, phase: str) -> None:
-        self._set(owner, name, self._timeline.phase(phase, getattr(owner, name)))
+        self._set(owner, name, self._timeline.phase(phase)(getattr(owner, name)))
 
     def _part(self, owner: Any, name: str, part: str) -> None:
-        self._set(owner, name, self._timeline.part(part, getattr(owner, name)))
+        self._set(owner, name, self._timeline.part(part)(getattr(owner, name)))
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.enter_context(patch.object(owner, name, value))
@@ -233,9 +239,9 @@ def _megatron_timers(timeline: Timeline) -> Callable[..., SimpleNamespace]:
     """What Megatron's schedules take for `config.timers`: they say when they compute, and when they send."""
 
     def timer(name: str, log_level: int = 0) -> SimpleNamespace:
-        phase = {"forward-compute": FORWARD, "backward-compute": BACKWARD}.get(name)
+        phase = {"forward-compute": Phase.FORWARD, "backward-compute": Phase.BACKWARD}.get(name)
         if name.endswith(("-send", "-recv")):
-            phase = MESSAGES
+            phase = Phase.MESSAGES
         if phase is None:
             return SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
         return SimpleNamespace(start=lambda **_: timeline.enter_phase(phase), stop=lambda **_: timeline.leave_phase())

@@ -21,16 +21,11 @@ from pretrain.step import train_step
 class SyntheticRun:
     """One configuration's model and optimizer, with random tokens for data."""
 
-    def __init__(self, config: RunConfig, groups: ParallelGroups, vocab_size: int) -> None:
-        """Build both. Collective.
-
-        Args:
-            config: the run.
-            groups: this rank's.
-            vocab_size: token ids where `model.vocab_size` is not set.
-        """
+    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
+        """Build both, for a model whose `vocab_size` is set. Collective."""
         self.config, self.groups = config, groups
-        vocab_size = config.model.vocab_size or vocab_size
+        vocab_size = config.model.vocab_size
+        assert vocab_size is not None, "nothing says how many token ids there are"
         self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), groups)
         self.optimizer = build_optimizer(config, self.chunks, groups)
         self.batches = [on_device(_random_batches(config, vocab_size), groups.device) for _ in self.chunks]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -47,10 +48,10 @@ class RangeTimes:
     entries: Counter[Range] = field(default_factory=Counter)
     num_steps: int = 0
 
-    @property
-    def total_s(self) -> float:
-        """Of all steps."""
-        return sum(self.seconds.values())
+    def mean_s(self, phase: str | None = None, part: str | None = None) -> float:
+        """Seconds of one step, or of its ranges with this phase, this part."""
+        chosen = [s for where, s in self.seconds.items() if phase in (None, where.phase) and part in (None, where.part)]
+        return sum(chosen) / self.num_steps
 
     def add(self, other: RangeTimes) -> None:
         """Takes in further steps."""
@@ -69,21 +70,19 @@ class Timeline:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
-        self._phases: list[str] = []
-        self._parts: list[str] = []
+        self._open: list[Range] = []
         self._ranges: list[Range] = []
         self._times: list[float] = []
         self._entries: Counter[Range] = Counter()
 
     def begin(self, phase: str) -> None:
         """Start a step, in a phase that lasts wherever no other one is entered."""
-        self._phases, self._parts, self._ranges, self._times, self._entries = [phase], [], [], [], Counter()
+        self._open, self._ranges, self._times, self._entries = [Range(phase, "")], [], [], Counter()
         self._mark()
 
     def end(self) -> RangeTimes:
         """End the step. Waits for the device."""
-        assert len(self._phases) == 1, f"phases were entered and not left: {self._phases}"
-        assert not self._parts, f"parts were entered and not left: {self._parts}"
+        assert len(self._open) == 1, f"entered and not left: {self._open[1:]}"
         self._mark()
         seconds: dict[Range, float] = {}
         for where, duration in zip(self._ranges[:-1], self._durations(), strict=True):
@@ -92,35 +91,37 @@ class Timeline:
 
     def enter_phase(self, phase: str) -> None:
         """From here on time belongs to the phase, until `leave_phase`."""
-        assert not self._parts, f"{phase} begins inside of {self._parts}"
-        self._phases.append(phase)
-        self._enter()
+        assert not self._open[-1].part, f"{phase} begins inside of {self._open}"
+        self._enter(Range(phase, ""))
 
     def leave_phase(self) -> None:
         """Back to the phase before."""
-        assert len(self._phases) > 1, "no phase was entered"
-        assert not self._parts, f"{self._phases[-1]} ends inside of {self._parts}"
-        self._phases.pop()
-        self._mark()
+        assert len(self._open) > 1, "no phase was entered"
+        self.leave("")
 
     def enter(self, part: str) -> None:
         """From here on time belongs to the part, until it is left."""
-        self._parts.append(part)
-        self._enter()
+        self._enter(Range(self._open[-1].phase, part))
 
     def leave(self, part: str) -> None:
         """Back to what was before; the part must be the one that was entered last."""
-        assert self._parts[-1:] == [part], f"{part} ends inside of {self._parts}"
-        self._parts.pop()
+        assert self._open[-1].part == part, f"{part or 'a phase'} ends inside of {self._open}"
+        self._open.pop()
         self._mark()
 
-    def phase(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a phase."""
-        return _between(partial(self.enter_phase, phase), function, self.leave_phase)
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """A phase, as a context or around a function."""
+        self.enter_phase(phase)
+        yield
+        self.leave_phase()
 
-    def part(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a part that has no backward pass, or whose backward pass is marked elsewhere."""
-        return _between(partial(self.enter, part), function, partial(self.leave, part))
+    @contextmanager
+    def part(self, part: str) -> Iterator[None]:
+        """A part that has no backward pass, or whose backward pass is marked elsewhere, in the same two ways."""
+        self.enter(part)
+        yield
+        self.leave(part)
 
     def differentiable(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a part in forward and in backward.
@@ -133,40 +134,26 @@ class Timeline:
             function: of tensors, given by position; returns a tensor, a tuple of them, or what a retrieval returns.
         """
 
+        @self.part(part)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(part)
             wanting = [i for i, arg in enumerate(args) if _wants_gradient(arg)]
-            if wanting:
-                tensors = _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting))
-                marked = dict(zip(wanting, tensors, strict=True))
-                out = function(*(marked.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-                out = self._marked_result(part, out)
-            else:
-                out = function(*args, **kwargs)
-            self.leave(part)
-            return out
+            if not wanting:
+                return function(*args, **kwargs)
+            tensors = _MarkInBackward.apply(self.leave, part, *(args[i] for i in wanting))
+            marked = dict(zip(wanting, tensors, strict=True))
+            out = function(*(marked.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            return _map_tensors(partial(_MarkInBackward.apply, self.enter, part), out)
 
         return timed
 
-    def _marked_result(self, part: str, out: Any) -> Any:
-        if isinstance(out, Retrieved):
-            (scores,) = _MarkInBackward.apply(self.enter, part, out.scores)
-            return replace(out, scores=scores)
-        if isinstance(out, tuple):
-            return _MarkInBackward.apply(self.enter, part, *out)
-        return _MarkInBackward.apply(self.enter, part, out)[0] if out is not None else None
-
-    def _enter(self) -> None:
-        self._entries[self._range] += 1
+    def _enter(self, where: Range) -> None:
+        self._open.append(where)
+        self._entries[where] += 1
         self._mark()
-
-    @property
-    def _range(self) -> Range:
-        return Range(self._phases[-1], self._parts[-1] if self._parts else "")
 
     def _mark(self) -> None:
         index = len(self._ranges)
-        self._ranges.append(self._range)
+        self._ranges.append(self._open[-1])
         if not self._on_gpu:
             self._times.append(time.perf_counter())
             return
@@ -184,14 +171,13 @@ class Timeline:
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def _between(enter: Callable[[], None], function: Callable[..., Any], leave: Callable[[], None]) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        enter()
-        out = function(*args, **kwargs)
-        leave()
-        return out
-
-    return timed
+def _map_tensors(function: Callable[..., tuple[Tensor, ...]], out: Any) -> Any:
+    """What a part returned, with its differentiable tensors passed through a function of all of them."""
+    if isinstance(out, Retrieved):
+        return replace(out, scores=function(out.scores)[0])
+    if isinstance(out, tuple):
+        return function(*out)
+    return function(out)[0] if out is not None else None
 
 
 def _wants_gradient(arg: Any) -> bool:
