@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from megamem.config import ModelConfig
 from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
+from megamem.slots import Slot
 from parallel.layout import padded_size
 
 # Fields of `ParameterCounts` that count a share of another field.
@@ -72,11 +73,14 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     per_row = memory.row_width if memory is not None else 0
     reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
     ffn, idle = _ffn_parameters(model)
+    # An inserted block has neither an output projection nor a second norm.
+    inserted = _count_memories(model, Slot.BLOCK)
+    projections = 2 * depth * (model.num_attention_heads + model.query_groups) - inserted * model.num_attention_heads
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=depth * width * head * 2 * (model.num_attention_heads + model.query_groups),
+        attention=width * head * projections,
         ffn=ffn,
-        norms=(2 * depth + 1) * width + (2 * depth * head if model.qk_norm else 0),
+        norms=(2 * depth - inserted + 1) * width + (2 * depth * head if model.qk_norm else 0),
         retrieval=own.retrieval,
         memory_projections=own.projections,
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
@@ -91,14 +95,19 @@ def _embedding_size(model: ModelConfig) -> int:
 
 def _ffn_parameters(model: ModelConfig) -> tuple[int, int]:
     """Parameters of all feed-forwards, and of those the ones that a token does not use."""
-    replaced = model.memory is not None and model.memory.placement.position == "instead"
-    depth = model.num_layers - (model.num_memory_layers if replaced else 0)
+    depth = model.num_layers - _count_memories(model, Slot.INSTEAD, Slot.BLOCK)
     if model.moe is None:
         return depth * 3 * model.hidden_size * model.ffn_hidden_size, 0
     expert = 3 * model.hidden_size * model.moe.expert_ffn_hidden_size
     router = model.hidden_size * model.moe.num_experts
     idle = (model.moe.num_experts - model.moe.top_k) * expert
     return depth * (model.moe.num_experts * expert + router), depth * idle
+
+
+def _count_memories(model: ModelConfig, *slots: Slot) -> int:
+    """Memory layers that act in one of these slots."""
+    memory = model.memory
+    return sum(memory.slot_of(span) in slots for span in model.memory_spans) if memory is not None else 0
 
 
 def memory_layer_costs(model: ModelConfig) -> LayerCosts:

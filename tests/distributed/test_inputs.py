@@ -32,6 +32,7 @@ from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks, unwrap
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.costs.formulas import count_parameters
 from pretrain.step import evaluation_loss
 from tests.distributed.test_skip_insertion import plain_norm, rope_frequencies, rotate
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
@@ -151,6 +152,9 @@ def errors_against_plain() -> tuple[dict[str, float], list[int]]:
             == {"logits", *dict(model.decoder.named_parameters(prefix="decoder"))}
             | {"embedding.word_embeddings.weight"}
         )
+        # These memories have no weights of their own.
+        counts = count_parameters(CONFIG.model)
+        assert sum(p.numel() for p in model.decoder.parameters()) == counts.attention + counts.ffn + counts.norms
         model.serve_memory()
         served = [layer.num_served for layer in model.memory_layers]
     return {name: float((actual[name] - r).abs().max() / r.abs().max()) for name, r in reference.items()}, served

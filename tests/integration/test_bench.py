@@ -24,3 +24,9 @@ def test_what_to_vary_is_a_key_with_values(megamem: Megamem, config_file: Path) 
         result = megamem("bench", config_file, "--vary", vary)
         assert result.code == 2
         assert f"--vary is {vary}: write a key and its values" in result.output
+
+
+def test_a_vocabulary_has_at_least_one_id(megamem: Megamem, config_file: Path) -> None:
+    result = megamem("bench", config_file, "--vocab-size", 0)
+    assert result.code == 2
+    assert "--vocab-size is 0: it must be at least 1" in result.output

@@ -160,6 +160,8 @@ def _load_configs(args: argparse.Namespace, words: list[str]) -> dict[str, RunCo
     paths = [word for word in words if "=" not in word]
     if not paths or args.rounds < 1 or args.steps < 1:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds and --steps of at least 1")
+    if args.vocab_size < 1:
+        raise ConfigError(f"--vocab-size is {args.vocab_size}: it must be at least 1")
     configs = {}
     for path in paths:
         for change in _changes(args.vary):
