@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from pretrain.data.manifest import PreparedDataset
 
 _INPUTS_HELP = (
-    "files or directories, or the name python-stdlib (the sources of this Python's standard library). Directories are "
-    "read in full, sorted by path; names that start with a dot are left out. *.jsonl and *.json are JSON lines (also "
-    ".gz and .zst), *.parquet is parquet, and every other file is one document of UTF-8 text"
+    "files or directories, or the name python-stdlib (the sources of this Python's standard library) or python-packages "
+    "(those of the packages that megamem needs, about 100 MB). Directories are read in full, sorted by path; names that "
+    "start with a dot are left out. *.jsonl and *.json are JSON lines (also .gz and .zst), *.parquet is parquet, and "
+    "every other file is one document of UTF-8 text"
 )
 
 _PREPARE_EPILOG = """\
 examples:
   megamem data prepare python-stdlib --output data/stdlib --validation-fraction 0.05
+  megamem data prepare python-packages --tokenizer data/stdlib-4096.json --output data/packages
   megamem data prepare corpus/*.jsonl.zst --field content --tokenizer llama/tokenizer.json --output data/web
   megamem data prepare dump.parquet --output data/dump --max-bad 100
 

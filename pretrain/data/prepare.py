@@ -63,7 +63,7 @@ def prepare(
     """Prepare a data set. If the same one is already there, it is returned as it is.
 
     Args:
-        inputs: files, directories, or `python-stdlib`.
+        inputs: files, directories, or names of `INSTALLED`.
         output: folder to make; it appears when it is complete.
         field_name: JSON field or parquet column that holds the text.
         validation_fraction: expected share of the documents held out; at least one document is, and at least one is

@@ -1,4 +1,4 @@
-"""Documents from files: plain text, JSON lines (plain, gzip, zstd), parquet, and the Python standard library.
+"""Documents from files: plain text, JSON lines (plain, gzip, zstd), parquet, and Python sources of this machine.
 
 Reading is split in two, so that the costly half can run in other processes:
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +21,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
+from pretrain.data.installed import INSTALLED
 from pretrain.errors import DataError
 
-PYTHON_STDLIB = "python-stdlib"
-"""Input name of the default corpus: the sources of the running interpreter's standard library."""
-
-# How this interpreter was built: written by its build, different on every machine, and no source.
-_STDLIB_GENERATED_PREFIX = "_sysconfigdata"
-_STDLIB_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+_INSTALLED_NAMES = " or ".join(INSTALLED)
 _READ_BYTES = 1 << 20
 _MAX_LINE_BYTES = 256 << 20
 _ROWS_PER_READ = 256
@@ -113,10 +108,10 @@ def list_files(inputs: Sequence[str]) -> list[SourceFile]:
         DataError: an input does not exist, or is a directory without files.
     """
     if not inputs:
-        raise DataError(f"No input was given. Name files or directories, or {PYTHON_STDLIB}.")
+        raise DataError(f"No input was given. Name files or directories, or {_INSTALLED_NAMES}.")
     files: list[SourceFile] = []
     for index, name in enumerate(inputs):
-        paths = _stdlib_paths() if name == PYTHON_STDLIB else _paths_of(name)
+        paths = INSTALLED[name]() if name in INSTALLED else _paths_of(name)
         files.extend(_source_file(path, index) for path in paths)
     return files
 
@@ -141,7 +136,7 @@ def _paths_of(name: str) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise DataError(
-            f"{name}: no such file or directory. Give an existing path, or {PYTHON_STDLIB} for the default corpus."
+            f"{name}: no such file or directory. Give an existing path, or {_INSTALLED_NAMES} for sources of this machine."
         )
     paths: list[Path] = []
     for folder, subfolders, file_names in os.walk(root):
@@ -149,21 +144,6 @@ def _paths_of(name: str) -> list[Path]:
         paths.extend(Path(folder, file_name) for file_name in file_names if not file_name.startswith("."))
     if not paths:
         raise DataError(f"{name}: the directory holds no files. Give a directory with text, .jsonl or .parquet files.")
-    return sorted(paths)
-
-
-def _stdlib_paths() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in root.rglob("*.py")
-        if not _STDLIB_EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
-        and not path.name.startswith(_STDLIB_GENERATED_PREFIX)
-    ]
-    if not paths:
-        raise DataError(
-            f"{PYTHON_STDLIB}: {root} holds no Python sources. Install the interpreter's standard library as files."
-        )
     return sorted(paths)
 
 
@@ -334,7 +314,7 @@ def read_documents(
     """Stream the texts of the non-empty documents of the inputs, in order, in this process.
 
     Args:
-        inputs: files, directories, or `python-stdlib`.
+        inputs: files, directories, or names of `INSTALLED`.
         field_name: JSON field or parquet column that holds the text.
         bad_documents: counts what is skipped; None refuses the first bad document.
 

@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.sources import PYTHON_STDLIB, BadDocumentLog, list_files, read_documents, read_records
+from pretrain.data.sources import BadDocumentLog, list_files, read_documents, read_records
 from pretrain.errors import DataError
 
 
@@ -215,13 +215,3 @@ def test_dangling_link(tmp_path: Path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"link\.txt: cannot be read"):
         texts(tmp_path)
-
-
-def test_standard_library_is_sources_without_tests():
-    files = list_files([PYTHON_STDLIB])
-    names = [str(file.path) for file in files]
-    assert names == sorted(names)
-    assert len(names) > 400
-    assert any(name.endswith("json/decoder.py") for name in names)
-    assert not any("/test/" in name or "/site-packages/" in name or "/idle_test/" in name for name in names)
-    assert all(name.endswith(".py") for name in names)
