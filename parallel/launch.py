@@ -25,6 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -33,7 +34,7 @@ import torch
 
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure, FailureKind, LaunchError, RankError, RanksInterrupted, first_cause
-from parallel.rank_process import STOP_SIGNALS, RankPlan, Report, release_openmp_threads, run_rank
+from parallel.rank_process import STOP_SIGNALS, RankPlan, release_openmp_threads, run_rank
 
 __all__ = ["LaunchError", "RankError", "RanksInterrupted", "launch_ranks"]
 
@@ -94,17 +95,17 @@ def launch_ranks(
         log_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megamem_ranks_")))
-        verdict, *reports = (stack.enter_context(contextlib.closing(Report())) for _ in range(1 + num_ranks))
         plans = []
-        for rank, report in enumerate(reports):
+        for rank in range(num_ranks):
             path = (log_dir or scratch) / f"rank_{rank}.log"
             log = None if rank == 0 else stack.enter_context(path.open("a+b"))
             log_start = 0 if log is None else log.tell()
-            plans.append(RankPlan(rank, num_ranks, num_threads, scratch, log, log_start, report))
-        error = _run_supervisor(main, plans, verdict)
+            failure = multiprocessing.Pipe(duplex=False)
+            plans.append(RankPlan(rank, num_ranks, num_threads, scratch, log, log_start, failure))
+        error = _run_supervisor(main, plans)
         if error is not None:
             raise error
-        return [pickle.loads(report.read()) for report in reports]
+        return [pickle.loads(plan.result.read_bytes()) for plan in plans]
 
 
 def _check_forkable() -> None:
@@ -121,11 +122,12 @@ def _check_forkable() -> None:
         )
 
 
-def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Report) -> LaunchError | None:
+def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | None:
     """Fork the supervisor and wait for its end, passing on stop signals. Returns what it says of the ranks."""
     release_openmp_threads()
-    context = multiprocessing.get_context("fork")
-    supervisor = context.Process(target=_supervise, args=(main, plans, verdict, os.getpid()))
+    # Not a file: a full disk may be what the verdict is about.
+    verdict, sender = multiprocessing.Pipe(duplex=False)
+    supervisor = multiprocessing.get_context("fork").Process(target=_supervise, args=(main, plans, sender, os.getpid()))
 
     def send(number: int, _: object = None) -> None:
         assert supervisor.pid is not None
@@ -145,11 +147,12 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict:
         for number in handlers:
             signal.signal(number, send)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        supervisor.join()
-        found: tuple[LaunchError | None] | None = verdict.read()
-        if found is None:
+        wait([verdict, supervisor.sentinel])
+        if not verdict.poll():
             return LaunchError("the process that watches over the ranks died before they did: start again")
-        return found[0]
+        error: LaunchError | None = verdict.recv()
+        supervisor.join()
+        return error
     finally:
         if supervisor.is_alive():
             send(_ABANDON)
@@ -159,7 +162,7 @@ def _run_supervisor(main: Callable[[], Any], plans: Sequence[RankPlan], verdict:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
-def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Report, launcher_pid: int) -> NoReturn:
+def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Connection, launcher_pid: int) -> NoReturn:
     """The whole life of the supervisor. All signals that it cares for are blocked, and waited for in `_watch`."""
     # An own session: Ctrl-C reaches the launcher alone, which decides.
     os.setsid()
@@ -172,7 +175,7 @@ def _supervise(main: Callable[[], Any], plans: Sequence[RankPlan], verdict: Repo
     finally:
         _kill_descendants()
     if os.getppid() == launcher_pid:
-        verdict.write((error,))
+        verdict.send(error)
     else:
         shutil.rmtree(plans[0].scratch, ignore_errors=True)
     os._exit(0)
@@ -212,11 +215,13 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
 
 def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
     """How a rank that has ended failed, if it did."""
-    report: Failure | bytes | None = plan.report.read()
-    if report is None:
-        return Failure.from_exitcode(plan.rank, exitcode or 0)
-    # What it reported explains more than the signal that may have ended it afterwards.
-    return report if isinstance(report, Failure) else None
+    if plan.result.exists():
+        return None
+    if plan.failure[0].poll():
+        # What it reported explains more than the signal that may have ended it afterwards.
+        failure: Failure = plan.failure[0].recv()
+        return failure
+    return Failure.from_exitcode(plan.rank, exitcode or 0)
 
 
 def _kill_descendants() -> None:

@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from torch.distributed import DistError
@@ -84,6 +84,15 @@ class Failure:
             exit_code=exit_code,
             traceback="".join(traceback.format_exception(error)),
             is_user_error=is_user_error,
+        )
+
+    def shortened(self, num_bytes: int) -> Failure:
+        """The same with the beginning of its message and the end of its traceback, each of so many bytes at most."""
+        message, trace = self.message.encode(errors="replace"), self.traceback.encode(errors="replace")
+        return replace(
+            self,
+            message=message[:num_bytes].decode(errors="ignore"),
+            traceback=trace[-num_bytes:].decode(errors="ignore"),
         )
 
     @classmethod

@@ -16,11 +16,13 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
 
+from parallel.atomic_write import atomic_write
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
@@ -28,30 +30,8 @@ from parallel.ranks import RENDEZVOUS_VARIABLE
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _OMP_PAUSE_SOFT = 1
-
-
-class Report:
-    """Memory in which a fork leaves one object for those that wait for its end.
-
-    Not a file, because a full disk may be what is to be reported; and not a pipe, which holds only so much unread.
-    """
-
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.memfd_create("report"), "w+b")
-
-    def write(self, content: object) -> None:
-        pickle.dump(content, self._file)
-        self._file.flush()
-
-    def read(self) -> Any:
-        """What was written; None if nothing was, or its writer was killed before it was done."""
-        self._file.seek(0)
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):
-            return pickle.load(self._file)
-        return None
-
-    def close(self) -> None:
-        self._file.close()
+# Of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
+_REPORT_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
@@ -67,8 +47,14 @@ class RankPlan:
     """Open file to append stdout and stderr to; None leaves them where the parent's go."""
     log_start: int
     """Bytes in the log before the rank started: a resumed run appends."""
-    report: Report
-    """Of the result, pickled; or of the `Failure`. A rank that was killed leaves none."""
+    failure: tuple[Connection, Connection]
+    """Read and write end of a pipe for the `Failure` of a rank without a result: a full disk may be what failed. One
+    that was killed sends none."""
+
+    @property
+    def result(self) -> Path:
+        """What the rank returned, pickled."""
+        return self.scratch / f"rank_{self.rank}.result"
 
     def log_tail(self) -> str:
         """The last lines that the rank printed, if that went to a file."""
@@ -89,11 +75,13 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
             if stop.code:
                 raise
             result = None
-        plan.report.write(pickle.dumps(result))
+        with atomic_write(plan.result) as file:
+            file.write(pickle.dumps(result))
     except BaseException as error:
         # This frame is no news.
         trace = error.__traceback__ and error.__traceback__.tb_next
-        plan.report.write(Failure.from_exception(plan.rank, error.with_traceback(trace)))
+        failure = Failure.from_exception(plan.rank, error.with_traceback(trace))
+        plan.failure[1].send(failure.shortened(_REPORT_BYTES))
     for stream in (sys.stdout, sys.stderr):
         # Whoever read them may be gone.
         with contextlib.suppress(OSError, ValueError):

@@ -80,7 +80,7 @@ def test_a_step_without_finite_gradients_changes_nothing(
     assert [row["step"] for row in found if row["grad_norm"] is None] == [4, 6]
     assert all(math.isfinite(row["loss"]) for row in found)
     state = folders.read_state(checkpoint(run, 8)).run
-    assert (state["num_updates"], state["num_skipped"], state["num_skipped_in_row"]) == (6, 2, 0)
+    assert (state.num_updates, state.num_skipped, state.num_skipped_in_row) == (6, 2, 0)
 
 
 def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:

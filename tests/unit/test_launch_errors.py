@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
@@ -11,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from parallel.rank_errors import Failure, FailureKind, LaunchError, RankError, RanksInterrupted, first_cause
-from parallel.rank_process import Report
 from pretrain.errors import CheckpointError, DataError, StoppedEarly
 
 
@@ -131,18 +129,6 @@ def test_exit_codes_of_interruption_follow_the_shell() -> None:
 def test_errors_come_through_a_pickle(error: LaunchError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.exit_code) == (type(error), str(error), error.exit_code)
-
-
-def test_a_report_is_whole_or_not_there() -> None:
-    with contextlib.closing(Report()) as report:
-        assert report.read() is None
-        report.write(KILLED)
-        assert report.read() == report.read() == KILLED
-        for size in range(len(pickle.dumps(KILLED))):
-            os.truncate(report._file.fileno(), size)
-            assert report.read() is None
-            report._file.seek(0)
-            report.write(KILLED)
 
 
 def test_the_code_for_try_again_is_the_one_the_errors_use() -> None:
