@@ -17,6 +17,8 @@ from pathlib import Path
 import coverage
 
 _FILE = "reach.json"
+# A test that takes no longer may have been served by a fixture.
+_SHORT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,12 @@ class Reach:
         if known is None:
             inside = f"{path}::{function}." if function else f"{path}::"
             known = {test: 0 for key, tests in self.tests.items() if key.startswith(inside) for test in tests}
-        if not known and function:
-            return self.of(path, function.rpartition(".")[0])
-        return known or dict.fromkeys(self.seconds, 0)
+        if not known:
+            return self.of(path, function.rpartition(".")[0]) if function else dict.fromkeys(self.seconds, 0)
+        # What a module's fixture ran was seen in the first test that asked for it; those after it are short.
+        files = {test.partition("::")[0] for test in known}
+        short = (test for test, seconds in self.seconds.items() if seconds < _SHORT_S)
+        return {test: 0 for test in short if test.partition("::")[0] in files} | known
 
     def affordable(self, tests: Mapping[str, int], budget_s: float) -> list[str]:
         """The cheapest tests for half of what may be spent; then of every file the test that runs most of the function,
