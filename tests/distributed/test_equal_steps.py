@@ -51,8 +51,9 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer and a corpus of the standard library's sources."""
+    from pretrain.data.installed import PYTHON_STDLIB
     from pretrain.data.prepare import prepare
-    from pretrain.data.sources import PYTHON_STDLIB, read_documents
+    from pretrain.data.sources import read_documents
     from pretrain.data.tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("equal_steps")
