@@ -32,6 +32,7 @@ class _Event:
 class _Stream:
     """A CUDA stream on a device that runs everything in order."""
 
+    def __init__(self, *_: Any) -> None: ...
     def wait_stream(self, *_: Any) -> None: ...
     def record_event(self, *_: Any) -> _Event:
         return _Event()
