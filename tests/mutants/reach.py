@@ -57,10 +57,7 @@ class Reach:
             known = {test: 0 for key, tests in self.tests.items() if key.startswith(inside) for test in tests}
         if not known:
             return self.of(path, function.rpartition(".")[0]) if function else dict.fromkeys(self.seconds, 0)
-        # What a module's fixture ran was seen in the first test that asked for it; those after it are short.
-        files = {test.partition("::")[0] for test in known}
-        short = (test for test, seconds in self.seconds.items() if seconds < _SHORT_S)
-        return {test: 0 for test in short if test.partition("::")[0] in files} | known
+        return known
 
     def affordable(self, tests: Mapping[str, int], budget_s: float) -> list[str]:
         """The cheapest tests for half of what may be spent; then of every file the test that runs most of the function,
@@ -85,10 +82,14 @@ class Reach:
                 if not chosen or spent_s + self._cost_s(test) <= budget_s:
                     chosen.append(test)
                     spent_s += self._cost_s(test)
-        # The cheap ones may answer first; pytest runs a file's tests together.
+        # The cheap ones may answer first; pytest runs a file's tests together. What a module's fixture ran was seen in
+        # the first test that asked for it, which took longest: with it, the short ones of the same file are asked too.
         of_file_s = {file: min(map(self._cost_s, of_file)) for file, of_file in by_file.items()}
+        files = {file for file, of_file in by_file.items() if max(of_file, key=self._cost_s) in chosen}
+        served = [test for test in self.seconds if test.partition("::")[0] in files and self._cost_s(test) < _SHORT_S]
         return sorted(
-            chosen, key=lambda test: (of_file_s[test.partition("::")[0]], test.partition("::")[0], self._cost_s(test))
+            {*chosen, *served},
+            key=lambda test: (of_file_s[test.partition("::")[0]], test.partition("::")[0], self._cost_s(test), test),
         )
 
     def _cost_s(self, test: str) -> float:
