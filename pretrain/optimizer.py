@@ -238,7 +238,7 @@ class MemoryOptimizer(ChainedOptimizer):
             for group, gradient in optimizer.gradients(counted_once=True):
                 square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
                 squares[int(self._is_clipped_apart(group))] += square
-        torch.distributed.all_reduce(squares, group=self.get_grad_stats_parallel_group())
+        torch.distributed.all_reduce(squares)
         # Host sync: the norms decide whether there is an update at all.
         main, tables = squares.sqrt().tolist()
         return GradientNorms(main, None if self._value_clip_grad is None else tables)
@@ -344,7 +344,6 @@ def _distributed_optimizer(
         data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if split else megatron.mp),
         distributed_optimizer_instance_id=0,
     )
-    optimizer.grad_stats_parallel_group = megatron.intra_dist_opt
     # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. Of a table or an expert there
     # are none: each rank of a stage owns other gradients.
     optimizer.tp_group = megatron.expt_tp if split else megatron.tp

@@ -50,6 +50,7 @@ SHARED = {"model.memory.sharing.pattern": "block", "model.memory.sharing.group":
         ({"optimizer.schedule": "wsd", "optimizer.decay_steps": 50, "optimizer.warmup_steps": 50}, 1),
         ({"optimizer.schedule": "constant", "optimizer.lr": 1e-6}, 1),
         ({"model.num_query_groups": 2, "parallel.tensor": 2}, 2),
+        ({"train.sequence_length": 255}, 2),
         ({"name": "2.5b_run-1", "data.datasets": [{"path": "x"}]}, 1),
     ],
 )
