@@ -8,7 +8,11 @@ one of which is in flight while the host works on the other.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.common.cpp import cache_folder
 from pretrain.config.schema import OptimizerConfig
 from pretrain.errors import ConfigError
 
@@ -92,7 +97,13 @@ def host_adamw(settings: OptimizerConfig) -> HostAdamW:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     try:
-        optimizer = DeepSpeedCPUAdam(nothing, adamw_mode=True, **arguments)
+        with _alone_in_build_folder():
+            optimizer = DeepSpeedCPUAdam(nothing, adamw_mode=True, **arguments)
+    except OSError as error:
+        raise ConfigError(
+            f"optimizer.value_offload is cpu, and DeepSpeed's CPU Adam cannot be built in {cache_folder()} ({error}): "
+            "set MEGAMEM_CACHE_DIR to a folder of yours"
+        ) from error
     except RuntimeError as error:
         raise ConfigError(
             "optimizer.value_offload is cpu and deepspeed is installed, but its CPU Adam cannot be compiled "
@@ -100,6 +111,30 @@ def host_adamw(settings: OptimizerConfig) -> HostAdamW:
             "or uninstall deepspeed to use PyTorch's AdamW, or set optimizer.value_offload: none"
         ) from error
     return HostAdamW(optimizer, "DeepSpeed's CPU AdamW", step_is_tensor=False)
+
+
+@contextlib.contextmanager
+def _alone_in_build_folder() -> Iterator[None]:
+    """PyTorch builds extensions in a folder of ours, one process at a time.
+
+    Its own lock is a file that a killed process leaves behind, for which all later ones wait without end. Ours is
+    released when its owner ends, however it ends; so a file of PyTorch's that is there then was left behind.
+    """
+    folder = cache_folder() / f"deepspeed-torch{torch.__version__}-{sys.implementation.cache_tag}"
+    folder.mkdir(parents=True, exist_ok=True)
+    before = os.environ.get("TORCH_EXTENSIONS_DIR")
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left_behind in folder.glob("*/lock"):
+            left_behind.unlink()
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["TORCH_EXTENSIONS_DIR"]
+            else:
+                os.environ["TORCH_EXTENSIONS_DIR"] = before
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
 
 from pretrain import value_offload
 from pretrain.config.schema import OptimizerConfig
@@ -27,6 +31,13 @@ IMPLEMENTATIONS = [
 def implementation(monkeypatch: pytest.MonkeyPatch, deepspeed: bool) -> HostAdamW:
     monkeypatch.setattr(value_offload, "has_deepspeed", lambda: deepspeed)
     return host_adamw(SETTINGS)
+
+
+def with_deepspeed(monkeypatch: pytest.MonkeyPatch, optimizer: Any) -> None:
+    """A package of that name, with this for its Adam."""
+    for name in ("deepspeed", "deepspeed.ops", "deepspeed.ops.adam"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["deepspeed.ops.adam"].DeepSpeedCPUAdam = optimizer  # type: ignore[attr-defined]
 
 
 def textbook(
@@ -88,26 +99,50 @@ def test_deepspeed_steps_where_it_is_installed_and_torch_elsewhere(monkeypatch: 
             made.append(arguments)
             super().__init__(parameters)
 
-    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
-    monkeypatch.setitem(sys.modules, "deepspeed.ops", types.ModuleType("deepspeed.ops"))
-    module = types.ModuleType("deepspeed.ops.adam")
-    module.DeepSpeedCPUAdam = Stand  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", module)
+    with_deepspeed(monkeypatch, Stand)
     assert implementation(monkeypatch, True).name == "DeepSpeed's CPU AdamW"
     assert made == [{"adamw_mode": True, "lr": 7e-4, "betas": (0.85, 0.97), "eps": 1e-6, "weight_decay": 0.3}]
     assert implementation(monkeypatch, False).name == "PyTorch's fused AdamW"
     assert len(made) == 1
 
 
+def test_a_killed_build_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch's own builder, and a lock file of it that nobody will remove."""
+    monkeypatch.setenv("MEGAMEM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/of/the/user")
+    builds: list[Path] = []
+
+    class Stand(torch.optim.SGD):
+        def __init__(self, parameters: Any, **_: Any) -> None:
+            super().__init__(parameters)
+            folder = Path(cpp_extension._get_build_directory("cpu_adam", verbose=False))
+            builds.append(folder)
+            baton = FileBaton(str(folder / "lock"))
+            assert baton.try_acquire()
+            # As a process that is killed would: never released.
+
+    with_deepspeed(monkeypatch, Stand)
+    for _ in range(2):
+        implementation(monkeypatch, True)
+    first, second = builds
+    assert first == second
+    assert tmp_path in first.parents
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/of/the/user"
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEGAMEM_CACHE_DIR", str(tmp_path / "file"))
+    with_deepspeed(monkeypatch, torch.optim.SGD)
+    with pytest.raises(ConfigError, match=r"cannot be built in .*file .*set MEGAMEM_CACHE_DIR"):
+        implementation(monkeypatch, True)
+
+
 def test_a_deepspeed_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("it failed to build") from RuntimeError("Ninja is required to load C++ extensions")
 
-    for name in ("deepspeed", "deepspeed.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    module = types.ModuleType("deepspeed.ops.adam")
-    module.DeepSpeedCPUAdam = fail  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", module)
+    with_deepspeed(monkeypatch, fail)
     with pytest.raises(
         ConfigError, match=r"optimizer.value_offload is cpu .* \(Ninja is required .* uninstall deepspeed"
     ):
