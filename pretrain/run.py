@@ -120,15 +120,18 @@ def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
     return model.vocab_size
 
 
-def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Run:
+def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None = None) -> Run:
     """Build every part of a run, and restore its newest complete checkpoint if there is one. Collective.
+
+    Args:
+        start: a checkpoint to go on from, of this run or another of the same model, instead of the folder's newest.
 
     Raises:
         UserError: what the data, the configuration or the checkpoint lack.
     """
     train = config.train
     tokenizer = check_blend(config.data.datasets)
-    saved = _find_resumable(config, folder, groups)
+    saved = _find_resumable(config, folder, groups, start)
     state = RunState() if saved is None else saved.run
     vocab_size = model_vocab_size(config.model, tokenizer)
     train_data = build_train_dataset(
@@ -162,9 +165,11 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> Ru
     return run
 
 
-def _find_resumable(config: RunConfig, folder: RunFolder, groups: ParallelGroups) -> SavedState | None:
+def _find_resumable(
+    config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None
+) -> SavedState | None:
     """The checkpoint to go on from, after checking that it is of this run."""
-    saved, problems = _agreed_checkpoint(folder.checkpoints)
+    saved, problems = _agreed_checkpoint(folder.checkpoints) if start is None else (start, [])
     if groups.is_main:
         for problem in problems:
             print(f"passed over a damaged checkpoint: {problem}", flush=True)

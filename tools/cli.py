@@ -20,11 +20,13 @@ from pretrain.quiet import quiet_engine
 
 COMMAND_MODULES = (
     "tools.train",
+    "tools.replay",
     "tools.data",
     "tools.evaluate",
     "tools.generate",
+    "tools.plot",
     "tools.bench.command",
-    "tools.compare",
+    "tools.compare.command",
     "tools.config",
 )
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only

@@ -97,6 +97,42 @@ def test_seeds_share_the_order_of_the_data(
     assert steps(compared[0] / "memory" / "seed_1")[0]["loss"] != steps(folder / "memory" / "seed_2")[0]["loss"]
 
 
+def test_models_are_tuned_alike_on_a_seed_of_its_own(tmp_path: Path, megamem: Megamem, models: list[Path]) -> None:
+    tuning = tmp_path / "tuning.yaml"
+    keys = {"model.memory.key_balance_weight": [0.5], "optimizer.lr": [1.0e-9, 1.0e-2]}
+    tuning.write_text(yaml.safe_dump({"trials": 3, "steps": 3, "seed": 1, "keys": keys}))
+    options = ("--tune", tuning, "--seeds", 2, "optimizer.min_lr=0", "checkpoint.every_steps=0")
+    folder = tmp_path / "runs"
+    result = compare(megamem, models, folder, *options)
+    assert "run 1 of 8: memory, trial 1: 3 steps to go" in result.output
+    assert "run 6 of 8: dense, trial 3: 3 steps to go" in result.output
+    assert "run 8 of 8: dense, seed 2: 4 steps to go" in result.output
+    page = (folder / "comparison.md").read_text()
+    for name in ("memory", "dense"):
+        settings = [yaml.safe_load((folder / name / f"trial_{n}" / "config.yaml").read_text()) for n in (1, 2, 3)]
+        assert {(s["seed"], s["data"]["seed"], s["train"]["num_steps"]) for s in settings} == {(1, 1, 3)}
+        losses = [evaluations(folder / name / f"trial_{n}")[-1]["validation_loss"] for n in (1, 2, 3)]
+        assert all(f"{loss:.4f}" in page for loss in losses)
+        best = settings[losses.index(min(losses))]
+        reported = yaml.safe_load((folder / name / "seed_2" / "config.yaml").read_text())
+        assert (reported["seed"], reported["train"]["num_steps"]) == (2, 4)
+        assert (reported["model"], reported["optimizer"]) == (best["model"], best["optimizer"])
+    balances = [
+        yaml.safe_load((folder / "memory" / f"trial_{n}" / "config.yaml").read_text())["model"]["memory"][
+            "key_balance_weight"
+        ]
+        for n in (1, 2)
+    ]
+    assert balances == [0.0, 0.5]
+    assert "| dense | 2 | optimizer.lr=1.0e-09 |" in page
+    again = compare(megamem, models, folder, *options)
+    assert again.output.count(": finished") == 8
+    assert (folder / "comparison.md").read_text() == page
+    refused = megamem("compare", *models, "--run-dir", folder, "--tune", tuning, "--seeds", "1,2", *SHORT)
+    assert refused.code == 2
+    assert "tunes with seed 1, which is one of --seeds" in refused.output
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -124,7 +160,7 @@ def test_what_is_refused(
 
 def test_a_stopped_comparison_says_how_to_go_on(tmp_path: Path, start: Start, models: list[Path]) -> None:
     folder = tmp_path / "runs"
-    command = start("compare", *models, "train.num_steps=2000", "--run-dir", folder)
+    command = start("compare", *models, "train.num_steps=2000", "--run-dir", folder, "--seeds", 1)
     wait_until(lambda: command.poll() is not None or last_step(folder / "memory" / "seed_1") > 0, "the first step", 60)
     assert command.poll() is None, command.log.read_text()
     os.kill(command.pid, signal.SIGTERM)

@@ -13,24 +13,24 @@ import pytest
 
 from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainConfig
 from pretrain.errors import ConfigError
-from tools.compare import load_configs, seed_list, time_left
-from tools.comparison import (
+from tools.compare.command import seed_list
+from tools.compare.report import (
     BEGIN,
     END,
-    ModelFigures,
-    RunResult,
-    binned,
-    check_comparable,
+    Tuned,
     check_report,
-    inequalities,
+    order,
     plot,
-    read_result,
     report,
-    svg,
     table,
-    with_seed,
+    trials_table,
     write_report,
 )
+from tools.compare.rules import ModelFigures, check_comparable, inequalities, load_configs, with_seed
+from tools.compare.runs import RunResult, read_result, time_left
+from tools.compare.tuning import Trial, Tuning
+from tools.drawing import svg
+from tools.metrics import Curves
 
 CONFIG = RunConfig(
     name="a", train=TrainConfig(num_steps=4, global_batch_size=8), data=DataConfig((DatasetEntry("data/x"),))
@@ -41,7 +41,10 @@ OTHER = ModelFigures("b", 3_000_000, 1_019_000, 2.6e6, 4096)
 
 def result(loss: float) -> RunResult:
     training = tuple((256.0 * step, loss + 4 / step) for step in range(1, 41))
-    return RunResult(loss, loss / 2, training, ((5120.0, loss + 1), (10240.0, loss)))
+    validation = ((5120.0, loss + 1), (10240.0, loss))
+    coverage = {1: ((2560.0, 0.1), (5120.0, loss / 10)), 3: ((2560.0, 0.5),)}
+    kl_to_uniform = {1: ((5120.0, loss),), 3: ((2560.0, 1.0),)}
+    return RunResult(loss, loss / 2, Curves(training, validation, coverage, kl_to_uniform, loss / 2))
 
 
 RESULTS = {"a": [result(3.0), result(3.5)]}
@@ -128,10 +131,30 @@ def test_departures_above_2_percent_are_named() -> None:
 
 def test_the_table() -> None:
     head, rule, first, second = table([REFERENCE, OTHER], RESULTS).splitlines()
-    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") == 8
-    assert first == "| a | 2.000M | 1.000M | 2.500 | 0 | 3.2500 (3.0000 to 3.5000) | 1.6250 |"
-    assert second == "| b | 3.000M | 1.019M | 2.600 (**+4.0%**) | 4,096 | not run | not run |"
+    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") == 10
+    assert first == "| a | 2.000M | 1.000M | 2.500 | 0 | 3.2500 (3.0000 to 3.5000) | 1.6250 | 32% 50% | 3.2 1.0 |"
+    assert second == "| b | 3.000M | 1.019M | 2.600 (**+4.0%**) | 4,096 | not run | not run | not run | not run |"
     assert "| 3.0000 | 1.5000 |" in table([REFERENCE], {"a": [result(3.0)]})
+
+
+def test_the_order_says_what_seeds_tell_apart() -> None:
+    results = {
+        "worst": [result(5.0), result(6.0)],
+        "best": [result(1.0), result(2.0)],
+        "second": [result(1.9), result(3.0)],
+        "none": [],
+    }
+    assert order(results) == "best ~ second < worst"
+
+
+TUNING = Tuning(2, 64, 9, {"optimizer.lr": (1e-3, 2e-3)})
+TRIALS = [Trial({}, CONFIG, 4.5), Trial({"optimizer.lr": 2e-3}, CONFIG, 4.25)]
+
+
+def test_every_trial_is_listed() -> None:
+    _, _, first, second = trials_table({"a": TRIALS}).splitlines()
+    assert first == "| a | 1 | as shipped | 4.5000 |"
+    assert second == "| a | 2 | optimizer.lr=0.002 | **4.2500** |"
 
 
 def test_the_report_says_what_is_missing_and_unequal() -> None:
@@ -139,31 +162,39 @@ def test_the_report_says_what_is_missing_and_unequal() -> None:
     text = report(configs, [REFERENCE, OTHER], RESULTS, seeds=(1, 2), plot_name="c.svg", command="megamem compare x")
     for part in ("2 models on 8,192 tokens of data/x", "2 of 4 runs are done", "but for b (", "](c.svg)", "compare x"):
         assert part in text
-    whole = report(configs[:1], [REFERENCE], RESULTS, seeds=(1, 2), plot_name="c.svg", command="megamem compare x")
+    both = {**RESULTS, "b": [result(4.0), result(4.0)]}
+    whole = report(
+        configs,
+        [REFERENCE, REFERENCE],
+        both,
+        seeds=(1, 2),
+        plot_name="c.svg",
+        command="megamem compare x",
+        tuned=Tuned(TUNING, {"a": TRIALS}),
+    )
     assert "runs are done" not in whole
     assert "but for" not in whole
+    assert "a < b" in whole
+    assert "up to 2 trials of 64 steps each, with weights from seed 9" in whole
+    assert "| a | 1 | as shipped |" in whole
+    assert "trials" not in text
 
 
 def test_results_come_from_the_metrics(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     assert read_result(metrics, CONFIG) is None
     rows: list[dict[str, float | None]] = [
-        {"step": step, "loss": 9.0 - step if step != 2 else None} for step in (1, 2, 3, 4)
+        {"step": step, "loss": 9.0 - step if step != 2 else None, "consumed_tokens": 2048 * step}
+        for step in (1, 2, 3, 4)
     ]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_result(metrics, CONFIG) is None
     rows.append({"step": 4, "validation_loss": 5.5, "bits_per_byte": 2.0})
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_result(metrics, CONFIG)
-    assert found == RunResult(5.5, 2.0, ((2048, 8.0), (6144, 6.0), (8192, 5.0)), ((8192, 5.5),))
+    training, validation = ((2048, 8.0), (6144, 6.0), (8192, 5.0)), ((8192, 5.5),)
+    assert found == RunResult(5.5, 2.0, Curves(training, validation, {}, {}, 2.0))
     assert read_result(metrics, replace(CONFIG, train=replace(CONFIG.train, num_steps=5))) is None
-
-
-def test_bins_smooth_and_keep_the_mean() -> None:
-    points = [(float(x), float(x % 2)) for x in range(1, 101)]
-    assert binned(points, 4) == ((13.0, 0.52), (38.0, 0.48), (63.0, 0.52), (88.0, 0.48))
-    assert binned(points[:3], 100) == tuple(points[:3])
-    assert binned([]) == ()
 
 
 def test_the_plot_has_a_line_per_finished_model_and_dots_where_it_was_evaluated() -> None:

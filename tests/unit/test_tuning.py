@@ -1,0 +1,133 @@
+"""The search of a comparison: as many trials for every model, over the keys that it has, from the best so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+from tools.compare.rules import load_configs
+from tools.compare.tuning import Search, Tuning, check_keys, read_tuning
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+KEYS = {
+    "optimizer.lr": (1e-3, 2e-3, 4e-3),
+    "model.memory.key_balance_weight": (0.5,),
+    "optimizer.weight_decay": (0.0,),
+}
+
+
+def search(tmp_path: Path, model: Mapping[str, Any], num_trials: int, cost: Mapping[str, float]) -> Search:
+    """A search whose losses are the sums of what the values that it has cost, by `key=value`."""
+    file = tmp_path / "model.yaml"
+    file.write_text(yaml.safe_dump({"name": "model", "model": dict(model), "optimizer": {"lr": 1e-3, "min_lr": 0.0}}))
+    found = Search(str(file), ["train.num_steps=100"], Tuning(num_trials, 50, 7, KEYS))
+
+    def train(config: RunConfig, number: int) -> float:
+        assert number == len(found.trials) + 1
+        # Shorter, from the seed of trials, in the same order of the data, and evaluated at its end alone.
+        assert (config.train.num_steps, config.seed, config.data.seed) == (50, 7, 1)
+        assert config.evaluation.every_steps == 0
+        assert config.name == "model"
+        memory = config.model.memory
+        values = {
+            "optimizer.lr": config.optimizer.lr,
+            "optimizer.weight_decay": config.optimizer.weight_decay,
+            "model.memory.key_balance_weight": None if memory is None else memory.loss_weights.key_balance,
+        }
+        return 10.0 + sum(cost.get(f"{key}={value}", 0.0) for key, value in values.items())
+
+    found.run(train)
+    return found
+
+
+def test_each_value_is_tried_with_the_best_so_far(tmp_path: Path) -> None:
+    cost = {"optimizer.lr=0.002": -1.0, "optimizer.lr=0.004": 1.0, "model.memory.key_balance_weight=0.5": -2.0}
+    found = search(tmp_path, {"memory": {"kind": "ultramem_v2"}}, 5, cost)
+    better = {"optimizer.lr": 2e-3}
+    assert [trial.changes for trial in found.trials] == [
+        {},
+        better,
+        {"optimizer.lr": 4e-3},
+        {**better, "model.memory.key_balance_weight": 0.5},
+        {**better, "model.memory.key_balance_weight": 0.5, "optimizer.weight_decay": 0.0},
+    ]
+    assert [trial.loss for trial in found.trials] == [10, 9, 11, 7, 7]
+    # The earlier one of two alike, and as long as the model's own runs.
+    assert found.best is found.trials[3]
+    assert found.best.config.train.num_steps == 100
+    assert found.best.config.optimizer.lr == 2e-3
+
+
+def test_a_model_without_a_key_has_its_trials_for_others(tmp_path: Path) -> None:
+    found = search(tmp_path, {}, 6, {"optimizer.weight_decay=0.0": -1.0})
+    assert [trial.changes for trial in found.trials] == [
+        {},
+        {"optimizer.lr": 2e-3},
+        {"optimizer.lr": 4e-3},
+        {"optimizer.weight_decay": 0.0},
+        # The second time through, from the best.
+        {"optimizer.weight_decay": 0.0, "optimizer.lr": 2e-3},
+        {"optimizer.weight_decay": 0.0, "optimizer.lr": 4e-3},
+    ]
+    assert all(trial.config.model.memory is None for trial in found.trials)
+
+
+def test_a_search_ends_where_nothing_is_left(tmp_path: Path) -> None:
+    found = search(tmp_path, {}, 100, {})
+    # From what the file says, each other value once: nothing was better.
+    assert len(found.trials) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"trials": 0}, "trials is 0, expected a number of at least 1"),
+        ({"steps": "many"}, "steps is 'many', expected a number"),
+        ({"seed": True}, "seed is True, expected a number"),
+        ({"keys": ["optimizer.lr"]}, "expected a mapping of keys"),
+        ({"keys": {"optimizer.lr": 1e-3}}, "optimizer.lr is 0.001, expected a list"),
+        ({"keys": {"optimizer.lr": []}}, "expected a list"),
+        ({"keys": {"train.num_steps": [3]}}, "train.num_steps cannot be tuned"),
+        ({"more": 1}, "has the keys trials, steps, seed, keys, and no other"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_a_wrong_tuning_file_is_refused(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    file = tmp_path / "tuning.yaml"
+    good = {"trials": 3, "steps": 10, "seed": 1, "keys": {"optimizer.lr": [1e-3]}}
+    file.write_text(yaml.safe_dump(good))
+    assert read_tuning(file) == Tuning(3, 10, 1, {"optimizer.lr": (1e-3,)})
+    file.write_text(yaml.safe_dump({**good, **change}))
+    with pytest.raises(ConfigError, match=r"tuning\.yaml: ") as caught:
+        read_tuning(file)
+    assert problem in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tune is .*none.yaml, which cannot be read"):
+        read_tuning(tmp_path / "none.yaml")
+
+
+def test_values_that_no_model_can_have_are_refused() -> None:
+    file = Path("tuning.yaml")
+    searches = [Search(str(CONFIGS / "compare" / name), [], None) for name in ("dense.yaml", "pkm.yaml")]  # type: ignore[arg-type]
+    check_keys(Tuning(1, 1, 1, {"optimizer.lr": (1e-3,), "model.memory.top_k": (2,)}), file, searches)
+    for key, value in (("optimizer.rl", 1e-3), ("model.memory.initialisation", "matched"), ("optimizer.lr", -1)):
+        with pytest.raises(ConfigError, match=f"tuning.yaml: no model of the comparison takes {key}={value}"):
+            check_keys(Tuning(1, 1, 1, {key: (value,)}), file, searches)
+
+
+def test_the_shipped_search_gives_every_model_as_many_trials() -> None:
+    tuning = read_tuning(CONFIGS / "tuning" / "compare.yaml")
+    paths = [str(path) for path in sorted((CONFIGS / "compare").glob("*.yaml"))]
+    searches = [Search(path, [], tuning) for path in load_configs(paths)]
+    check_keys(tuning, Path(), searches)
+    for found in searches:
+        found.run(lambda config, number: float(number))
+        assert len(found.trials) == tuning.num_trials

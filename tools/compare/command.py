@@ -1,0 +1,252 @@
+"""`megamem compare`: tune several models alike, train them on the same tokens, and report them side by side."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+from tools.compare.report import Tuned, check_report, plot, report, table, write_report
+from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures, overrides_among, with_seed
+from tools.compare.runs import RunResult, RunStopped, Trainer, finished_steps
+from tools.compare.tuning import Search, check_keys, read_tuning
+from tools.drawing import svg
+from tools.ranks import add_nproc, default_num_ranks, import_engine, started_world_size
+
+_EPILOG = """\
+examples:
+  megamem compare configs/compare/*.yaml --nproc 2
+  megamem compare configs/compare/*.yaml --tune configs/tuning/compare.yaml --nproc 2 --report docs/comparison.md
+  megamem compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
+
+Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights;
+tokens, batches and their order are the same in all runs (data.seed, or else the configuration's own seed). The run of a
+model and a seed is in DIR/NAME/seed_N, a run folder as `megamem train` makes it. Finished runs are kept and interrupted
+ones resumed: after Ctrl-C, run the same command again. The report is written after every run. A file named base.yaml is
+what others build on, and is left out. Overrides hold for all models.
+
+With --tune, every model first gets the same number of shorter trials (DIR/NAME/trial_N) with a seed of their own: the
+keys of the tuning file are gone through in its order, each value is tried with the best so far, and what is better
+stays. The runs that are reported have the best settings, and the report lists all trials.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `compare` to the commands of `megamem`."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="train models on the same tokens, tuned alike, and report them side by side",
+        description="Train each configuration with each seed on the same tokens, and write a table and a plot of what "
+        "came out.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "configs",
+        metavar="CONFIG",
+        nargs="+",
+        help="YAML files, the first being the reference; then key=value overrides",
+    )
+    parser.add_argument(
+        "--seeds", type=seed_list, default=(2, 3, 4), metavar="N,N", help="seeds of the weights (default: 2,3,4)"
+    )
+    parser.add_argument("--tune", type=Path, metavar="FILE", help="choose each model's settings first: what to try")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="folder of the runs (default: runs/compare)",
+    )
+    add_nproc(parser, "as `megamem train`")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="markdown file to write, or to fill between its marks; the plot goes beside it (default: "
+        "DIR/comparison.md)",
+    )
+    # Overrides that come after the options end up here.
+    parser.set_defaults(func=run_compare, overrides=[])
+
+
+def seed_list(text: str) -> tuple[int, ...]:
+    """The value of `--seeds`."""
+    seeds = tuple(int(part) for part in text.split(","))
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text} names a seed twice: the two runs would be the same")
+    return seeds
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Trains what is not there yet, and writes the report."""
+    if started_world_size() is not None:
+        raise ConfigError(
+            "`megamem compare` starts its own ranks, one run after the other: call it without torchrun or srun"
+        )
+    configs = load_configs(args.configs, args.overrides)
+    num_ranks = _num_ranks(configs, args.nproc)
+    path = args.report or args.run_dir / "comparison.md"
+    check_report(path)
+    comparison = Comparison(list(configs.values()), args.seeds, num_ranks, args.run_dir, path, _command(args))
+    for model in comparison.figures:
+        for name, departure in inequalities(model, comparison.figures[0]).items():
+            print(f"warning: {model.name} has {departure:+.1%} {name} against {comparison.figures[0].name}", flush=True)
+    try:
+        if args.tune is not None:
+            comparison.tune(list(configs), overrides_among(args.configs, args.overrides), args.tune)
+        comparison.train()
+    except RunStopped as stopped:
+        return stopped.exit_code
+    return 0
+
+
+class Comparison:
+    """Models, and what is known of them so far."""
+
+    def __init__(
+        self,
+        models: list[RunConfig],
+        seeds: Sequence[int],
+        num_ranks: int,
+        run_dir: Path,
+        path: Path,
+        command: str,
+    ) -> None:
+        """Check that every run can be made.
+
+        Args:
+            seeds: of the weights.
+            run_dir: where the runs are.
+            path: of the report.
+            command: what makes it again.
+
+        Raises:
+            ConfigError: a model cannot be trained with one of the seeds.
+            DataError: the data is not there.
+        """
+        for config in models:
+            for seed in seeds:
+                validate(with_seed(config, seed), num_ranks)
+        import_engine()
+        self.models, self.seeds, self.num_ranks = models, seeds, num_ranks
+        self.run_dir, self.path, self.command = run_dir, path, command
+        self.figures = _figures(models)
+        self.results: dict[str, list[RunResult]] = {}
+        self.tuned: Tuned | None = None
+        self.trainer = self._trainer(num_trials=0, num_trial_steps=0)
+
+    def _trainer(self, *, num_trials: int, num_trial_steps: int) -> Trainer:
+        runs, trials = len(self.models) * len(self.seeds), len(self.models) * num_trials
+        return Trainer(
+            self.num_ranks,
+            num_runs=trials + runs,
+            num_steps=trials * num_trial_steps + runs * self.models[0].train.num_steps,
+        )
+
+    def tune(self, paths: Sequence[str], overrides: list[str], tuning_file: Path) -> None:
+        """Give every model the best settings of its search.
+
+        Args:
+            paths: of the models' files.
+            overrides: of all of them.
+
+        Raises:
+            RunStopped: a trial did not come to its end.
+        """
+        tuning = read_tuning(tuning_file)
+        if tuning.seed in self.seeds:
+            raise ConfigError(
+                f"{tuning_file} tunes with seed {tuning.seed}, which is one of --seeds: what was chosen on a seed says "
+                "nothing on it, so choose others"
+            )
+        searches = [Search(path, overrides, tuning) for path in paths]
+        check_keys(tuning, tuning_file, searches)
+        for config in self.models:
+            validate(searches[0].shortened(config), self.num_ranks)
+        self.trainer = self._trainer(num_trials=tuning.num_trials, num_trial_steps=tuning.num_steps)
+        self.tuned = Tuned(tuning, {})
+        for index, (model, search) in enumerate(zip(self.models, searches, strict=True)):
+
+            def train(config: RunConfig, number: int) -> float:
+                folder = self.run_dir / config.name / f"trial_{number}"
+                return self.trainer.train(config, folder, f"{config.name}, trial {number}").validation_loss
+
+            search.run(train)
+            self.trainer.skip(tuning.num_trials - len(search.trials), tuning.num_steps)
+            self.tuned = Tuned(tuning, {**self.tuned.trials, model.name: search.trials})
+            self.models[index] = search.best.config
+            self.write()
+
+    def train(self) -> None:
+        """Train the runs that are reported, and report them.
+
+        Raises:
+            CheckpointError: a folder holds a run of something else.
+            RunStopped: a run did not come to its end.
+        """
+        from pretrain.run import RunFolder
+
+        plan = [
+            (with_seed(config, seed), self.run_dir / config.name / f"seed_{seed}")
+            for seed in self.seeds
+            for config in self.models
+        ]
+        # Every folder is looked at before the first run starts, so that one of another comparison is found at once.
+        for config, folder in plan:
+            finished_steps(config, RunFolder(folder))
+        for config, folder in plan:
+            result = self.trainer.train(config, folder, f"{config.name}, seed {config.seed}")
+            self.results.setdefault(config.name, []).append(result)
+            self.write()
+        print(
+            f"\n{table(self.figures, self.results)}\n\nreport: {self.path}\nplot: {self.path.with_suffix('.svg')}",
+            flush=True,
+        )
+
+    def write(self) -> None:
+        """Write the report of what is there."""
+        text = report(
+            self.models,
+            self.figures,
+            self.results,
+            seeds=self.seeds,
+            plot_name=self.path.with_suffix(".svg").name,
+            command=self.command,
+            tuned=self.tuned,
+        )
+        write_report(self.path, text, svg(plot(self.figures, self.results)))
+
+
+def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
+    wanted = {path: nproc or default_num_ranks(config.parallel) for path, config in configs.items()}
+    if len(set(wanted.values())) > 1:
+        raise ConfigError(
+            "the models would run on different numbers of ranks, and their speeds would say nothing: choose one with "
+            "--nproc (" + ", ".join(f"{path}: {number}" for path, number in wanted.items()) + ")"
+        )
+    return next(iter(wanted.values()))
+
+
+def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
+    """The formulas' figures, for which the data has to be there: its tokenizer says how many rows the embedding has."""
+    from pretrain.data.dataset import check_blend
+    from pretrain.run import model_vocab_size
+
+    tokenizer = check_blend(models[0].data.datasets)
+    return [model_figures(config, model_vocab_size(config.model, tokenizer)) for config in models]
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command that makes the report again."""
+    words = ["megamem", "compare", *args.configs, *args.overrides, "--seeds", ",".join(map(str, args.seeds))]
+    words += ["--tune", str(args.tune)] if args.tune else []
+    words += ["--run-dir", str(args.run_dir)]
+    words += ["--nproc", str(args.nproc)] if args.nproc else []
+    words += ["--report", str(args.report)] if args.report else []
+    return shlex.join(words)

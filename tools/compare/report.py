@@ -1,0 +1,206 @@
+"""The report of a comparison: table, trials, order, and where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+from tools.compare.rules import TOLERANCE, ModelFigures, inequalities
+from tools.compare.runs import RunResult
+from tools.compare.tuning import Trial, Tuning, in_words
+from tools.drawing import NUM_BINS, draw_losses, new_figure
+from tools.metrics import last_values
+from tools.parameter_table import markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
+"""Around the part of a report that is written anew; a page may say more before and after."""
+
+
+def table(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResult]]) -> str:
+    """Markdown: a row per model, the first being the one that the others are held against."""
+    head = (
+        "model",
+        "parameters",
+        "active",
+        "forward MFLOPs per token",
+        "table bytes per token",
+        "validation loss",
+        "bits per byte",
+        "rows read in a step",
+        "nats from even",
+    )
+    return markdown_table(head, (_cells(model, figures[0], results.get(model.name, ())) for model in figures))
+
+
+def _cells(model: ModelFigures, reference: ModelFigures, runs: Sequence[RunResult]) -> Iterator[str]:
+    unequal = {name: f" (**{value:+.1%}**)" for name, value in inequalities(model, reference).items()}
+    yield model.name
+    yield f"{model.total / 1e6:.3f}M"
+    yield f"{model.active / 1e6:.3f}M{unequal.get('active', '')}"
+    yield f"{model.forward_flops_per_token / 1e6:.3f}{unequal.get('flops', '')}"
+    yield f"{model.table_bytes_per_token:,}"
+    if not runs:
+        yield from ("not run",) * 4
+        return
+    losses = [run.validation_loss for run in runs]
+    spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
+    yield f"{fmean(losses):.4f}{spread}"
+    yield f"{fmean(run.bits_per_byte for run in runs):.4f}"
+    yield _by_layer([list(last_values(run.curves.coverage)) for run in runs], "{:.0%}")
+    yield _by_layer([list(last_values(run.curves.kl_to_uniform)) for run in runs], "{:.1f}")
+
+
+def _by_layer(of_runs: Sequence[Sequence[float]], pattern: str) -> str:
+    """Means over runs, layer after layer."""
+    return " ".join(pattern.format(fmean(of_layer)) for of_layer in zip(*of_runs, strict=True))
+
+
+def order(results: Mapping[str, Sequence[RunResult]]) -> str:
+    """The models from best to worst: `a < b` if every run of a is better than every one of b, else `a ~ b`."""
+    ranked = sorted((fmean(losses), losses, name) for name, losses in _losses(results).items())
+    words = [ranked[0][2]] if ranked else []
+    for (_, better, _), (_, worse, name) in pairwise(ranked):
+        words += ["<" if max(better) < min(worse) else "~", name]
+    return " ".join(words)
+
+
+def _losses(results: Mapping[str, Sequence[RunResult]]) -> dict[str, list[float]]:
+    return {name: [run.validation_loss for run in runs] for name, runs in results.items() if runs}
+
+
+def trials_table(searches: Mapping[str, Sequence[Trial]]) -> str:
+    """Markdown: every trial of every model, the best of each in bold."""
+    rows = []
+    for name, trials in searches.items():
+        best = min(trials, key=lambda trial: trial.loss)
+        for number, trial in enumerate(trials, start=1):
+            settings = ", ".join(f"{key}={in_words(value)}" for key, value in trial.changes.items()) or "as shipped"
+            mark = "**" if trial is best else ""
+            rows.append((name, str(number), settings, f"{mark}{trial.loss:.4f}{mark}"))
+    return markdown_table(("model", "trial", "settings", "validation loss"), rows)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """How the settings of the models were found.
+
+    Attributes:
+        tuning: what was tried.
+        trials: of every model so far, by its name.
+    """
+
+    tuning: Tuning
+    trials: Mapping[str, Sequence[Trial]]
+
+
+def report(
+    configs: Sequence[RunConfig],
+    figures: Sequence[ModelFigures],
+    results: Mapping[str, Sequence[RunResult]],
+    *,
+    seeds: Sequence[int],
+    plot_name: str,
+    command: str,
+    tuned: Tuned | None = None,
+) -> str:
+    """The part of a report between its marks.
+
+    Args:
+        configs: of the models.
+        figures: of the same.
+        results: of the finished runs, by the model's name.
+        seeds: of the weights.
+        plot_name: the plot's file, as seen from the report.
+        command: what makes it again.
+        tuned: how their settings were found, if they were.
+    """
+    train, num_done = configs[0].train, sum(map(len, results.values()))
+    steps = f"{train.num_steps} steps of {train.global_batch_size} x {train.sequence_length}"
+    paths = ", ".join(entry.path for entry in configs[0].data.datasets)
+    num_runs = len(configs) * len(seeds)
+    state = "" if num_done == num_runs else f" {num_done} of {num_runs} runs are done."
+    departing = [model.name for model in figures if inequalities(model, figures[0])]
+    balance = f"active parameters and FLOPs per token within {TOLERANCE:.0%} of {figures[0].name}" + (
+        f", but for {', '.join(departing)} (departures in brackets)" if departing else ""
+    )
+    return f"""\
+{len(configs)} models on {train.num_steps * train.tokens_per_step:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
+(seed {configs[0].data_seed}).
+Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, with the lowest and the highest. \
+{balance[0].upper() + balance[1:]}.{state}
+
+{table(figures, results)}
+
+Rows read in a step and nats from even reads: of the last observed step, layer by layer.
+
+{_order_in_words(results, seeds)}
+![Loss against tokens]({plot_name})
+
+Lines are training losses (means over seeds and over {NUM_BINS} parts of the run), dots validation losses. Made by
+
+```
+{command}
+```
+{"" if tuned is None else _trials_in_words(tuned)}"""
+
+
+def _order_in_words(results: Mapping[str, Sequence[RunResult]], seeds: Sequence[int]) -> str:
+    if len(seeds) < 2 or len(_losses(results)) < 2:
+        return ""
+    return f"""\
+From best to worst, `<` where every seed of the one is better than every seed of the other, and `~` where not:
+{order(results)}.
+"""
+
+
+def _trials_in_words(tuned: Tuned) -> str:
+    tuning = tuned.tuning
+    return f"""
+The settings of every model are the best of up to {tuning.num_trials} trials of {tuning.num_steps} steps each, with weights from seed {tuning.seed}. \
+A trial sets what it names otherwise than the model's file, and goes on from the best before it.
+
+{trials_table(tuned.trials)}
+"""
+
+
+def plot(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResult]]) -> Figure:
+    """Loss against tokens: a line per model with a finished run, and dots where it was evaluated."""
+    figure, (axes,) = new_figure()
+    draw_losses(axes, {model.name: [run.curves for run in results.get(model.name, ())] for model in figures})
+    if axes.lines:
+        figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def check_report(path: Path) -> None:
+    """Refuse to write over a page that is none of ours.
+
+    Raises:
+        ConfigError: the file is there and lacks the marks.
+    """
+    if path.suffix != ".md":
+        raise ConfigError(f"--report is {path}: name a markdown file (.md); the plot goes beside it")
+    if path.exists() and END not in path.read_text(encoding="utf-8").partition(BEGIN)[2]:
+        raise ConfigError(
+            f"--report is {path}, which is there and has no lines {BEGIN} and {END} to write between: put them in, or "
+            "name another file"
+        )
+
+
+def write_report(path: Path, text: str, svg: str) -> None:
+    """Put the text between the page's marks (or make a page of it) and the plot beside the page."""
+    page = path.read_text(encoding="utf-8") if path.exists() else f"# Comparison\n\n{BEGIN}\n{END}\n"
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".svg").write_text(svg, encoding="utf-8")
+    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")

@@ -1,0 +1,173 @@
+"""The same small search for every model: a few keys, a few values each, and as many trials for one as for the other.
+
+A model starts from its file's own values. Then the keys are gone through in the order of the tuning file, and each
+other value of a key is tried with the best of what was found so far; what is better stays. A model that does not have a
+key, or not that value of it, has more trials left for the others, which are gone through again from the best. What
+decides is the validation loss of a run that is shorter than the reported ones, from another seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.config.loader import load_config
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+from tools.compare.rules import with_seed
+
+_FIELDS = {"trials": int, "steps": int, "seed": int, "keys": dict}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is tried.
+
+    Attributes:
+        num_trials: runs per model, the first with its own settings.
+        num_steps: of each.
+        seed: of their weights.
+        values: by key, in the order in which they are tried.
+    """
+
+    num_trials: int
+    num_steps: int
+    seed: int
+    values: Mapping[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a search.
+
+    Attributes:
+        changes: what it sets otherwise than the model's file does.
+        config: the model with that, before it is shortened.
+        loss: its validation loss, in nats per token.
+    """
+
+    changes: Mapping[str, Any]
+    config: RunConfig
+    loss: float
+
+
+def read_tuning(path: Path) -> Tuning:
+    """Read a tuning file.
+
+    Raises:
+        ConfigError: naming the file, what is wrong and what is expected.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"--tune is {path}, which cannot be read: {error}") from error
+    if not isinstance(content, dict) or set(content) != set(_FIELDS):
+        raise ConfigError(f"{path}: a tuning file has the keys {', '.join(_FIELDS)}, and no other ones")
+    for name, kind in _FIELDS.items():
+        value = content[name]
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 1):
+            expected = "a number of at least 1" if kind is int else "a mapping of keys to lists of values"
+            raise ConfigError(f"{path}: {name} is {value!r}, expected {expected}")
+    for key, values in content["keys"].items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{path}: {key} is {values!r}, expected a list of the values to try")
+        if key.split(".")[0] not in ("model", "optimizer"):
+            raise ConfigError(
+                f"{path}: {key} cannot be tuned: only keys of model and optimizer can, as all models see the same tokens"
+            )
+    values = {key: tuple(values) for key, values in content["keys"].items()}
+    return Tuning(content["trials"], content["steps"], content["seed"], values)
+
+
+class Search:
+    """The search of one model: trials one after the other, and the best of them."""
+
+    def __init__(self, path: str, overrides: list[str], tuning: Tuning) -> None:
+        self._path, self._overrides, self._tuning = path, overrides, tuning
+        self._own = load_config(path, overrides)
+        self.trials: list[Trial] = []
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the lowest loss, the earlier one of two alike."""
+        return min(self.trials, key=lambda trial: trial.loss)
+
+    def run(self, train: Callable[[RunConfig, int], float]) -> None:
+        """Try, until the trials are used up or nothing is left.
+
+        Args:
+            train: gets a configuration and the number of its trial, from 1, and returns the loss.
+        """
+        self._try({}, train)
+        before = -1
+        while len(self.trials) > before:
+            before = len(self.trials)
+            for key, value in self._candidates():
+                if len(self.trials) == self._tuning.num_trials:
+                    return
+                self._try({**self.best.changes, key: value}, train)
+
+    def _candidates(self) -> Iterator[tuple[str, Any]]:
+        """Every value of every key that the best of now does not have, and that was not tried beside its other ones."""
+        for key, values in self._tuning.values.items():
+            for value in values:
+                changes = {**self.best.changes, key: value}
+                config = self.config(changes)
+                if config is not None and config not in [trial.config for trial in self.trials]:
+                    yield key, value
+
+    def _try(self, changes: Mapping[str, Any], train: Callable[[RunConfig, int], float]) -> None:
+        config = self.config(changes)
+        assert config is not None
+        self.trials.append(Trial(changes, config, train(self.shortened(config), len(self.trials) + 1)))
+
+    def config(self, changes: Mapping[str, Any]) -> RunConfig | None:
+        """The model with these settings; None if it cannot have them."""
+        if not all(_has(self._own, key) for key in changes):
+            return None
+        words = [f"{key}={in_words(value)}" for key, value in changes.items()]
+        try:
+            return load_config(self._path, [*self._overrides, *words])
+        except ConfigError:
+            return None
+
+    def shortened(self, config: RunConfig) -> RunConfig:
+        """As a trial trains it."""
+        config = with_seed(config, self._tuning.seed)
+        return replace(
+            config,
+            train=replace(config.train, num_steps=self._tuning.num_steps),
+            evaluation=replace(config.evaluation, every_steps=0),
+        )
+
+
+def check_keys(tuning: Tuning, path: Path, searches: Iterable[Search]) -> None:
+    """Refuse values that no model can have: they would be passed over without a word.
+
+    Raises:
+        ConfigError: naming the key and the value.
+    """
+    for key, values in tuning.values.items():
+        for value in values:
+            if all(search.config({key: value}) is None for search in searches):
+                raise ConfigError(
+                    f"{path}: no model of the comparison takes {key}={value}: correct it, or leave it out"
+                )
+
+
+def in_words(value: Any) -> str:
+    """A value as it stands in an override."""
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
+
+
+def _has(config: RunConfig, key: str) -> bool:
+    """Whether a configuration has the section of a key; an override would make one."""
+    section: Any = config
+    for name in key.split(".")[:-1]:
+        section = getattr(section, name, None)
+    return section is not None

@@ -1,0 +1,82 @@
+"""Drawings of runs: losses against tokens, and how the memory is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from tools.metrics import Curves, Point, binned, means
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NUM_BINS = 32
+"""Parts of a run over which its losses are averaged."""
+# The plot reaches as high as the losses after this share of the tokens: before, they fall steeply from ln(vocabulary).
+_STEEP_START = 0.25
+
+
+def new_figure(*, num_panels: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with panels below each other over one axis of tokens."""
+    # Here, because matplotlib takes a while to import, and most commands do not draw.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2 + 3 * num_panels), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(num_panels, sharex=True, squeeze=False)[:, 0])
+    for axes in panels:
+        _set_colours(axes)
+        axes.grid(alpha=0.4)
+        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:g}")
+    panels[-1].set_xlabel("million tokens")
+    return figure, panels
+
+
+def _set_colours(axes: Axes) -> None:
+    """Colours that colour-blind readers can tell apart, then the same ones dashed and dotted."""
+    from cycler import cycler
+    from matplotlib import color_sequences
+
+    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=color_sequences["okabe_ito"]))
+
+
+def draw_losses(axes: Axes, runs: Mapping[str, Sequence[Curves]]) -> None:
+    """A line of training losses per model, with dots where it was evaluated; means over the runs of each.
+
+    Models without runs are left out.
+    """
+    axes.set_ylabel("loss in nats per token")
+    lines: list[tuple[Point, ...]] = []
+    for name, of_model in runs.items():
+        training = [point for run in of_model for point in run.training]
+        if not training:
+            continue
+        lines.append(binned(training, NUM_BINS))
+        (drawn,) = axes.plot(*zip(*lines[-1], strict=True), label=name)
+        if validation := means([point for run in of_model for point in run.validation]):
+            axes.plot(*zip(*validation, strict=True), "o", markersize=4, color=drawn.get_color())
+    if lines:
+        late = [y for line in lines for x, y in line if x >= _STEEP_START * line[-1][0]]
+        low, high = axes.dataLim.y0, max(late)
+        margin = (high - low) * 0.04 or 0.5
+        axes.set_ylim(low - margin, high + margin)
+        axes.set_xlim(left=0)
+
+
+def draw_usage(axes: Axes, label: str, of_blocks: Mapping[int, Iterable[Point]]) -> None:
+    """A line per block with a memory."""
+    axes.set_ylabel(label)
+    for block, points in of_blocks.items():
+        axes.plot(*zip(*points, strict=True), label=f"block {block}")
+    axes.set_ylim(bottom=0)
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG text, the same for the same figure: without a date, and with text as text."""
+    from matplotlib import rc_context
+
+    text = StringIO()
+    with rc_context({"svg.hashsalt": "megamem", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()

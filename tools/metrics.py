@@ -1,0 +1,80 @@
+"""What a run wrote about itself: the rows of `metrics.jsonl`, and the curves in them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeAlias
+
+Point: TypeAlias = tuple[float, float]
+
+
+def read_metrics(metrics: Path) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl`; none if there is no such file."""
+    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A run's course. All points are (tokens seen, value).
+
+    Attributes:
+        training: losses of the steps' batches, in nats per token.
+        validation: losses of the evaluations.
+        coverage: by block with a memory, the shares of the table's rows that an observed step read.
+        kl_to_uniform: by block, how far the reads of such a step are from even, in nats.
+        bits_per_byte: of the last evaluation; None without one.
+    """
+
+    training: tuple[Point, ...]
+    validation: tuple[Point, ...]
+    coverage: dict[int, tuple[Point, ...]]
+    kl_to_uniform: dict[int, tuple[Point, ...]]
+    bits_per_byte: float | None
+
+
+def curves(rows: Sequence[dict[str, Any]]) -> Curves:
+    """The curves in the rows of a run, in their order. An evaluation has seen the tokens of the last step before it."""
+    tokens = 0.0
+    training: list[Point] = []
+    validation: list[Point] = []
+    usage: dict[str, dict[int, list[Point]]] = {"coverage": {}, "kl_to_uniform": {}}
+    bits_per_byte = None
+    for row in rows:
+        tokens = row.get("consumed_tokens", tokens)
+        if row.get("loss") is not None:
+            training.append((tokens, row["loss"]))
+        if row.get("validation_loss") is not None:
+            validation.append((tokens, row["validation_loss"]))
+            bits_per_byte = row["bits_per_byte"]
+        for block, figures in row.get("memory", {}).items():
+            for name, of_blocks in usage.items():
+                if name in figures:
+                    of_blocks.setdefault(int(block), []).append((tokens, figures[name]))
+    coverage, kl_to_uniform = (
+        {block: tuple(points) for block, points in sorted(of_blocks.items())} for of_blocks in usage.values()
+    )
+    return Curves(tuple(training), tuple(validation), coverage, kl_to_uniform, bits_per_byte)
+
+
+def binned(points: Sequence[Point], num_bins: int) -> tuple[Point, ...]:
+    """Means of the points in equal ranges of tokens, which smooths a noisy curve."""
+    end = max((x for x, _ in points), default=0.0)
+    return means(points, lambda tokens: math.ceil(tokens / end * num_bins))
+
+
+def means(points: Sequence[Point], group: Callable[[float], float] = lambda tokens: tokens) -> tuple[Point, ...]:
+    """The mean of each group of points; which one a point is in follows from its tokens."""
+    groups: dict[float, list[Point]] = {}
+    for point in points:
+        groups.setdefault(group(point[0]), []).append(point)
+    return tuple((fmean(x for x, _ in held), fmean(y for _, y in held)) for _, held in sorted(groups.items()))
+
+
+def last_values(of_blocks: dict[int, tuple[Point, ...]]) -> Iterator[float]:
+    """Per block, the newest value."""
+    return (points[-1][1] for points in of_blocks.values())

@@ -1,0 +1,98 @@
+"""`megamem plot`: a picture of what runs reached, and of how their memory is read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.errors import ConfigError
+from tools.drawing import draw_losses, draw_usage, new_figure
+from tools.metrics import Curves, curves, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRICS_FILE = "metrics.jsonl"
+_EPILOG = """\
+examples:
+  megamem plot runs/quickstart
+  megamem plot runs/quickstart runs/dense --output both.png
+  megamem plot runs/quickstart docs/quickstart_dense.jsonl
+
+Losses against tokens of every run named (a run's folder, or a file with the rows of one), with dots where it was
+evaluated. Below, for the first run that has a memory: the share of each table's rows that one step reads, and how far
+its reads are from even (0 nats: every row as often as the others).
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `plot` to the commands of `megamem`."""
+    parser = subparsers.add_parser(
+        "plot",
+        help="a picture of runs: losses, and how their memory is read",
+        description="Draw the losses of runs, and how the memory of the first one is read.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folders, or metrics.jsonl files")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="picture to write, in the format of its ending: png, svg, pdf (default: plot.png in the first run's "
+        "folder)",
+    )
+    parser.set_defaults(func=run_plot)
+
+
+def run_plot(args: argparse.Namespace) -> int:
+    """Draws, and says where the picture is."""
+    runs = {name_of(path): _read(path) for path in args.runs}
+    if len(runs) < len(args.runs):
+        raise ConfigError("two of the runs have one name: rename one of their folders, or of their files")
+    first: Path = args.runs[0]
+    output: Path = args.output or (first if first.is_dir() else first.parent) / "plot.png"
+    figure = draw(runs)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output is {output}, which cannot be written: {error}") from error
+    print(f"picture: {output}", flush=True)
+    return 0
+
+
+def name_of(path: Path) -> str:
+    """What a run is called in the picture."""
+    return path.resolve().name if path.suffix != ".jsonl" else path.stem
+
+
+def _read(path: Path) -> Curves:
+    file = path / METRICS_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{path} is no run: name a folder of `megamem train`, or the file {METRICS_FILE} of one")
+    try:
+        return curves(read_metrics(file))
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ConfigError(f"{file} does not hold the rows of a run: {error}") from error
+
+
+def draw(runs: Mapping[str, Curves]) -> Figure:
+    """The picture of the runs by name."""
+    observed = next(((name, run) for name, run in runs.items() if run.coverage), None)
+    figure, panels = new_figure(num_panels=1 if observed is None else 3)
+    named = {
+        name if run.bits_per_byte is None else f"{name}: {run.bits_per_byte:.3f} bits per byte": [run]
+        for name, run in runs.items()
+    }
+    draw_losses(panels[0], named)
+    panels[0].legend(frameon=False)
+    if observed is not None:
+        name, run = observed
+        panels[1].set_title(f"{name}: what one step reads of its tables", fontsize="medium")
+        draw_usage(panels[1], "share of rows read", run.coverage)
+        draw_usage(panels[2], "nats from even reads", run.kl_to_uniform)
+        panels[1].legend(frameon=False, ncols=4)
+    return figure

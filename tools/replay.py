@@ -1,0 +1,137 @@
+"""`megamem replay`: take the last steps of a run again, on another layout, and hold the losses against the first ones.
+
+A layout that splits a model wrongly still trains, a little worse. Whoever is about to move a run to other ranks can see
+beforehand that its steps stay the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.config.loader import load_config
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
+from pretrain.errors import CheckpointError
+from tools.metrics import read_metrics
+from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint.folder import SavedState
+    from pretrain.run import RunFolder
+
+_EPILOG = """\
+examples:
+  megamem replay runs/quickstart parallel.tensor=2 parallel.pipeline=2
+  megamem replay runs/quickstart --step 600 train.kernels=naive --nproc 2
+
+The run's folder stays as it is; what the replay needs of its own goes into RUN/replay, and no checkpoint is written.
+Layouts round differently, so losses agree to about 1e-6. Where two candidates of a retrieval are closer than that,
+another one is read, and from that step on the losses differ a little more.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `replay` to the commands of `megamem`."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="take a run's last steps again, on another layout, and compare the losses",
+        description="Go on from a checkpoint of a run, with other settings, through steps that the run has taken "
+        "already, and print both losses of every step.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="what to change, as in parallel.tensor=2; the model cannot change",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="the checkpoint to go on from (default: the newest one with steps of the run after it)",
+    )
+    add_nproc(parser, "one per GPU, or as few as the layout needs")
+    parser.set_defaults(func=run_replay)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """Takes the steps, and prints the two losses of each."""
+    from pretrain.run import RunFolder
+
+    folder = RunFolder(args.run)
+    losses = {row["step"]: row["loss"] for row in read_metrics(folder.metrics) if row.get("loss") is not None}
+    start = _start(folder, args.step, max(losses, default=0))
+    config = load_config(folder.config, args.overrides)
+    num_ranks = started_world_size() or args.nproc or default_num_ranks(config.parallel)
+    validate(config, num_ranks)
+    return run_on_ranks(lambda: replay_rank(config, folder, start, losses), num_ranks)
+
+
+def _start(folder: RunFolder, step: int | None, last_step: int) -> SavedState:
+    """The checkpoint of a step, or the newest complete one before the last step.
+
+    Raises:
+        CheckpointError: there is none, or no step of the run follows it.
+    """
+    from pretrain.checkpoint.folder import list_checkpoints, read_state
+    from pretrain.restore import find_checkpoint
+
+    newest = find_checkpoint(folder, step)
+    if newest.step < last_step:
+        return newest
+    if step is not None:
+        raise CheckpointError(
+            f"{folder.metrics} has no step after {step}, so there is nothing to compare with: choose an earlier --step"
+        )
+    for path in reversed(list_checkpoints(folder.checkpoints)):
+        try:
+            saved = read_state(path)
+        except CheckpointError:
+            continue
+        if saved.step < last_step:
+            return saved
+    raise CheckpointError(
+        f"{folder.checkpoints} has no checkpoint from before step {last_step}, the last one of {folder.metrics}: "
+        "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
+    )
+
+
+def replay_rank(config: RunConfig, folder: RunFolder, start: SavedState, losses: Mapping[int, float]) -> None:
+    """What one rank does.
+
+    Args:
+        config: the run's, on the layout of the replay.
+        folder: of the run.
+        start: the checkpoint to go on from.
+        losses: of the run, by step.
+    """
+    from pretrain.loop import take_step
+    from pretrain.run import RunFolder, open_run
+    from pretrain.session import session
+
+    with session(config) as groups:
+        run = open_run(config, RunFolder(folder.path / "replay"), groups, start)
+        batches = run.batches()
+        differences: dict[int, float] = {}
+        if groups.is_main:
+            print("   step         loss   in the run   difference", flush=True)
+        while run.state.step < max(losses):
+            result, _ = take_step(run, batches)
+            step = run.state.step
+            if step in losses:
+                differences[step] = result.loss.mean - losses[step]
+                if groups.is_main:
+                    print(
+                        f"{step:7}  {result.loss.mean:11.7f}  {losses[step]:11.7f}  {differences[step]:11.1e}",
+                        flush=True,
+                    )
+        if groups.is_main:
+            worst = max(differences, key=lambda step: abs(differences[step]))
+            print(f"largest difference of {len(differences)} steps: {abs(differences[worst]):.1e}, in step {worst}")
