@@ -27,6 +27,7 @@ COMMAND_MODULES = (
     "tools.plot",
     "tools.bench.command",
     "tools.compare.command",
+    "tools.recall",
     "tools.config",
 )
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only

@@ -26,14 +26,14 @@ def new_figure(*, num_panels: int = 1) -> tuple[Figure, Sequence[Axes]]:
     figure = Figure(figsize=(9, 2 + 3 * num_panels), layout="constrained")
     panels: list[Axes] = list(figure.subplots(num_panels, sharex=True, squeeze=False)[:, 0])
     for axes in panels:
-        _set_colours(axes)
+        model_colours(axes)
         axes.grid(alpha=0.4)
         axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:g}")
     panels[-1].set_xlabel("million tokens")
     return figure, panels
 
 
-def _set_colours(axes: Axes) -> None:
+def model_colours(axes: Axes) -> None:
     """Colours that colour-blind readers can tell apart, then the same ones dashed and dotted."""
     from cycler import cycler
     from matplotlib import color_sequences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -338,6 +339,27 @@ def test_no_grandchild_survives_a_failure(tmp_path: Path) -> None:
     failure_of(main, 3)
     assert len(pids_in(tmp_path)) == 9
     assert all(map(is_gone, pids_in(tmp_path)))
+
+
+def test_a_rank_that_is_done_waits_for_no_child(tmp_path: Path) -> None:
+    """Python joins the processes of `multiprocessing` where one ends by itself, and workers may wait for more work."""
+
+    def work(rank: int) -> None:
+        time.sleep(10)
+        (tmp_path / f"awaited.{rank}").touch()
+
+    def main() -> int:
+        rank = my_ranks().rank
+        worker = multiprocessing.get_context("fork").Process(target=work, args=(rank,))
+        worker.start()
+        assert worker.pid is not None
+        leave_pid(tmp_path, worker.pid)
+        return rank
+
+    assert launch_within(main, 2, timeout_s=DEADLINE_S) == [0, 1]
+    assert len(pids_in(tmp_path)) == 2
+    assert all(map(is_gone, pids_in(tmp_path)))
+    assert not list(tmp_path.glob("awaited.*"))
 
 
 def test_no_grandchild_survives_a_killed_rank(tmp_path: Path) -> None:

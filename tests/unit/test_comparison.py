@@ -15,16 +15,12 @@ from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainCon
 from pretrain.errors import ConfigError
 from tools.compare.command import seed_list
 from tools.compare.report import (
-    BEGIN,
-    END,
     Tuned,
-    check_report,
     order,
     plot,
     report,
     table,
     trials_table,
-    write_report,
 )
 from tools.compare.rules import ModelFigures, check_comparable, inequalities, load_configs, with_seed
 from tools.compare.runs import RunResult, read_result, time_left
@@ -227,24 +223,3 @@ def test_a_plot_without_runs_is_empty_axes() -> None:
     figure = plot([REFERENCE], {})
     assert not figure.axes[0].lines
     ElementTree.fromstring(svg(figure))
-
-
-def test_a_report_is_filled_between_its_marks(tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "page.md"
-    check_report(page)
-    write_report(page, "first\n", "<svg/>")
-    assert page.read_text() == f"# Comparison\n\n{BEGIN}\nfirst\n{END}\n"
-    page.write_text(f"before\n{BEGIN}\nfirst\n{END}\nafter\n")
-    check_report(page)
-    write_report(page, "second\n", "<svg></svg>")
-    assert page.read_text() == f"before\n{BEGIN}\nsecond\n{END}\nafter\n"
-    assert page.with_suffix(".svg").read_text() == "<svg></svg>"
-
-
-def test_a_page_of_somebody_else_is_not_written_over(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("mine")
-    with pytest.raises(ConfigError, match="no lines"):
-        check_report(page)
-    with pytest.raises(ConfigError, match="markdown"):
-        check_report(tmp_path / "plot.svg")

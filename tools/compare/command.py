@@ -11,11 +11,12 @@ from typing import Any
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from tools.compare.report import Tuned, check_report, plot, report, table, write_report
+from tools.compare.report import Tuned, plot, report, table
 from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures, overrides_among, with_seed
 from tools.compare.runs import RunResult, RunStopped, Trainer, finished_steps
 from tools.compare.tuning import Search, check_keys, read_tuning
 from tools.drawing import svg
+from tools.pages import Page
 from tools.ranks import add_nproc, default_num_ranks, import_engine, started_world_size
 
 _EPILOG = """\
@@ -91,9 +92,9 @@ def run_compare(args: argparse.Namespace) -> int:
         )
     configs = load_configs(args.configs, args.overrides)
     num_ranks = _num_ranks(configs, args.nproc)
-    path = args.report or args.run_dir / "comparison.md"
-    check_report(path)
-    comparison = Comparison(list(configs.values()), args.seeds, num_ranks, args.run_dir, path, _command(args))
+    page = Page(args.report or args.run_dir / "comparison.md", "comparison")
+    page.check()
+    comparison = Comparison(list(configs.values()), args.seeds, num_ranks, args.run_dir, page, _command(args))
     for model in comparison.figures:
         for name, departure in inequalities(model, comparison.figures[0]).items():
             print(f"warning: {model.name} has {departure:+.1%} {name} against {comparison.figures[0].name}", flush=True)
@@ -115,7 +116,7 @@ class Comparison:
         seeds: Sequence[int],
         num_ranks: int,
         run_dir: Path,
-        path: Path,
+        page: Page,
         command: str,
     ) -> None:
         """Check that every run can be made.
@@ -123,7 +124,7 @@ class Comparison:
         Args:
             seeds: of the weights.
             run_dir: where the runs are.
-            path: of the report.
+            page: for the report.
             command: what makes it again.
 
         Raises:
@@ -135,7 +136,7 @@ class Comparison:
                 validate(with_seed(config, seed), num_ranks)
         import_engine()
         self.models, self.seeds, self.num_ranks = models, seeds, num_ranks
-        self.run_dir, self.path, self.command = run_dir, path, command
+        self.run_dir, self.page, self.command = run_dir, page, command
         self.figures = _figures(models)
         self.results: dict[str, list[RunResult]] = {}
         self.tuned: Tuned | None = None
@@ -204,10 +205,7 @@ class Comparison:
             result = self.trainer.train(config, folder, f"{config.name}, seed {config.seed}")
             self.results.setdefault(config.name, []).append(result)
             self.write()
-        print(
-            f"\n{table(self.figures, self.results)}\n\nreport: {self.path}\nplot: {self.path.with_suffix('.svg')}",
-            flush=True,
-        )
+        print(f"\n{table(self.figures, self.results)}\n\nreport: {self.page.path}\nplot: {self.page.plot}", flush=True)
 
     def write(self) -> None:
         """Write the report of what is there."""
@@ -216,11 +214,11 @@ class Comparison:
             self.figures,
             self.results,
             seeds=self.seeds,
-            plot_name=self.path.with_suffix(".svg").name,
+            plot_name=self.page.plot.name,
             command=self.command,
             tuned=self.tuned,
         )
-        write_report(self.path, text, svg(plot(self.figures, self.results)))
+        self.page.write(text, svg(plot(self.figures, self.results)))
 
 
 def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:

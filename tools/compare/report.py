@@ -1,16 +1,14 @@
-"""The report of a comparison: table, trials, order, and where it is written."""
+"""The report of a comparison: table, order, trials and plot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
-from pretrain.errors import ConfigError
 from tools.compare.rules import TOLERANCE, ModelFigures, inequalities
 from tools.compare.runs import RunResult
 from tools.compare.tuning import Trial, Tuning, in_words
@@ -20,9 +18,6 @@ from tools.parameter_table import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
-"""Around the part of a report that is written anew; a page may say more before and after."""
 
 
 def table(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResult]]) -> str:
@@ -179,28 +174,3 @@ def plot(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResu
     if axes.lines:
         figure.legend(loc="outside right upper", frameon=False)
     return figure
-
-
-def check_report(path: Path) -> None:
-    """Refuse to write over a page that is none of ours.
-
-    Raises:
-        ConfigError: the file is there and lacks the marks.
-    """
-    if path.suffix != ".md":
-        raise ConfigError(f"--report is {path}: name a markdown file (.md); the plot goes beside it")
-    if path.exists() and END not in path.read_text(encoding="utf-8").partition(BEGIN)[2]:
-        raise ConfigError(
-            f"--report is {path}, which is there and has no lines {BEGIN} and {END} to write between: put them in, or "
-            "name another file"
-        )
-
-
-def write_report(path: Path, text: str, svg: str) -> None:
-    """Put the text between the page's marks (or make a page of it) and the plot beside the page."""
-    page = path.read_text(encoding="utf-8") if path.exists() else f"# Comparison\n\n{BEGIN}\n{END}\n"
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".svg").write_text(svg, encoding="utf-8")
-    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")

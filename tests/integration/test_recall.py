@@ -1,0 +1,48 @@
+"""A tiny model learns a few facts by heart and is asked for them; what is finished is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import yaml
+from commands import TINY, Megamem, steps
+
+
+def test_facts_that_were_learnt_are_known(tmp_path: Path, megamem: Megamem) -> None:
+    train = {"num_steps": 120, "global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 48}
+    model = {**TINY["model"], "ffn_hidden_size": 96}
+    (tmp_path / "memory.yaml").write_text(
+        yaml.safe_dump({**TINY, "name": "memory", "model": model, "train": train, "logging": {"memory_every_steps": 0}})
+    )
+    command = (
+        "recall",
+        tmp_path / "memory.yaml",
+        "optimizer.lr=1e-2",
+        "--facts",
+        "4,2000",
+        "--run-dir",
+        tmp_path / "runs",
+    )
+    result = megamem(*command)
+    assert result.code == 0, result.output
+    assert "run 1 of 2: memory, 4 facts: 120 steps to go" in result.output
+    assert "run 2 of 2: memory, 2,000 facts" in result.output
+    page = (tmp_path / "runs" / "recall.md").read_text()
+    assert "| memory |" in page
+    assert "4 facts | 2,000 facts" in page
+    few, many = (
+        json.loads((tmp_path / "runs" / "memory" / f"facts_{number}" / "recall.json").read_text())
+        for number in (4, 2000)
+    )
+    # A handful is learnt in no time; thousands, each of which was stated three times or four, cannot be.
+    assert few["accuracy"] > 0.7
+    assert many["accuracy"] < 0.1
+    assert few["nats"] < 1.0 < 0.5 * 2 * math.log(26) < many["nats"]
+    losses = steps(tmp_path / "runs" / "memory" / "facts_4")
+    again = megamem(*command)
+    assert again.code == 0, again.output
+    assert again.output.count(": finished") == 2
+    assert steps(tmp_path / "runs" / "memory" / "facts_4") == losses
+    assert (tmp_path / "runs" / "recall.md").read_text() == page

@@ -1,0 +1,56 @@
+"""Reports that are written into pages which say more than the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Page:
+    """A markdown file with a part that is written anew, between two marks, and a plot beside it.
+
+    Attributes:
+        path: of the file, which may not be there yet.
+        part: the name of the part.
+    """
+
+    path: Path
+    part: str
+
+    @property
+    def plot(self) -> Path:
+        """The plot's file."""
+        return self.path.with_suffix(".svg")
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """What stands before and after the part."""
+        return f"<!-- {self.part} -->", f"<!-- end of {self.part} -->"
+
+    def check(self) -> None:
+        """Refuse to write over a page that is none of ours.
+
+        Raises:
+            ConfigError: the file is there and lacks the marks.
+        """
+        begin, end = self.marks
+        if self.path.suffix != ".md":
+            raise ConfigError(f"--report is {self.path}: name a markdown file (.md); the plot goes beside it")
+        if self.path.exists() and end not in self.path.read_text(encoding="utf-8").partition(begin)[2]:
+            raise ConfigError(
+                f"--report is {self.path}, which is there and has no lines {begin} and {end} to write between: put "
+                "them in, or name another file"
+            )
+
+    def write(self, text: str, svg: str) -> None:
+        """Put the text between the marks (or make a page of it) and the plot beside the page."""
+        begin, end = self.marks
+        empty = f"# {self.part.capitalize()}\n\n{begin}\n{end}\n"
+        before, _, rest = (self.path.read_text(encoding="utf-8") if self.path.exists() else empty).partition(begin)
+        after = rest.partition(end)[2]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.plot.write_text(svg, encoding="utf-8")
+        self.path.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
