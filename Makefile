@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN ?= runs/quickstart
+# Data-parallel ranks of the quickstart: one per core, up to the eight sequences of a batch.
+RANKS ?= $(shell cores=$$(nproc); echo $$(( cores >= 8 ? 8 : cores >= 4 ? 4 : cores >= 2 ? 2 : 1 )))
 # Of `make mutants`: where mistakes are planted (one or more of kernels, megamem, parallel, pretrain), how many in each, and which; RETRY=1 tries the survivors once more.
 PACKAGE ?= kernels megamem parallel pretrain
 SAMPLE ?= 60
@@ -32,17 +34,22 @@ help:  ## this list
 
 quickstart:  ## train, evaluate and sample a small memory model on this machine; again: resume, or say that it is finished
 	@$(INSTALL)
-	@echo "1/5 A tokenizer of 4096 ids from the sources of Python's standard library: $(TOKENIZER)"
+	@echo "1/7 A tokenizer of 4096 ids from the sources of Python's standard library: $(TOKENIZER)"
 	@if [ -e $(TOKENIZER) ]; then echo "It is there already."; \
 	  else "$(BIN)/megamem" data tokenizer python-stdlib --vocab-size 4096 --output $(TOKENIZER); fi
-	@echo "2/5 The same sources as token ids, one document in twenty held out: data/stdlib"
+	@echo "2/7 The same sources as token ids, one document in twenty held out: data/stdlib"
 	@"$(BIN)/megamem" data prepare python-stdlib --tokenizer $(TOKENIZER) --validation-fraction 0.05 --output data/stdlib
-	@echo "3/5 Training configs/quickstart.yaml on 4 ranks of this machine. Ctrl-C saves; make quickstart goes on from there."
-	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc 4 --run-dir "$(RUN)"
-	@echo "4/5 Evaluating on all held-out documents"
-	@"$(BIN)/megamem" eval "$(RUN)"
-	@echo "5/5 What the model writes after 'def __init__(self'"
+	@echo "3/7 Training configs/quickstart.yaml on $(RANKS) data-parallel ranks of this machine. Ctrl-C saves; make quickstart goes on from there."
+	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc $(RANKS) train.micro_batch_size=$$(( $(RANKS) > 2 ? 8 / $(RANKS) : 4 )) --run-dir "$(RUN)"
+	@echo "4/7 The last ten steps again, from the same checkpoint, on tensor 2 x pipeline 2 with the tables split over two ranks each: the losses stay."
+	@"$(BIN)/megamem" replay "$(RUN)" parallel.tensor=2 parallel.pipeline=2 parallel.memory=2
+	@echo "5/7 Evaluating on all held-out documents, with the memory and without"
+	@"$(BIN)/megamem" eval "$(RUN)" --ablate
+	@echo "  $(DENSE)"
+	@echo "6/7 What the model writes after 'def __init__(self'"
 	@"$(BIN)/megamem" generate "$(RUN)" --prompt 'def __init__(self'
+	@echo "7/7 Loss against tokens, beside the dense model's, and how evenly each table is read"
+	@"$(BIN)/megamem" plot "$(RUN)" docs/quickstart_dense.jsonl
 	@echo
 	@echo "Everything is in $(RUN). To go on from here: source $(VENV)/bin/activate, then megamem --help"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_siz
 _EPILOG = """\
 examples:
   megamem eval runs/quickstart
+  megamem eval runs/quickstart --ablate
   megamem eval runs/quickstart --without-memory
   megamem eval runs/quickstart --step 200 --nproc 2 --json
 
@@ -40,7 +42,9 @@ def add_parser(subparsers: Any) -> None:
     )
     add_nproc(parser, "one per GPU, or 2, or what --own-layout needs")
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
-    parser.add_argument("--without-memory", action="store_true", help="switch the memory's output off in every block")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--without-memory", action="store_true", help="switch the memory's output off in every block")
+    memory.add_argument("--ablate", action="store_true", help="evaluate with and without the memory's output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(func=run_eval)
 
@@ -52,17 +56,19 @@ def run_eval(args: argparse.Namespace) -> int:
 
     saved = find_checkpoint(RunFolder(args.run), args.step)
     config = saved_config(saved, None if args.own_layout else ParallelConfig())
-    if args.without_memory and config.model.memory is None:
-        raise ConfigError(f"{args.run} is a dense model: leave --without-memory out")
+    if (args.without_memory or args.ablate) and config.model.memory is None:
+        option = "--ablate" if args.ablate else "--without-memory"
+        raise ConfigError(f"{args.run} is a model without memory: leave {option} out")
+    with_memory = (True, False) if args.ablate else (not args.without_memory,)
     by_default = fewest_ranks(config.parallel) if args.own_layout else num_visible_gpus() or 2
     num_ranks = started_world_size() or args.nproc or by_default
     if args.own_layout:
         validate(config, num_ranks)
-    return run_on_ranks(lambda: evaluate_rank(config, saved.path, args.without_memory, args.json), num_ranks)
+    return run_on_ranks(lambda: evaluate_rank(config, saved.path, with_memory, args.json), num_ranks)
 
 
-def evaluate_rank(config: RunConfig, checkpoint: Path, without_memory: bool, as_json: bool) -> None:
-    """What one rank does."""
+def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[bool], as_json: bool) -> None:
+    """What one rank does; `with_memory` are the settings of the memory to evaluate, the one after the other."""
     from pretrain.callbacks import evaluation_row
     from pretrain.data.dataset import check_blend
     from pretrain.data.held_out import HeldOutDataset, compression_baselines
@@ -73,34 +79,40 @@ def evaluate_rank(config: RunConfig, checkpoint: Path, without_memory: bool, as_
     with session(config) as groups:
         tokenizer = check_blend(config.data.datasets)
         chunks = restore_model(config, checkpoint, tokenizer, groups)
-        for chunk in chunks:
-            chunk.set_memory_enabled(not without_memory)
         held_out = HeldOutDataset(config.data.datasets, config.train.sequence_length)
-        result = evaluate(
-            chunks,
-            held_out,
-            groups,
-            micro_batch_size=config.train.micro_batch_size,
-            pipeline=config.parallel.pipeline,
-            progress=not as_json,
-        )
+        found = {}
+        for enabled in with_memory:
+            for chunk in chunks:
+                chunk.set_memory_enabled(enabled)
+            found[enabled] = evaluation_row(
+                evaluate(
+                    chunks,
+                    held_out,
+                    groups,
+                    micro_batch_size=config.train.micro_batch_size,
+                    pipeline=config.parallel.pipeline,
+                    progress=not as_json,
+                )
+            )
         if groups.is_main:
             baselines = compression_baselines(config.data.datasets)
-            row = {
-                "checkpoint": str(checkpoint),
-                **evaluation_row(result),
-                **{f"{name} bits_per_byte": value for name, value in baselines.items()},
-            }
-            print(json.dumps(row) if as_json else _table(row, without_memory, baselines), flush=True)
+            if as_json:
+                first, *ablated = found.values()
+                without = {"without_memory": ablated[0]} if ablated else {}
+                named = {f"{name} bits_per_byte": value for name, value in baselines.items()}
+                print(json.dumps({"checkpoint": str(checkpoint), **first, **without, **named}), flush=True)
+            else:
+                print(_table(checkpoint, found, baselines), flush=True)
 
 
-def _table(row: dict[str, Any], without_memory: bool, baselines: dict[str, float]) -> str:
-    subject = "this model without its memory" if without_memory else "this model"
+def _table(checkpoint: Path, found: Mapping[bool, Mapping[str, Any]], baselines: Mapping[str, float]) -> str:
+    first = next(iter(found.values()))
+    names = {True: "this model", False: "this model without its memory"}
+    bits = {names[enabled]: row["bits_per_byte"] for enabled, row in found.items()} | dict(baselines)
     lines = [
-        f"{row['checkpoint']}: {row['validation_loss']:.4f} nats per token over {row['validation_tokens']:,} held-out "
-        f"tokens ({row['validation_bytes']:,} bytes)",
+        f"{checkpoint}: {first['validation_loss']:.4f} nats per token over {first['validation_tokens']:,} held-out "
+        f"tokens ({first['validation_bytes']:,} bytes)",
         "bits per byte on the held-out documents:",
-        f"  {subject:30} {row['bits_per_byte']:.4f}",
-        *(f"  {name:30} {value:.4f}" for name, value in baselines.items()),
+        *(f"  {name:30} {value:.4f}" for name, value in bits.items()),
     ]
     return "\n".join(lines)

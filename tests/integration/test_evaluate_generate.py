@@ -61,6 +61,9 @@ def test_the_trained_model_uses_its_memory(megamem: Megamem, trained: Path) -> N
     assert without_memory["validation_tokens"] == with_memory["validation_tokens"]
     assert with_memory["bits_per_byte"] < 8
     assert 0 < with_memory["xz -9 bits_per_byte"] < with_memory["bits_per_byte"]
+    both = evaluate(megamem, trained, "--ablate")
+    assert both.pop("without_memory")["bits_per_byte"] == without_memory["bits_per_byte"]
+    assert both == with_memory
 
 
 def test_an_earlier_step_can_be_evaluated(megamem: Megamem, trained: Path) -> None:
@@ -83,7 +86,7 @@ def test_a_dense_model_has_no_memory_to_switch_off(megamem: Megamem, config_file
     assert "dense" in result.output
     result = megamem("eval", run, "--without-memory")
     assert result.code == 2
-    assert "dense model" in result.output
+    assert "is a model without memory: leave --without-memory out" in " ".join(result.output.split())
 
 
 def generate(megamem: Megamem, run: Path, *options: object) -> str:

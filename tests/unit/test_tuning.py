@@ -123,11 +123,15 @@ def test_values_that_no_model_can_have_are_refused() -> None:
             check_keys(Tuning(1, 1, 1, {key: (value,)}), file, searches)
 
 
-def test_the_shipped_search_gives_every_model_as_many_trials() -> None:
-    tuning = read_tuning(CONFIGS / "tuning" / "compare.yaml")
-    paths = [str(path) for path in sorted((CONFIGS / "compare").glob("*.yaml"))]
-    searches = [Search(path, [], tuning) for path in load_configs(paths)]
+@pytest.mark.parametrize("size", ["small", "medium", "large"])
+def test_the_shipped_search_gives_every_model_as_many_trials(size: str) -> None:
+    tuning = read_tuning(CONFIGS / "tuning" / f"{size}.yaml")
+    folder = CONFIGS / "compare" / ("" if size == "small" else size)
+    searches = [
+        Search(path, [], tuning) for path in load_configs([str(path) for path in sorted(folder.glob("*.yaml"))])
+    ]
     check_keys(tuning, Path(), searches)
     for found in searches:
         found.run(lambda config, number: float(number))
         assert len(found.trials) == tuning.num_trials
+        assert tuning.num_steps == found.best.config.train.num_steps // 2

@@ -22,7 +22,7 @@ from tools.ranks import add_nproc, default_num_ranks, import_engine, started_wor
 _EPILOG = """\
 examples:
   megamem compare configs/compare/*.yaml --nproc 2
-  megamem compare configs/compare/*.yaml --tune configs/tuning/compare.yaml --nproc 2 --report docs/comparison.md
+  megamem compare configs/compare/*.yaml --tune configs/tuning/small.yaml --nproc 2 --report docs/comparison.md
   megamem compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
 
 Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights;
