@@ -1,4 +1,7 @@
-"""Drawings of runs: losses against tokens, and how the memory is read."""
+"""What drawings of runs have in common: losses against tokens, and how the memory is read.
+
+Matplotlib takes a while to import, and most commands do not draw: it is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,12 @@ NUM_BINS = 32
 _STEEP_START = 0.25
 
 
-def new_figure(*, num_panels: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with panels below each other over one axis of tokens."""
-    # Here, because matplotlib takes a while to import, and most commands do not draw.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 2 + 3 * num_panels), layout="constrained")
-    panels: list[Axes] = list(figure.subplots(num_panels, sharex=True, squeeze=False)[:, 0])
-    for axes in panels:
-        model_colours(axes)
-        axes.grid(alpha=0.4)
-        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:g}")
-    panels[-1].set_xlabel("million tokens")
-    return figure, panels
+def token_axes(axes: Axes) -> None:
+    """Make it a panel over tokens."""
+    model_colours(axes)
+    axes.grid(alpha=0.4)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:g}")
+    axes.set_xlabel("million tokens")
 
 
 def model_colours(axes: Axes) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError
-from tools.drawing import draw_losses, draw_usage, new_figure
+from tools.drawing import draw_losses, draw_usage, token_axes
 from tools.metrics import Curves, curves, read_metrics
 
 if TYPE_CHECKING:
@@ -81,8 +81,15 @@ def _read(path: Path) -> Curves:
 
 def draw(runs: Mapping[str, Curves]) -> Figure:
     """The picture of the runs by name."""
+    from matplotlib.figure import Figure
+
     observed = next(((name, run) for name, run in runs.items() if run.coverage), None)
-    figure, panels = new_figure(num_panels=1 if observed is None else 3)
+    num_panels = 1 if observed is None else 3
+    figure = Figure(figsize=(9, 2 + 3 * num_panels), layout="constrained")
+    panels = figure.subplots(num_panels, sharex=True, squeeze=False)[:, 0]
+    for axes in panels:
+        token_axes(axes)
+        axes.label_outer()
     named = {
         name if run.bits_per_byte is None else f"{name}: {run.bits_per_byte:.3f} bits per byte": [run]
         for name, run in runs.items()

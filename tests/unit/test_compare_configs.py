@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,16 @@ def test_block_and_ring_differ_in_the_pattern_alone(size: Size) -> None:
     block, ring = size.load("ultramemv2_block").model, size.load("ultramemv2_ring").model
     assert block.memory is not None
     assert replace(block, memory=replace(block.memory, sharing=replace(block.memory.sharing, pattern="ring"))) == ring
+
+
+def test_tables_of_rising_numbers_of_rows_cost_the_same() -> None:
+    dense = SIZES["small"].load("dense").model
+    rows = []
+    for path in sorted((FOLDER / "rows").glob("*.yaml")):
+        model = load_config(path, ["model.vocab_size=4096"]).model
+        assert forward_flops_per_token(model, 256) == pytest.approx(forward_flops_per_token(dense, 256), rel=0.005)
+        assert count_parameters(model).active == pytest.approx(count_parameters(dense).active, rel=0.015)
+        rows.append(count_parameters(model).tables / (4 * 64))
+        assert path.stem == f"rows_{rows[-1]:05.0f}"
+    assert all(3.9 < more / fewer < 4.1 for fewer, more in pairwise(rows))
+    assert len(rows) == 4

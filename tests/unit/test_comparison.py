@@ -194,17 +194,20 @@ def test_results_come_from_the_metrics(tmp_path: Path) -> None:
 
 
 def test_the_plot_has_a_line_per_finished_model_and_dots_where_it_was_evaluated() -> None:
-    (axes,) = plot([REFERENCE, OTHER, replace(OTHER, name="c")], {**RESULTS, "c": [result(4)]}).axes
+    axes, sizes = plot([REFERENCE, OTHER, replace(OTHER, name="c")], {**RESULTS, "c": [result(4)]}).axes
     line, dots, other_line, other_dots = axes.lines
     assert [drawn.get_label() for drawn in (line, other_line)] == ["a", "c"]
     assert line.get_color() == dots.get_color() != other_line.get_color() == other_dots.get_color()
     # The mean of the two runs, 3.0 and 3.5.
     assert list(map(tuple, dots.get_xydata())) == [(5120.0, 4.25), (10240.0, 3.25)]
+    means = [container.lines[0].get_xydata().tolist() for container in sizes.containers]
+    assert means == [[[2.0, 3.25]], [[3.0, 4.0]]]
+    assert sizes.containers[0].lines[0].get_color() == line.get_color()
     assert tuple(line.get_xydata()[-1]) == pytest.approx((10112.0, 3.25 + (4 / 39 + 4 / 40) / 2))
 
 
 def test_the_plot_shows_all_but_the_steep_start() -> None:
-    (axes,) = plot([REFERENCE], {"a": [result(3.0)]}).axes
+    axes, _ = plot([REFERENCE], {"a": [result(3.0)]}).axes
     low, high = axes.get_ylim()
     points = axes.lines[0].get_xydata()
     assert [x for x, y in points if low < y < high] == [x for x, _ in points if x >= 10112 / 4]

@@ -12,7 +12,7 @@ from pretrain.config.schema import RunConfig
 from tools.compare.rules import TOLERANCE, ModelFigures, inequalities
 from tools.compare.runs import RunResult
 from tools.compare.tuning import Trial, Tuning, in_words
-from tools.drawing import NUM_BINS, draw_losses, new_figure
+from tools.drawing import NUM_BINS, draw_losses, token_axes
 from tools.metrics import last_values
 from tools.parameter_table import markdown_table
 
@@ -138,9 +138,10 @@ Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, wit
 Rows read in a step and nats from even reads: of the last observed step, layer by layer.
 
 {_order_in_words(results, seeds)}
-![Loss against tokens]({plot_name})
+![Loss against tokens and against parameters]({plot_name})
 
-Lines are training losses (means over seeds and over {NUM_BINS} parts of the run), dots validation losses. Made by
+On the left lines are training losses (means over seeds and over {NUM_BINS} parts of the run), dots validation losses; on the right the last of these, \
+with the lowest and the highest. Made by
 
 ```
 {command}
@@ -168,9 +169,26 @@ A trial sets what it names otherwise than the model's file, and goes on from the
 
 
 def plot(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResult]]) -> Figure:
-    """Loss against tokens: a line per model with a finished run, and dots where it was evaluated."""
-    figure, (axes,) = new_figure()
-    draw_losses(axes, {model.name: [run.curves for run in results.get(model.name, ())] for model in figures})
-    if axes.lines:
+    """On the left loss against tokens: a line per model with a finished run, and dots where it was evaluated. On the
+    right the last validation losses against the model's parameters: means, with the lowest and the highest.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    course, sizes = figure.subplots(1, 2, width_ratios=(2, 1))
+    token_axes(course)
+    draw_losses(course, {model.name: [run.curves for run in results.get(model.name, ())] for model in figures})
+    colours = {line.get_label(): line.get_color() for line in course.lines}
+    losses = _losses(results)
+    for model in figures:
+        if of_seeds := losses.get(model.name):
+            mean = fmean(of_seeds)
+            spread = [[mean - min(of_seeds)], [max(of_seeds) - mean]]
+            sizes.errorbar([model.total / 1e6], [mean], spread, fmt="o", markersize=4, color=colours[model.name])
+    sizes.set_xscale("log")
+    sizes.set_xlabel("million parameters")
+    sizes.set_ylabel("last validation loss")
+    sizes.grid(alpha=0.4)
+    if colours:
         figure.legend(loc="outside right upper", frameon=False)
     return figure
