@@ -244,6 +244,17 @@ def test_expansion_costs_keys_and_neither_rows_nor_reads() -> None:
     assert projected.memory_projections - few.memory_projections == DENSE.num_layers * 3 * 12 * 32
 
 
+def test_bytes_that_selections_read_and_write() -> None:
+    """fp32 scores of both sides' keys, of two per key with Tucker cores of rank 2; then of every entry that either
+    stage takes, two int64 numbers.
+    """
+    tucker = memory_layer_costs(MODELS["memory"]).selection_bytes
+    assert tucker == DENSE.num_layers * (4 * 2 * 2 * 12 + 2 * 8 * (6 + 6))
+    model = MODELS["memory_plus, one table"]
+    products = memory_layer_costs(model).selection_bytes
+    assert products == model.num_memory_layers * 2 * (4 * 2 * 12 + 2 * 8 * (6 + 6))
+
+
 def test_flops_of_a_dense_model_are_two_per_weight_and_causal_attention() -> None:
     counts = count_parameters(DENSE)
     weights = counts.attention + counts.ffn + 384 * DENSE.hidden_size
