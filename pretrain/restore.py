@@ -16,11 +16,12 @@ from pretrain.config.loader import from_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
-from pretrain.run import RunFolder, model_vocab_size
+from pretrain.folder import RunFolder
+from pretrain.run import model_vocab_size
 
 
-def find_checkpoint(folder: RunFolder, step: int | None) -> SavedState:
-    """A run's checkpoint of a step, or its newest complete one.
+def find_checkpoint(folder: RunFolder, step: int | None, *, before: int | None = None) -> SavedState:
+    """A run's checkpoint of a step, or its newest complete one (of those from before a step).
 
     Raises:
         CheckpointError: there is none.
@@ -31,9 +32,14 @@ def find_checkpoint(folder: RunFolder, step: int | None) -> SavedState:
         )
     if step is not None:
         return read_state(step_folder(folder.checkpoints, step))
-    saved, problems = newest_complete(folder.checkpoints)
+    saved, problems = newest_complete(folder.checkpoints, before=before)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
+    if saved is None and before is not None:
+        raise CheckpointError(
+            f"{folder.checkpoints} has no checkpoint from before step {before}: checkpoint.every_steps and "
+            "checkpoint.keep_last say which ones a run keeps"
+        )
     if saved is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet. Train it first with `megamem train`")
     return saved

@@ -27,22 +27,9 @@ from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.data.manifest import save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.folder import RunFolder
 from pretrain.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.state import RunState
-
-
-class RunFolder:
-    """Where a run keeps what."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"
-        self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
-        self.data_cache = path / "data_cache"
-        self.tokenizer = path / "tokenizer"
-        self.tensorboard = path / "tensorboard"
 
 
 @dataclass

@@ -12,6 +12,7 @@ from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
 from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
 
 _EPILOG = """\
@@ -52,7 +53,6 @@ def add_parser(subparsers: Any) -> None:
 def run_eval(args: argparse.Namespace) -> int:
     """Evaluates and prints."""
     from pretrain.restore import find_checkpoint, saved_config
-    from pretrain.run import RunFolder
 
     saved = find_checkpoint(RunFolder(args.run), args.step)
     config = saved_config(saved, None if args.own_layout else ParallelConfig())

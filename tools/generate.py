@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ def run_generate(args: argparse.Namespace) -> int:
     from pretrain.config.parse import join_problems
     from pretrain.generate import Sampling
     from pretrain.restore import find_checkpoint, saved_config
-    from pretrain.run import RunFolder
 
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens is {args.max_tokens}: ask for at least one")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
 from tools.drawing import draw_losses, draw_usage, token_axes
 from tools.metrics import Curves, curves, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-METRICS_FILE = "metrics.jsonl"
 _EPILOG = """\
 examples:
   megamem plot runs/quickstart
@@ -70,9 +70,11 @@ def name_of(path: Path) -> str:
 
 
 def _read(path: Path) -> Curves:
-    file = path / METRICS_FILE if path.is_dir() else path
+    file = RunFolder(path).metrics if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{path} is no run: name a folder of `megamem train`, or the file {METRICS_FILE} of one")
+        raise ConfigError(
+            f"{path} is no run: name a folder of `megamem train`, or the file {RunFolder(path).metrics.name} of one"
+        )
     try:
         return curves(read_metrics(file))
     except (ValueError, AttributeError, TypeError, KeyError) as error:

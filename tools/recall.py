@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pretrain.config.schema import DataConfig, DatasetEntry, ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.facts import GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
-from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
+from tools.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
 from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures
 from tools.compare.runs import RunStopped, Trainer
 from tools.drawing import model_colours, svg
-from tools.pages import Page
 from tools.parameter_table import markdown_table
-from tools.ranks import add_nproc, import_engine, started_world_size
+from tools.ranks import add_nproc, import_engine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,12 +52,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "configs",
-        metavar="CONFIG",
-        nargs="+",
-        help="YAML files, the first being the reference; then key=value overrides",
-    )
+    add_models(parser)
     parser.add_argument(
         "--facts",
         type=numbers_of_facts,
@@ -66,21 +60,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="N,N",
         help="numbers of facts (default: 1024,4096,16384)",
     )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=Path("runs/recall"),
-        metavar="DIR",
-        help="folder of the runs (default: runs/recall)",
-    )
+    add_folders(parser, "recall")
     add_nproc(parser, "1", default=1)
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="markdown file to write, or to fill between its marks; the plot goes beside it (default: DIR/recall.md)",
-    )
-    parser.set_defaults(func=run_recall, overrides=[])
+    parser.set_defaults(func=run_recall)
 
 
 def numbers_of_facts(text: str) -> tuple[int, ...]:
@@ -93,13 +75,12 @@ def numbers_of_facts(text: str) -> tuple[int, ...]:
 
 def run_recall(args: argparse.Namespace) -> int:
     """Trains and asks what is not there yet, and writes the report."""
-    if started_world_size() is not None:
-        raise ConfigError("`megamem recall` starts its own ranks, one run after the other: call it without torchrun")
+    refuse_launcher("recall")
     models = list(load_configs(args.configs, args.overrides).values())
     for config in models:
         validate(config, args.nproc)
-    page = Page(args.report or args.run_dir / "recall.md", "recall")
-    page.check()
+    page = open_page(args, "recall")
+    command = command_line(args, "recall", "--facts", ",".join(map(str, args.facts)))
     import_engine()
     figures = _figures(models)
     trainer = Trainer(
@@ -110,7 +91,7 @@ def run_recall(args: argparse.Namespace) -> int:
     found: Recalls = {config.name: {} for config in models}
 
     def write() -> None:
-        text = report(models[0], figures, found, plot_name=page.plot.name, command=_command(args))
+        text = report(models[0], figures, found, plot_name=page.plot.name, command=command)
         page.write(text, svg(plot(found)))
 
     for number in args.facts:
@@ -161,7 +142,6 @@ def _ask(folder: Path, number: int, seed: int, num_ranks: int) -> Recall:
     from parallel.launch import launch_ranks
     from pretrain.recall import Recall
     from pretrain.restore import find_checkpoint
-    from pretrain.run import RunFolder
 
     saved = find_checkpoint(RunFolder(folder), None)
     kept = folder / "recall.json"
@@ -265,11 +245,3 @@ def plot(found: Mapping[str, Mapping[int, Recall]]) -> Figure:
     nats.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
-
-
-def _command(args: argparse.Namespace) -> str:
-    """The command that makes the report again."""
-    words = ["megamem", "recall", *args.configs, *args.overrides, "--facts", ",".join(map(str, args.facts))]
-    words += ["--run-dir", str(args.run_dir), "--nproc", str(args.nproc)]
-    words += ["--report", str(args.report)] if args.report else []
-    return shlex.join(words)

@@ -15,12 +15,12 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import CheckpointError
+from pretrain.folder import RunFolder
 from tools.metrics import read_metrics
 from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.folder import SavedState
-    from pretrain.run import RunFolder
 
 _EPILOG = """\
 examples:
@@ -63,8 +63,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run_replay(args: argparse.Namespace) -> int:
     """Takes the steps, and prints the two losses of each."""
-    from pretrain.run import RunFolder
-
     folder = RunFolder(args.run)
     losses = {row["step"]: row["loss"] for row in read_metrics(folder.metrics) if row.get("loss") is not None}
     start = _start(folder, args.step, max(losses, default=0))
@@ -80,27 +78,14 @@ def _start(folder: RunFolder, step: int | None, last_step: int) -> SavedState:
     Raises:
         CheckpointError: there is none, or no step of the run follows it.
     """
-    from pretrain.checkpoint.folder import list_checkpoints, read_state
     from pretrain.restore import find_checkpoint
 
-    newest = find_checkpoint(folder, step)
-    if newest.step < last_step:
-        return newest
-    if step is not None:
+    saved = find_checkpoint(folder, step, before=last_step)
+    if saved.step >= last_step:
         raise CheckpointError(
             f"{folder.metrics} has no step after {step}, so there is nothing to compare with: choose an earlier --step"
         )
-    for path in reversed(list_checkpoints(folder.checkpoints)):
-        try:
-            saved = read_state(path)
-        except CheckpointError:
-            continue
-        if saved.step < last_step:
-            return saved
-    raise CheckpointError(
-        f"{folder.checkpoints} has no checkpoint from before step {last_step}, the last one of {folder.metrics}: "
-        "checkpoint.every_steps and checkpoint.keep_last say which ones a run keeps"
-    )
+    return saved
 
 
 def replay_rank(config: RunConfig, folder: RunFolder, start: SavedState, losses: Mapping[int, float]) -> None:
@@ -113,7 +98,7 @@ def replay_rank(config: RunConfig, folder: RunFolder, start: SavedState, losses:
         losses: of the run, by step.
     """
     from pretrain.loop import take_step
-    from pretrain.run import RunFolder, open_run
+    from pretrain.run import open_run
     from pretrain.session import session
 
     with session(config) as groups:

@@ -11,11 +11,12 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
 from tools.metrics import read_metrics
 from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
-    from pretrain.run import Run, RunFolder
+    from pretrain.run import Run
 
 _EPILOG = """\
 examples:
@@ -65,8 +66,6 @@ def run_train(args: argparse.Namespace) -> int:
         raise ConfigError(f"--nproc is {args.nproc}, but {started} ranks were started already: leave --nproc out")
     num_ranks = started or args.nproc or default_num_ranks(config.parallel)
     validate(config, num_ranks)
-    from pretrain.run import RunFolder
-
     folder = RunFolder(args.run_dir or Path("runs") / config.name)
     return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
 

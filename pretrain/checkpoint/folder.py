@@ -126,14 +126,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def newest_complete(folder: Path) -> tuple[SavedState | None, list[str]]:
-    """The newest complete checkpoint, and why newer ones were passed over.
+def newest_complete(folder: Path, *, before: int | None = None) -> tuple[SavedState | None, list[str]]:
+    """The newest complete checkpoint (of those from before a step), and why newer ones were passed over.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is complete.
     """
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
+        if before is not None and _step_of(path) >= before:
+            continue
         try:
             saved = read_state(path)
             check_index(path)

@@ -30,7 +30,8 @@ def make_facts(number: int, seed: int) -> list[str]:
     draw = random.Random(f"facts {seed}")
     names = draw.sample(range(MAX_FACTS), number)
     return [
-        _letters(name, ascii_lowercase, NAME_LETTERS) + "".join(draw.choices(ascii_uppercase, k=2)) for name in names
+        _letters(name, ascii_lowercase, NAME_LETTERS) + "".join(draw.choices(ascii_uppercase, k=VALUE_LETTERS))
+        for name in names
     ]
 
 

@@ -30,8 +30,9 @@ from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, R
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import UserError
+from pretrain.folder import RunFolder
 from pretrain.loop import train
-from pretrain.run import Run, RunFolder, open_run
+from pretrain.run import Run, open_run
 from tools.cli import main
 
 RUNS, COMMANDS = Table(), Table()

@@ -126,9 +126,10 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import initialise_groups
     from pretrain.build import unwrap
+    from pretrain.folder import RunFolder
     from pretrain.loop import take_step
     from pretrain.megatron import parallel_sizes
-    from pretrain.run import RunFolder, open_run
+    from pretrain.run import open_run
 
     with cuda_on_cpu():
         groups = initialise_groups(

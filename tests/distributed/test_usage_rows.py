@@ -11,8 +11,8 @@ from tiny_runs import MEMORY, SHARED, tiny_run
 
 from pretrain.callbacks import MemoryUsage, MetricsFile, default_callbacks
 from pretrain.config.schema import LoggingConfig, RunConfig
+from pretrain.folder import RunFolder
 from pretrain.loop import take_step
-from pretrain.run import RunFolder
 
 FIGURES = {"coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std", "singular_values"}
 

@@ -13,8 +13,8 @@ from commands import Megamem, evaluations
 from parallel.launch import launch_ranks
 from pretrain.config.schema import ParallelConfig
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.folder import RunFolder
 from pretrain.restore import find_checkpoint, restore_model, saved_config
-from pretrain.run import RunFolder
 from pretrain.session import session
 
 

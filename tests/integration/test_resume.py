@@ -29,8 +29,9 @@ from parallel.launch import RankError
 from pretrain import build
 from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
+from pretrain.folder import RunFolder
 from pretrain.loop import train
-from pretrain.run import Run, RunFolder, open_run
+from pretrain.run import Run, open_run
 from pretrain.session import session
 from tests.deadline import launch_within
 

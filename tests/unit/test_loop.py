@@ -35,8 +35,9 @@ from pretrain.config.schema import (
 )
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.evaluate import Evaluation
+from pretrain.folder import RunFolder
 from pretrain.optimizer import GradientNorms
-from pretrain.run import Run, RunFolder
+from pretrain.run import Run
 from pretrain.state import RunState
 from pretrain.step import LossSum, StepResult
 

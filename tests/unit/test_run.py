@@ -33,7 +33,8 @@ from pretrain.config.schema import (
 )
 from pretrain.costs.formulas import training_flops_per_token
 from pretrain.errors import CheckpointError
-from pretrain.run import Run, RunFolder, check_resumable, open_run
+from pretrain.folder import RunFolder
+from pretrain.run import Run, check_resumable, open_run
 from pretrain.state import RunState
 
 CONFIG = RunConfig(
@@ -355,13 +356,15 @@ def test_a_restored_model_has_the_weights_and_does_not_train(monkeypatch: pytest
 def test_the_newest_checkpoint_or_that_of_a_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, newest = RunFolder(tmp_path), saved_with(CONFIG)
     monkeypatch.setattr(
-        restore_module, "newest_complete", lambda path: (newest if path == folder.checkpoints else None, [])
+        restore_module,
+        "newest_complete",
+        lambda path, before=None: (newest if path == folder.checkpoints else None, []),
     )
     monkeypatch.setattr(restore_module, "read_state", lambda path: path)
     assert restore_module.find_checkpoint(folder, None) is newest
     assert restore_module.find_checkpoint(folder, 12) == tmp_path / "checkpoints" / "step_00000012"
     assert restore_module.find_checkpoint(folder, 0) == tmp_path / "checkpoints" / "step_00000000"
-    monkeypatch.setattr(restore_module, "newest_complete", lambda path: (None, []))
+    monkeypatch.setattr(restore_module, "newest_complete", lambda path, before=None: (None, []))
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         restore_module.find_checkpoint(folder, None)
     with pytest.raises(CheckpointError, match="no such run folder"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,15 @@ from typing import Any
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
+from tools.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
 from tools.compare.report import Tuned, plot, report, table
 from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures, overrides_among, with_seed
 from tools.compare.runs import RunResult, RunStopped, Trainer, finished_steps
 from tools.compare.tuning import Search, check_keys, read_tuning
 from tools.drawing import svg
 from tools.pages import Page
-from tools.ranks import add_nproc, default_num_ranks, import_engine, started_world_size
+from tools.ranks import add_nproc, default_num_ranks, import_engine
 
 _EPILOG = """\
 examples:
@@ -47,33 +48,14 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "configs",
-        metavar="CONFIG",
-        nargs="+",
-        help="YAML files, the first being the reference; then key=value overrides",
-    )
+    add_models(parser)
     parser.add_argument(
         "--seeds", type=seed_list, default=(2, 3, 4), metavar="N,N", help="seeds of the weights (default: 2,3,4)"
     )
     parser.add_argument("--tune", type=Path, metavar="FILE", help="choose each model's settings first: what to try")
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=Path("runs/compare"),
-        metavar="DIR",
-        help="folder of the runs (default: runs/compare)",
-    )
+    add_folders(parser, "compare")
     add_nproc(parser, "as `megamem train`")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="markdown file to write, or to fill between its marks; the plot goes beside it (default: "
-        "DIR/comparison.md)",
-    )
-    # Overrides that come after the options end up here.
-    parser.set_defaults(func=run_compare, overrides=[])
+    parser.set_defaults(func=run_compare)
 
 
 def seed_list(text: str) -> tuple[int, ...]:
@@ -86,15 +68,13 @@ def seed_list(text: str) -> tuple[int, ...]:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Trains what is not there yet, and writes the report."""
-    if started_world_size() is not None:
-        raise ConfigError(
-            "`megamem compare` starts its own ranks, one run after the other: call it without torchrun or srun"
-        )
+    refuse_launcher("compare")
     configs = load_configs(args.configs, args.overrides)
     num_ranks = _num_ranks(configs, args.nproc)
-    page = Page(args.report or args.run_dir / "comparison.md", "comparison")
-    page.check()
-    comparison = Comparison(list(configs.values()), args.seeds, num_ranks, args.run_dir, page, _command(args))
+    page = open_page(args, "compare")
+    options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
+    command = command_line(args, "compare", *options)
+    comparison = Comparison(list(configs.values()), args.seeds, num_ranks, args.run_dir, page, command)
     for model in comparison.figures:
         for name, departure in inequalities(model, comparison.figures[0]).items():
             print(f"warning: {model.name} has {departure:+.1%} {name} against {comparison.figures[0].name}", flush=True)
@@ -191,8 +171,6 @@ class Comparison:
             CheckpointError: a folder holds a run of something else.
             RunStopped: a run did not come to its end.
         """
-        from pretrain.run import RunFolder
-
         plan = [
             (with_seed(config, seed), self.run_dir / config.name / f"seed_{seed}")
             for seed in self.seeds
@@ -238,13 +216,3 @@ def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
 
     tokenizer = check_blend(models[0].data.datasets)
     return [model_figures(config, model_vocab_size(config.model, tokenizer)) for config in models]
-
-
-def _command(args: argparse.Namespace) -> str:
-    """The command that makes the report again."""
-    words = ["megamem", "compare", *args.configs, *args.overrides, "--seeds", ",".join(map(str, args.seeds))]
-    words += ["--tune", str(args.tune)] if args.tune else []
-    words += ["--run-dir", str(args.run_dir)]
-    words += ["--nproc", str(args.nproc)] if args.nproc else []
-    words += ["--report", str(args.report)] if args.report else []
-    return shlex.join(words)

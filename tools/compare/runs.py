@@ -6,16 +6,13 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, DataError
+from pretrain.folder import RunFolder
 from tools.metrics import Curves, curves, read_metrics
 from tools.ranks import run_on_ranks
 from tools.train import train_rank
-
-if TYPE_CHECKING:
-    from pretrain.run import RunFolder
 
 # What may have changed since a run was made, because it moves no loss but by rounding.
 _FREE_KEYS = ("name", "parallel.", "checkpoint.", "logging.", "data.num_workers", "train.kernel")
@@ -84,8 +81,6 @@ class Trainer:
             CheckpointError: the folder holds a run of something else.
             RunStopped: the run did not come to its end.
         """
-        from pretrain.run import RunFolder
-
         folder = RunFolder(path)
         steps_left = config.train.num_steps - finished_steps(config, folder)
         self._num_started += 1

@@ -103,27 +103,25 @@ class Search:
         Args:
             train: gets a configuration and the number of its trial, from 1, and returns the loss.
         """
-        self._try({}, train)
+        self._try({}, self._own, train)
         before = -1
         while len(self.trials) > before:
             before = len(self.trials)
-            for key, value in self._candidates():
+            for changes, config in self._candidates():
                 if len(self.trials) == self._tuning.num_trials:
                     return
-                self._try({**self.best.changes, key: value}, train)
+                self._try(changes, config, train)
 
-    def _candidates(self) -> Iterator[tuple[str, Any]]:
+    def _candidates(self) -> Iterator[tuple[Mapping[str, Any], RunConfig]]:
         """Every value of every key that the best of now does not have, and that was not tried beside its other ones."""
         for key, values in self._tuning.values.items():
             for value in values:
                 changes = {**self.best.changes, key: value}
                 config = self.config(changes)
                 if config is not None and config not in [trial.config for trial in self.trials]:
-                    yield key, value
+                    yield changes, config
 
-    def _try(self, changes: Mapping[str, Any], train: Callable[[RunConfig, int], float]) -> None:
-        config = self.config(changes)
-        assert config is not None
+    def _try(self, changes: Mapping[str, Any], config: RunConfig, train: Callable[[RunConfig, int], float]) -> None:
         self.trials.append(Trial(changes, config, train(self.shortened(config), len(self.trials) + 1)))
 
     def config(self, changes: Mapping[str, Any]) -> RunConfig | None:

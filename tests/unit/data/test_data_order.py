@@ -19,7 +19,8 @@ from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.loader import microbatches
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.run import RunFolder, open_run
+from pretrain.folder import RunFolder
+from pretrain.run import open_run
 
 NUM_DOCUMENTS, NUM_LETTERS = 8, 5
 EPOCH_TOKENS = NUM_DOCUMENTS * (NUM_LETTERS + 1)

@@ -1,0 +1,77 @@
+"""What the commands that train several models share of their command line: models, where the runs are, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from pretrain.errors import ConfigError
+from tools.pages import Page
+from tools.ranks import started_world_size
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Adds CONFIG; overrides that come after the options end up in `overrides`."""
+    parser.add_argument(
+        "configs",
+        metavar="CONFIG",
+        nargs="+",
+        help="YAML files, the first being the reference; then key=value overrides",
+    )
+    parser.set_defaults(overrides=[])
+
+
+def add_folders(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds `--run-dir` and `--report` of the command of this name."""
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs") / name,
+        metavar="DIR",
+        help=f"folder of the runs (default: runs/{name})",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="markdown file to write, or to fill between its marks; the plot goes beside it (default: "
+        f"DIR/{report_part(name)}.md)",
+    )
+
+
+def report_part(name: str) -> str:
+    """What a command's report is called in a page: a noun."""
+    return {"compare": "comparison"}.get(name, name)
+
+
+def refuse_launcher(name: str) -> None:
+    """Refuse to run under torchrun or srun.
+
+    Raises:
+        ConfigError: naming the command.
+    """
+    if started_world_size() is not None:
+        raise ConfigError(
+            f"`megamem {name}` starts its own ranks, one run after the other: call it without torchrun or srun"
+        )
+
+
+def open_page(args: argparse.Namespace, name: str) -> Page:
+    """The page of the report.
+
+    Raises:
+        ConfigError: it is there, and is none of ours.
+    """
+    part = report_part(name)
+    page = Page(args.report or args.run_dir / f"{part}.md", part)
+    page.check()
+    return page
+
+
+def command_line(args: argparse.Namespace, name: str, *options: str) -> str:
+    """The command that makes the report again, with the options that it has to itself."""
+    words = ["megamem", name, *args.configs, *args.overrides, *options, "--run-dir", str(args.run_dir)]
+    words += ["--nproc", str(args.nproc)] if args.nproc else []
+    words += ["--report", str(args.report)] if args.report else []
+    return shlex.join(words)
