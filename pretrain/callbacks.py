@@ -17,6 +17,7 @@ from pretrain.build import unwrap
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
+from pretrain.owner import Owner
 from pretrain.run import Run
 
 # A step's metrics by name; `memory` holds those of each memory layer by block number.
@@ -37,6 +38,22 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """After the last step, or before an early stop; not after an error."""
+
+
+class Ownership(Callback):
+    """Stops a run whose folder another one has taken over, before it writes. Rank 0 only, and first of all."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def on_start(self, run: Run) -> None:
+        self._owner.check()
+
+    def on_step(self, run: Run, row: Row) -> None:
+        self._owner.check()
+
+    def on_end(self, run: Run) -> None:
+        self._owner.check()
 
 
 class RowWriter(Callback):
@@ -266,9 +283,9 @@ class Evaluations(Callback):
                 listener.on_evaluation(run, evaluation)
 
 
-def default_callbacks(run: Run) -> list[Callback]:
-    """The callbacks that the configuration asks for, on this rank."""
-    measuring: list[Callback] = []
+def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
+    """The callbacks that the configuration asks for, on this rank, and what guards the folder if this rank owns it."""
+    measuring: list[Callback] = [] if owner is None else [Ownership(owner)]
     if run.config.model.memory is not None and run.config.logging.memory_every_steps:
         measuring.append(MemoryUsage())
     listeners: list[Callback] = []

@@ -1,8 +1,11 @@
-"""The folder of a run. It imports nothing, so that a command can look into it at once."""
+"""The folder of a run. It imports next to nothing, so that a command can look into it at once."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+
+from pretrain.errors import ConfigError
 
 
 class RunFolder:
@@ -17,3 +20,19 @@ class RunFolder:
         self.data_cache = path / "data_cache"
         self.tokenizer = path / "tokenizer"
         self.tensorboard = path / "tensorboard"
+        self.owner = path / "owner.json"
+
+    def make(self) -> None:
+        """Make the folder if it is missing, and see that it can be written.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {self.path} cannot be written ({error.strerror}): use another --run-dir"
+            ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.owner import Owner, owned
 from pretrain.state import RunState
 
 
@@ -150,6 +152,27 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start
         run.last_saved_step = state.step
     _record_config(run)
     return run
+
+
+@contextmanager
+def owning(folder: RunFolder, groups: ParallelGroups) -> Iterator[Owner | None]:
+    """Rank 0 owns the run's folder until the block ends; None on the others. Collective.
+
+    Raises:
+        ConfigError: on every rank: it cannot be written, or another run owns it.
+    """
+    owner = None
+    refusal: list[ConfigError | None] = [None]
+    with ExitStack() as stack:
+        if groups.is_main:
+            try:
+                owner = stack.enter_context(owned(folder))
+            except ConfigError as error:
+                refusal = [error]
+        dist.broadcast_object_list(refusal, src=0)
+        if refusal[0] is not None:
+            raise refusal[0]
+        yield owner
 
 
 def _find_resumable(

@@ -67,6 +67,7 @@ def run_train(args: argparse.Namespace) -> int:
     num_ranks = started or args.nproc or default_num_ranks(config.parallel)
     validate(config, num_ranks)
     folder = RunFolder(args.run_dir or Path("runs") / config.name)
+    folder.make()
     return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
 
 
@@ -74,10 +75,10 @@ def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> 
     """What one rank does; `quiet` leaves out what is said before and after."""
     from pretrain.callbacks import default_callbacks
     from pretrain.loop import train
-    from pretrain.run import open_run
+    from pretrain.run import open_run, owning
     from pretrain.session import session
 
-    with session(config) as groups:
+    with session(config) as groups, owning(folder, groups) as owner:
         run = open_run(config, folder, groups)
         finished = run.state.step >= config.train.num_steps
         speaks = groups.is_main and not quiet
@@ -86,7 +87,7 @@ def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> 
                 f"{folder.path} is finished: {run.state.step} steps done." if finished else _headline(run), flush=True
             )
         if not finished:
-            train(run, default_callbacks(run))
+            train(run, default_callbacks(run, owner))
         if speaks:
             print(_closing(run), flush=True)
 

@@ -4,6 +4,7 @@ another.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -221,6 +222,25 @@ def test_a_killed_launcher_leaves_nothing_behind(config_file: Path, tmp_path: Pa
     os.kill(command.pid, signal.SIGKILL)
     assert command.wait().code == -signal.SIGKILL
     assert_no_orphans(command)
+
+
+def test_a_second_run_in_the_same_folder_is_told_of_the_first(
+    straight: Trained, layout: Layout, config_file: Path, tmp_path: Path, start: Start, megamem: Megamem
+) -> None:
+    first = start("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
+    wait_until(lambda: last_step(tmp_path / "run") >= 2, "step 2")
+    owner = json.loads((tmp_path / "run" / "owner.json").read_text())
+    for process in first.ranks():
+        process.suspend()
+    result = megamem("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
+    assert result.code == 2
+    assert f"is in use by process {owner['pid']} on {owner['host']}" in " ".join(result.output.split())
+    assert owner["pid"] in [process.pid for process in first.ranks()]
+    for process in first.ranks():
+        process.resume()
+    assert first.wait().code == 0
+    assert_same_run(tmp_path / "run", straight.path)
+    assert not (tmp_path / "run" / "owner.json").exists()
 
 
 @pytest.mark.parametrize(
