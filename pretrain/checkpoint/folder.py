@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import sync
-from pretrain.checkpoint.safe_metadata import check_index
+from pretrain.checkpoint.safe_metadata import check_small_files
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
@@ -138,7 +138,7 @@ def newest_complete(folder: Path, *, before: int | None = None) -> tuple[SavedSt
             continue
         try:
             saved = read_state(path)
-            check_index(path)
+            check_small_files(path)
             return saved, problems
         except CheckpointError as error:
             problems.append(str(error))

@@ -1,13 +1,15 @@
-"""Refusing pickled code in a checkpoint.
+"""Refusing pickled code, and damage, in what a checkpoint holds besides tensors.
 
 PyTorch's distributed checkpoints keep their index (`.metadata`) as a pickle, and PyTorch unpickles it without
 restraint. Before it does, the file is read here by an unpickler that knows the index's classes and nothing else.
-Tensors are read with `weights_only` by PyTorch itself, and we store no objects.
+Tensors are read with `weights_only` by PyTorch itself, and we store no objects: `common.pt`, Megatron's file for them,
+holds the version of its format.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -54,3 +56,29 @@ def check_index(folder: Path) -> None:
     # Damaged bytes make an unpickler raise anything.
     except Exception as error:
         raise CheckpointError(f"{folder}/.metadata is not a checkpoint index that can be trusted: {error}") from error
+
+
+def check_small_files(folder: Path) -> None:
+    """Read the index and the two files that Megatron keeps beside it.
+
+    Raises:
+        CheckpointError: one is missing or damaged, or refers to anything but an index's classes, or plain values.
+    """
+    check_index(folder)
+    for name, read in (("common.pt", _read_common), ("metadata.json", _read_format)):
+        try:
+            read(folder / name)
+        # As above. PyTorch's text goes no further, as it advises to load without restraint.
+        except Exception as error:
+            raise CheckpointError(
+                f"{folder}/{name} is not a file of a checkpoint that can be trusted: it is damaged, or holds more than "
+                "plain values"
+            ) from error
+
+
+def _read_common(path: Path) -> None:
+    torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_format(path: Path) -> None:
+    json.loads(path.read_bytes())["sharded_backend"]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megamem.shards import walk_shards
-from pretrain.checkpoint.safe_metadata import check_index
+from pretrain.checkpoint.safe_metadata import check_small_files
 from pretrain.errors import CheckpointError
 
 
@@ -77,7 +77,7 @@ def load_tensors(entries: ShardedStateDict, folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint is damaged, lacks an entry or a part of it, or has it in another shape.
     """
-    check_index(folder)
+    check_small_files(folder)
     tensors = _without_objects(entries)
     _check_coverage(tensors, folder)
     try:

@@ -7,6 +7,7 @@ follow YAML 1.2: `1e-3` is a number, `on`, `yes` and `2024-01-01` are text. PyYA
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,8 @@ class Node:
             yield from self.value
 
 
+MAX_VALUES = 100_000
+"""In one file or override: a few lines whose aliases name each other would otherwise unfold without end."""
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "0123456789"
 # YAML 1.2's scalar rules: the type, what it looks like, and the characters that it may begin with.
@@ -136,9 +139,11 @@ def parse_yaml(text: str, source: str, layer: Layer, fixed_origin: bool = False)
         raise ConfigError(f"{source}{line} is not valid YAML: {detail}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deeply for a configuration: are all brackets closed?") from error
     if root is None:
         return Node(None, source, layer)
-    return _Converter(source, layer, fixed_origin).node(root, ())
+    return _Converter(source, layer, fixed_origin, itertools.count(1)).node(root, ())
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class _Converter:
     source: str
     layer: Layer
     fixed_origin: bool
+    numbers: Iterator[int]
 
     def _origin(self, raw: yaml.Node) -> str:
         return self.source if self.fixed_origin else f"{self.source}:{raw.start_mark.line + 1}"
@@ -156,6 +162,11 @@ class _Converter:
         origin = self._origin(raw)
         if any(raw is ancestor for ancestor in above):
             raise ConfigError(f"{origin}: an alias refers to a value that contains it")
+        if next(self.numbers) > MAX_VALUES:
+            raise ConfigError(
+                f"{self.source} unfolds to more than {MAX_VALUES:,} values, which no configuration has: its aliases "
+                "(*name) repeat each other"
+            )
         if isinstance(raw, yaml.MappingNode) and raw.tag == _TAG + "map":
             return self._mapping(raw, (*above, raw))
         if isinstance(raw, yaml.SequenceNode) and raw.tag == _TAG + "seq":
@@ -171,6 +182,11 @@ class _Converter:
             if not isinstance(raw_key, yaml.ScalarNode):
                 raise ConfigError(f"{self._origin(raw_key)}: a key must be a name, not a list or a mapping")
             key = raw_key.value
+            if key == "<<":
+                raise ConfigError(
+                    f"{self._origin(raw_key)}: YAML's merge key << is not read here: name a file to build on with "
+                    "`base:`, or write the keys out"
+                )
             if key in children:
                 raise ConfigError(
                     f"{self._origin(raw_key)}: the key {key} is given twice (first at {key_origins[key]}): remove one"

@@ -106,7 +106,33 @@ def scribble_on_the_index(path: Path) -> None:
     index.write_bytes(os.urandom(index.stat().st_size))
 
 
-DAMAGES = (truncate, remove_a_file, scribble_on_the_state, replace_the_state, scribble_on_the_index)
+def scribble_on_the_common_file(path: Path) -> None:
+    common = path / "common.pt"
+    common.write_bytes(os.urandom(common.stat().st_size))
+
+
+def replace_the_common_file(path: Path) -> None:
+    """By a pickle of the same size that would run something."""
+    common = path / "common.pt"
+    content = pickle.dumps(shutil.rmtree)
+    common.write_bytes(content + b"." * (common.stat().st_size - len(content)))
+
+
+def scribble_on_the_format(path: Path) -> None:
+    file = path / "metadata.json"
+    file.write_bytes(b"{" * file.stat().st_size)
+
+
+DAMAGES = (
+    truncate,
+    remove_a_file,
+    scribble_on_the_state,
+    replace_the_state,
+    scribble_on_the_index,
+    scribble_on_the_common_file,
+    replace_the_common_file,
+    scribble_on_the_format,
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pretrain.checkpoint import folder as folders
@@ -21,6 +22,8 @@ def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
     path = folders.start_writing(folder, step)
     (path / "__0_0.distcp").write_bytes(content)
     (path / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+    torch.save({"content_metadata": {}}, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return folders.complete(folder, step, run={"step": step}, rng={"seed": 1}, config={"a": 1}, versions={"torch": "2"})
 
 
@@ -43,7 +46,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "rng": {"seed": 1},
         "config": {"a": 1},
         "versions": {"torch": "2"},
-        "files": {"__0_0.distcp": 7, ".metadata": (path / ".metadata").stat().st_size},
+        "files": {"__0_0.distcp": 7}
+        | {name: (path / name).stat().st_size for name in (".metadata", "common.pt", "metadata.json")},
     }
 
 

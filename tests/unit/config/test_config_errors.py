@@ -136,6 +136,15 @@ def refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
         ("seed: !!int x", "a.yaml:1: 'x' cannot be read as a YAML int"),
         ("? [a]\n: 1", "a.yaml:1: a key must be a name, not a list or a mapping"),
         ("data: &d\n  datasets: [*d]", "a.yaml:1: an alias refers to a value that contains it"),
+        (
+            "a: &a [1, 2]\nseed:\n  <<: *a",
+            "a.yaml:3: YAML's merge key << is not read here: name a file to build on with `base:`, or write the keys out",
+        ),
+        ("a: " + 3000 * "[", "a.yaml is nested too deeply for a configuration: are all brackets closed?"),
+        (
+            "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 30)),
+            "a.yaml unfolds to more than 100,000 values, which no configuration has: its aliases (*name) repeat each other",
+        ),
         ("- 1", "a.yaml holds a list: a configuration is a mapping of keys"),
         ("", "a.yaml holds no keys: a configuration is a YAML mapping such as `model: {num_layers: 4}`"),
         (
@@ -188,7 +197,7 @@ def test_a_wrong_override(tmp_path: Path, override: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "key", "section"),
-    [("logging: {qqq: 3}", "logging.qqq", "logging"), ("<<: {seed: 1}", "<<", "the configuration")],
+    [("logging: {qqq: 3}", "logging.qqq", "logging"), ('"%%": {seed: 1}', "%%", "the configuration")],
 )
 def test_an_unknown_key_unlike_any_other(tmp_path: Path, text: str, key: str, section: str) -> None:
     cls = LoggingConfig if section == "logging" else RunConfig
