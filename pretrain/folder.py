@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,17 @@ class RunFolder:
         self.tokenizer = path / "tokenizer"
         self.tensorboard = path / "tensorboard"
         self.owner = path / "owner.json"
+
+    def check_writable(self) -> None:
+        """See whether the folder could be made and written, without making it.
+
+        Raises:
+            ConfigError: it could not.
+        """
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            reason = "is no folder" if not there.is_dir() else "cannot be written"
+            raise ConfigError(f"the run folder {self.path} cannot be made: {there} {reason}. Use another --run-dir")
 
     def make(self) -> None:
         """Make the folder if it is missing, and see that it can be written.

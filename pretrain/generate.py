@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,35 +10,7 @@ from torch import Tensor
 
 from megamem.model import MemoryGPTModel
 from parallel.sharded_bank import announce_tokens
-from pretrain.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: sample from the likeliest tokens that together have this probability.
-        seed: of the sampling.
-
-    Raises:
-        ConfigError: one of them is out of its range.
-    """
-
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(
-                f"the temperature is {self.temperature}: use 0 for the likeliest token, or a positive number"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p is {self.top_p}: use a probability above 0 and at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"the seed of the sampling is {self.seed}: use a number from 0 to 2^63 - 1")
+from pretrain.sampling import Sampling
 
 
 @torch.no_grad()
@@ -54,7 +24,7 @@ def generate(
     eod: int,
     sampling: Sampling,
     group: dist.ProcessGroup,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Token ids that follow a prompt, one by one, until the end-of-document id or `max_tokens`.
 
     Every token costs a forward pass over the last `context_tokens` tokens. The first rank makes it; the others have no
@@ -109,6 +79,9 @@ def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> i
     if sampling.temperature == 0:
         return int(logits.argmax())
     probabilities, order = torch.softmax(logits / sampling.temperature, 0).sort(descending=True)
+    if sampling.top_k is not None:
+        probabilities, order = probabilities[: sampling.top_k], order[: sampling.top_k]
+        probabilities = probabilities / probabilities.sum()
     # Keep a token if what comes before it has not yet reached top_p.
     kept = torch.where(probabilities.cumsum(0) - probabilities < sampling.top_p, probabilities, 0.0)
     return int(order[torch.multinomial(kept, 1, generator=generator)])

@@ -11,18 +11,16 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megamem.config import ModelConfig
-from megamem.identity import Role
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
 from pretrain.checkpoint.folder import SavedState, newest_complete
 from pretrain.checkpoint.run import restore_run, save_run
-from pretrain.config.fields import role_of
-from pretrain.config.loader import from_dict, to_dict, to_yaml
+from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import training_flops_per_token
-from pretrain.data.dataset import TrainDataset, build_train_dataset, check_blend
+from pretrain.data.blend import check_blend, model_vocab_size
+from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, microbatches, on_device
 from pretrain.data.manifest import save_tokenizer
@@ -31,6 +29,7 @@ from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.owner import Owner, owned
+from pretrain.saved_run import check_resumable
 from pretrain.state import RunState
 
 
@@ -91,22 +90,6 @@ class Run:
         if self.last_saved_step != self.state.step:
             save_run(self.config, self.state, self.chunks, self.optimizer, self.folder.checkpoints)
             self.last_saved_step = self.state.step
-
-
-def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    """Token ids of the embedding before padding.
-
-    Raises:
-        ConfigError: model.vocab_size is set and smaller than the tokenizer's.
-    """
-    if model.vocab_size is None:
-        return tokenizer.vocab_size
-    if model.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size is {model.vocab_size}, but the data sets' tokenizer has {tokenizer.vocab_size} ids: "
-            "raise it, or leave it out"
-        )
-    return model.vocab_size
 
 
 def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None = None) -> Run:
@@ -206,42 +189,6 @@ def _agreed_checkpoint(folder: Path) -> tuple[SavedState | None, list[str]]:
         raise found[0]
     result: tuple[SavedState | None, list[str]] = found[0]
     return result
-
-
-def check_resumable(config: RunConfig, saved: SavedState) -> list[str]:
-    """What differs between the configuration of a checkpoint and the one to go on with.
-
-    Returns:
-        "key: before -> now" of every difference.
-
-    Raises:
-        CheckpointError: they differ in what makes the model (`megamem.identity.Role`): this would be another run.
-    """
-    before = from_dict(saved.config, f"the configuration in {saved.path}")
-    changes = config_changes(before, config)
-    # A section that one of the two does not have says nothing of the keys below it.
-    fatal = [text for key, text in changes.items() if Role.IDENTITY in (role_of(key, before), role_of(key, config))]
-    if fatal:
-        raise CheckpointError(
-            f"{saved.path} is of another run: {'; '.join(fatal)}. Set it back, or start a new run in another --run-dir"
-        )
-    return list(changes.values())
-
-
-def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
-    """What differs between two configurations: "key: before -> now" by key."""
-    old, new = _flat(to_dict(before)), _flat(to_dict(now))
-    return {
-        key: f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    }
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {key: leaf for name, part in value.items() for key, leaf in _flat(part, f"{prefix}{name}.").items()}
-    return {prefix.removesuffix("."): value}
 
 
 def _record_config(run: Run) -> None:

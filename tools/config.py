@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any
 
 from megamem.config import ModelConfig
@@ -25,7 +26,11 @@ from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs
 from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
+from pretrain.preflight import check_start
 from tools.parameter_table import parameter_tables
+from tools.ranks import default_num_ranks
+from tools.words import plural
 
 _WIDTH = 100
 # `config show` measures initial outputs on so many layers, and on fewer where the weights of their retrieval are many,
@@ -71,13 +76,22 @@ def add_parser(subparsers: Any) -> None:
     check = actions.add_parser(
         "check",
         help="say whether a configuration can run",
-        description="Load a configuration and check it as `megamem train` does before it starts. Exits with 2 if it "
-        "cannot run.",
+        description="Load a configuration and check it as `megamem train` does before it starts: keys, layout and "
+        "batch, data, run folder, and whether the model fits into this machine's memory. Exits with 0 if it can run.",
     )
     check.add_argument("config", metavar="CONFIG", help="YAML file")
     check.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
     check.add_argument(
-        "--ranks", type=int, metavar="N", help="also check the layout and the batch for a run of N ranks"
+        "--ranks", type=int, metavar="N", help="ranks of the run (default: what `megamem train` would start here)"
+    )
+    check.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder of the run (default: as `megamem train`: runs/<name>)"
+    )
+    check.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="leave out what this machine decides: its data, folders and memory, and the number of ranks unless --ranks "
+        "says it",
     )
     check.set_defaults(func=run_check)
     _add_width_parser(actions)
@@ -145,9 +159,15 @@ def run_check(args: argparse.Namespace) -> int:
     """Validates a configuration and says so."""
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks is {args.ranks}: it must be at least 1")
-    validate(load_config(args.config, args.overrides), args.ranks)
-    where = "" if args.ranks is None else f" on {args.ranks} rank{'s' if args.ranks > 1 else ''}"
-    print(f"{args.config} can run{where}.")
+    config = load_config(args.config, args.overrides)
+    num_ranks = args.ranks if args.elsewhere else args.ranks or default_num_ranks(config.parallel)
+    validate(config, num_ranks)
+    if not args.elsewhere:
+        folder = RunFolder(args.run_dir or Path("runs") / config.name)
+        check_start(config, num_ranks, folder, local=True)
+        folder.check_writable()
+    where = "" if num_ranks is None else f" on {plural(num_ranks, 'rank')}"
+    print(f"{args.config} can run{where}{'' if args.elsewhere else ' here'}.")
     return 0
 
 

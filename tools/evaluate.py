@@ -11,8 +11,12 @@ from typing import Any
 from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
-from pretrain.errors import ConfigError
+from pretrain.data.blend import check_blend
+from pretrain.data.manifest import open_saved_tokenizer
+from pretrain.data.tokenizer import TOKENIZER_FILE
+from pretrain.errors import ConfigError, DataError
 from pretrain.folder import RunFolder
+from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
 
 _EPILOG = """\
@@ -21,11 +25,15 @@ examples:
   megamem eval runs/quickstart --ablate
   megamem eval runs/quickstart --without-memory
   megamem eval runs/quickstart --step 200 --nproc 2 --json
+  megamem eval runs/quickstart --data data/other train.sequence_length=512
 
 Every held-out token is predicted once; tokens that end a document count in the loss and have no bytes. gzip and xz
 compress the same documents, one after the other. The ranks are data-parallel, whatever layout the model was trained on,
-or with --own-layout have that one (for models that do not fit).
+or with --own-layout have that one (for models that do not fit). Of the configuration that the checkpoint holds, the
+keys under data, train.sequence_length, train.micro_batch_size and train.kernels can be overridden.
 """
+
+_OVERRIDABLE = ("data.", "train.sequence_length", "train.micro_batch_size", "train.kernels")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,8 +46,15 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="what to do otherwise, see below")
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        action="append",
+        help="evaluate on this data set, prepared with the run's tokenizer; may be repeated (default: the run's own)",
     )
     add_nproc(parser, "one per GPU, or 2, or what --own-layout needs")
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
@@ -52,10 +67,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Evaluates and prints."""
-    from pretrain.restore import find_checkpoint, saved_config
-
-    saved = find_checkpoint(RunFolder(args.run), args.step)
-    config = saved_config(saved, None if args.own_layout else ParallelConfig())
+    overrides = _overrides(args.overrides, args.data)
+    folder = RunFolder(args.run)
+    saved = find_checkpoint(folder, args.step)
+    config = saved_config(saved, None if args.own_layout else ParallelConfig(), overrides)
+    note_edited_config(folder, saved)
     if (args.without_memory or args.ablate) and config.model.memory is None:
         option = "--ablate" if args.ablate else "--without-memory"
         raise ConfigError(f"{args.run} is a model without memory: leave {option} out")
@@ -64,13 +80,45 @@ def run_eval(args: argparse.Namespace) -> int:
     num_ranks = started_world_size() or args.nproc or by_default
     if args.own_layout:
         validate(config, num_ranks)
+    _check_data(config, folder, moved=not args.data)
     return run_on_ranks(lambda: evaluate_rank(config, saved.path, with_memory, args.json), num_ranks)
+
+
+def _overrides(words: Sequence[str], data: Sequence[str] | None) -> list[str]:
+    """The overrides of the command line, those of `--data` among them.
+
+    Raises:
+        ConfigError: one has no place in an evaluation.
+    """
+    for word in words:
+        if not word.startswith(_OVERRIDABLE):
+            raise ConfigError(
+                f"{word} has no place in an evaluation, which can override {', '.join(_OVERRIDABLE)}: leave it out"
+            )
+    if data and any(word.startswith("data.datasets") for word in words):
+        raise ConfigError("--data and data.datasets say the same: leave one of them out")
+    sets = [f"data.datasets={json.dumps([{'path': path} for path in data])}"] if data else []
+    return [*sets, *words]
+
+
+def _check_data(config: RunConfig, folder: RunFolder, *, moved: bool) -> None:
+    """Refuse data that is not there, or of another tokenizer; `moved`: the run's own, which may be elsewhere now."""
+    try:
+        tokenizer = check_blend(config.data.datasets)
+    except DataError as error:
+        hint = f" If it is elsewhere now: `megamem eval {folder.path} --data DIR`." if moved else ""
+        raise DataError(f"{error}{hint}") from error
+    if tokenizer.fingerprint != open_saved_tokenizer(folder.tokenizer).fingerprint:
+        paths = ", ".join(entry.path for entry in config.data.datasets)
+        raise DataError(
+            f"{paths}: prepared with another tokenizer than the run's. Prepare it with `megamem data prepare "
+            f"--tokenizer {folder.tokenizer / TOKENIZER_FILE}`, or with bytes if the run has no such file."
+        )
 
 
 def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[bool], as_json: bool) -> None:
     """What one rank does; `with_memory` are the settings of the memory to evaluate, the one after the other."""
     from pretrain.callbacks import evaluation_row
-    from pretrain.data.dataset import check_blend
     from pretrain.data.held_out import HeldOutDataset, compression_baselines
     from pretrain.evaluate import evaluate
     from pretrain.restore import restore_model

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import codecs
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pretrain.config.layout_rules import layout_problems
+from pretrain.config.parse import join_problems
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
+from pretrain.sampling import Sampling
+from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
@@ -21,6 +27,9 @@ _EPILOG = """\
 examples:
   megamem generate runs/quickstart --prompt 'def __init__(self'
   megamem generate runs/quickstart --prompt 'import os' --max-tokens 50 --temperature 0
+  megamem generate runs/quickstart --prompt 'def ' --samples 3 --top-k 40 --stop $'\\n\\n'
+  megamem generate runs/quickstart --prompt-file prompt.txt
+  git log -1 --format=%B | megamem generate runs/quickstart --prompt-file -
   megamem generate runs/large --prompt 'import os' --nproc 8
 """
 
@@ -35,9 +44,11 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
-    parser.add_argument(
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
         "--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)"
     )
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue; - is standard input")
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="the most tokens to generate (default: 200)"
     )
@@ -51,7 +62,20 @@ def add_parser(subparsers: Any) -> None:
         metavar="P",
         help="sample from the likeliest tokens of this probability (default: 0.95)",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the sampling (default: 1)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (default: from all)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="texts to generate, with a seed each (default: 1)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the sampling; further samples have the next ones (default: 1)",
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
@@ -59,34 +83,62 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(func=run_generate)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What to generate.
+
+    Attributes:
+        prompt: the text to continue.
+        max_tokens: the most tokens of a sample.
+        samplings: one per sample.
+        stops: texts that end a sample, and are no part of it.
+    """
+
+    prompt: str
+    max_tokens: int
+    samplings: Sequence[Sampling]
+    stops: Sequence[str] = ()
+
+
 def run_generate(args: argparse.Namespace) -> int:
     """Prints the prompt and what follows it."""
-    from pretrain.config.layout_rules import layout_problems
-    from pretrain.config.parse import join_problems
-    from pretrain.generate import Sampling
-    from pretrain.restore import find_checkpoint, saved_config
-
-    if args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens is {args.max_tokens}: ask for at least one")
-    sampling = Sampling(args.temperature, args.top_p, args.seed)
+    request = _request(args)
     folder = RunFolder(args.run)
     saved = find_checkpoint(folder, args.step)
     num_ranks = started_world_size() or args.nproc
     config = saved_config(saved, ParallelConfig(memory=num_ranks))
+    note_edited_config(folder, saved)
     problems = list(layout_problems(config, num_ranks))
     if config.model.moe is not None and num_ranks > 1:
         problems.append("model.moe is set, whose experts would be split too: generate on one rank")
     if problems:
         raise ConfigError(join_problems(problems))
-    return run_on_ranks(
-        lambda: generate_rank(config, folder.tokenizer, saved.path, args.prompt, args.max_tokens, sampling), num_ranks
-    )
+    return run_on_ranks(lambda: generate_rank(config, folder.tokenizer, saved.path, request), num_ranks)
 
 
-def generate_rank(
-    config: RunConfig, tokenizer_folder: Path, checkpoint: Path, prompt: str, max_tokens: int, sampling: Any
-) -> None:
-    """What one rank does."""
+def _request(args: argparse.Namespace) -> Request:
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}: ask for at least one")
+    if args.samples < 1:
+        raise ConfigError(f"--samples is {args.samples}: ask for at least one")
+    if "" in args.stop:
+        raise ConfigError("--stop is empty, and would end every text at once: leave it out")
+    first = Sampling(args.temperature, args.top_p, args.seed, args.top_k)
+    samplings = [replace(first, seed=first.seed + number) for number in range(args.samples)]
+    prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
+    return Request(prompt, args.max_tokens, samplings, args.stop)
+
+
+def _read_prompt(file: str) -> str:
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file is {file}, which cannot be read as UTF-8 text: {error}") from error
+
+
+def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, request: Request) -> None:
+    """What one rank does. All of them get the same ids, and so end every sample at the same one."""
     from pretrain.data.manifest import open_saved_tokenizer
     from pretrain.generate import generate
     from pretrain.restore import restore_model
@@ -95,29 +147,57 @@ def generate_rank(
     with session(config) as groups:
         tokenizer = open_saved_tokenizer(tokenizer_folder)
         (model,) = restore_model(config, checkpoint, tokenizer, groups)
-        ids = generate(
-            model,
-            tokenizer.tokenize(prompt),
-            max_tokens=max_tokens,
-            context_tokens=config.train.sequence_length,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            sampling=sampling,
-            group=groups.megatron.ep,
-        )
-        if groups.is_main:
-            _print(prompt, tokenizer, ids)
-        else:
-            for _ in ids:
-                pass
+        ids = tokenizer.tokenize(request.prompt)
+        write = _write if groups.is_main else _ignore
+        # The end of the document before is in the context too.
+        if groups.is_main and len(ids) >= config.train.sequence_length:
+            print(
+                f"note: the prompt has {len(ids):,} tokens, of which the model sees the last "
+                f"{config.train.sequence_length:,} (train.sequence_length)",
+                file=sys.stderr,
+            )
+        for number, sampling in enumerate(request.samplings, start=1):
+            if len(request.samplings) > 1:
+                write(f"--- sample {number} of {len(request.samplings)} (seed {sampling.seed}) ---\n")
+            write(request.prompt)
+            generated = generate(
+                model,
+                ids,
+                max_tokens=request.max_tokens,
+                context_tokens=config.train.sequence_length,
+                vocab_size=tokenizer.vocab_size,
+                eod=tokenizer.eod,
+                sampling=sampling,
+                group=groups.megatron.ep,
+            )
+            with closing(generated):
+                for text in texts(generated, tokenizer, request.stops):
+                    write(text)
+            write("\n")
 
 
-def _print(prompt: str, tokenizer: Tokenizer, ids: Iterator[int]) -> None:
-    sys.stdout.write(prompt)
+def texts(ids: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str]) -> Iterator[str]:
+    """The text of ids as they come, up to the first of the texts that end it."""
     # A character may be spread over several tokens: hold its first bytes back until the rest is there.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    held = ""
     for token in ids:
-        sys.stdout.write(decoder.decode(tokenizer.decode_bytes([token])))
-        sys.stdout.flush()
-    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+        held += decoder.decode(tokenizer.decode_bytes([token]))
+        ends = [place for stop in stops if (place := held.find(stop)) >= 0]
+        if ends:
+            yield held[: min(ends)]
+            return
+        # So much of what is there may be the beginning of such a text.
+        doubtful = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+        yield held[: len(held) - doubtful]
+        held = held[len(held) - doubtful :]
+    yield held + decoder.decode(b"", final=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _ignore(text: str) -> None:
+    """Another rank writes it."""

@@ -141,7 +141,7 @@ def _ask(folder: Path, number: int, seed: int, num_ranks: int) -> Recall:
     """What the finished run in a folder knows; kept beside its checkpoint."""
     from parallel.launch import launch_ranks
     from pretrain.recall import Recall
-    from pretrain.restore import find_checkpoint
+    from pretrain.saved_run import find_checkpoint
 
     saved = find_checkpoint(RunFolder(folder), None)
     kept = folder / "recall.json"
@@ -159,7 +159,8 @@ def ask_rank(saved: SavedState, facts: Sequence[str]) -> Recall:
     """What one rank does."""
     from pretrain.data.tokenizer import ByteTokenizer
     from pretrain.recall import recall
-    from pretrain.restore import restore_model, saved_config
+    from pretrain.restore import restore_model
+    from pretrain.saved_run import saved_config
     from pretrain.session import session
 
     config = saved_config(saved, ParallelConfig())

@@ -78,7 +78,7 @@ def _start(folder: RunFolder, step: int | None, last_step: int) -> SavedState:
     Raises:
         CheckpointError: there is none, or no step of the run follows it.
     """
-    from pretrain.restore import find_checkpoint
+    from pretrain.saved_run import find_checkpoint
 
     saved = find_checkpoint(folder, step, before=last_step)
     if saved.step >= last_step:

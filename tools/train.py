@@ -12,6 +12,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
+from pretrain.preflight import check_start
 from tools.metrics import read_metrics
 from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
@@ -67,6 +68,7 @@ def run_train(args: argparse.Namespace) -> int:
     num_ranks = started or args.nproc or default_num_ranks(config.parallel)
     validate(config, num_ranks)
     folder = RunFolder(args.run_dir or Path("runs") / config.name)
+    check_start(config, num_ranks, folder, local=started is None)
     folder.make()
     return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
 
@@ -83,13 +85,21 @@ def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> 
         finished = run.state.step >= config.train.num_steps
         speaks = groups.is_main and not quiet
         if speaks:
-            print(
-                f"{folder.path} is finished: {run.state.step} steps done." if finished else _headline(run), flush=True
-            )
+            print(_finished(run) if finished else _headline(run), flush=True)
         if not finished:
             train(run, default_callbacks(run, owner))
         if speaks:
             print(_closing(run), flush=True)
+
+
+def _finished(run: Run) -> str:
+    done, wanted = run.state.step, run.config.train.num_steps
+    if done == wanted:
+        return f"{run.folder.path} is finished: {done} steps done."
+    return (
+        f"{run.folder.path} has {done} steps done, and train.num_steps is {wanted}: there is nothing left to train. "
+        "Raise it to go on, or start a shorter run in another --run-dir."
+    )
 
 
 def _headline(run: Run) -> str:
@@ -97,7 +107,7 @@ def _headline(run: Run) -> str:
     from kernels.implementations import describe
     from kernels.select import resolve
     from pretrain.costs.formulas import count_parameters
-    from pretrain.run import model_vocab_size
+    from pretrain.data.blend import model_vocab_size
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
     counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import sync
-from pretrain.checkpoint.safe_metadata import check_small_files
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
@@ -132,6 +131,8 @@ def newest_complete(folder: Path, *, before: int | None = None) -> tuple[SavedSt
     Raises:
         CheckpointError: there are checkpoints, and none of them is complete.
     """
+    from pretrain.checkpoint.safe_metadata import check_small_files  # imports torch
+
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         if before is not None and _step_of(path) >= before:

@@ -66,9 +66,14 @@ def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the co
     return _settle(cls, from_plain(mapping, source, Layer.FILE), lambda key, node: True)
 
 
-def from_dict(mapping: Mapping[str, Any], source: str = "the stored configuration") -> RunConfig:
-    """The configuration that `to_dict` stored. Options without effect stay: nobody is here to mend them."""
-    node = without_former(from_plain(mapping, source, Layer.BASE), of_value=True)
+def from_dict(
+    mapping: Mapping[str, Any], source: str = "the stored configuration", overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The configuration that `to_dict` stored, with overrides laid over it.
+
+    Options without effect stay: nobody is here to mend them.
+    """
+    node = apply_overrides(without_former(from_plain(mapping, source, Layer.BASE), of_value=True), overrides)
     return build(RunConfig, _without(node, foreign_keys(RunConfig, node)))
 
 

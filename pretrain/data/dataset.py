@@ -35,28 +35,6 @@ _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
 _LARGEST_DOCUMENT_INDEX = np.iinfo(np.int32).max
 
 
-def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
-    """Open every data set of a blend and return the tokenizer that they share.
-
-    Raises:
-        DataError: no data sets, one that does not open, or different tokenizers.
-    """
-    if not entries:
-        raise DataError("The configuration names no data. List prepared data sets under data.datasets.")
-    first, *others = [open_dataset(entry.path) for entry in entries]
-    for other in others:
-        if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
-            raise DataError(
-                f"{other.path} and {first.path} were made with different tokenizers "
-                f"({_describe(other.tokenizer)} and {_describe(first.tokenizer)}). Prepare both with the same one."
-            )
-    return first.tokenizer
-
-
-def _describe(tokenizer: Tokenizer) -> str:
-    return f"{tokenizer.kind}, {tokenizer.vocab_size} ids, {tokenizer.fingerprint[:12]}"
-
-
 @dataclass
 class StreamConfig(GPTDatasetConfig):
     """Megatron's data set configuration, with what our order and its cache need."""

@@ -190,7 +190,13 @@ def open_saved_tokenizer(folder: Path) -> Tokenizer:
         raise DataError(
             f"{folder}: no tokenizer can be read here ({error}). It is written when a run starts."
         ) from error
-    return _open_tokenizer(folder, info)
+    try:
+        return _open_tokenizer(folder, info)
+    except DataError as error:
+        raise DataError(
+            f"{folder}: the run's tokenizer is damaged. Copy {TOKENIZER_FILE} of its data set here; `megamem train` "
+            "writes it too when it goes on with the run."
+        ) from error
 
 
 def open_dataset(path: str | Path) -> PreparedDataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from parallel.launch import launch_ranks
 from pretrain.config.schema import ParallelConfig
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.folder import RunFolder
-from pretrain.restore import find_checkpoint, restore_model, saved_config
+from pretrain.restore import restore_model
+from pretrain.saved_run import find_checkpoint, saved_config
 from pretrain.session import session
 
 
@@ -70,6 +72,108 @@ def test_an_earlier_step_can_be_evaluated(megamem: Megamem, trained: Path) -> No
     early, late = evaluate(megamem, trained, "--step", 80), evaluate(megamem, trained)
     assert early["checkpoint"].endswith("step_00000080")
     assert early["validation_loss"] > late["validation_loss"]
+
+
+def test_a_step_that_is_not_there_is_told_which_are(megamem: Megamem, trained: Path) -> None:
+    for command in ("eval", "generate"):
+        result = megamem(command, trained, "--step", 81)
+        assert result.code == 4
+        assert "has no checkpoint of step 81: there are 80, 160" in " ".join(result.output.split())
+
+
+def test_data_that_has_moved_is_named_by_hand(megamem: Megamem, trained: Path, corpus: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    for state in run.glob("checkpoints/*/state.json"):
+        state.write_text(state.read_text().replace(str(corpus), str(tmp_path / "gone")))
+    result = megamem("eval", run)
+    assert result.code == 3
+    said = " ".join(result.output.split())
+    assert "gone: no such data set" in said
+    assert f"If it is elsewhere now: `megamem eval {run} --data DIR`" in said
+    assert evaluate(megamem, run, "--data", corpus) == {
+        **evaluate(megamem, trained),
+        "checkpoint": str(run / "checkpoints" / "step_00000160"),
+    }
+
+
+def test_data_of_another_tokenizer_is_refused(megamem: Megamem, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for name, text in (("a", "some words and some more"), ("b", "other words")):
+        (tmp_path / "corpus" / f"{name}.txt").write_text(100 * text)
+    tokenizer = tmp_path / "tokenizer.json"
+    assert megamem("data", "tokenizer", tmp_path / "corpus", "--vocab-size", 280, "--output", tokenizer).code == 0
+    other = tmp_path / "other"
+    made = megamem(
+        "data",
+        "prepare",
+        tmp_path / "corpus",
+        "--tokenizer",
+        tokenizer,
+        "--validation-fraction",
+        0.5,
+        "--output",
+        other,
+    )
+    assert made.code == 0, made.output
+    result = megamem("eval", trained, "--data", other)
+    assert result.code == 3
+    assert "prepared with another tokenizer than the run's" in " ".join(result.output.split())
+
+
+def test_what_an_evaluation_can_override(megamem: Megamem, trained: Path) -> None:
+    longer = evaluate(megamem, trained, "train.sequence_length=64", "train.micro_batch_size=2")
+    assert longer["validation_loss"] != evaluate(megamem, trained)["validation_loss"]
+    result = megamem("eval", trained, "model.num_layers=3")
+    assert result.code == 2
+    assert "model.num_layers=3 has no place in an evaluation" in result.output
+
+
+def test_a_config_edited_by_hand_is_told_that_it_does_not_count(
+    megamem: Megamem, trained: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    assert "note:" not in megamem("generate", run, "--max-tokens", 1).output
+    config = run / "config.yaml"
+    config.write_text(
+        config.read_text().replace("hidden_size: 32", "hidden_size: 64", 1).replace("lr: 0.01", "lr: 0.02")
+    )
+    for words in (("eval", run), ("generate", run, "--max-tokens", 1)):
+        result = megamem(*words)
+        assert result.code == 0, result.output
+        assert "config.yaml differs from the configuration in" in result.output
+        assert "model.hidden_size: 32 -> 64" in result.output
+        assert "lr" not in result.output.partition("config.yaml differs")[2].partition("\n")[0]
+    config.write_text("[")
+    assert f"note: {config} is not read, as the checkpoint holds the configuration" in megamem("eval", run).output
+
+
+def test_samples_stops_and_prompts_from_files(megamem: Megamem, trained: Path, tmp_path: Path) -> None:
+    first, second = (generate(megamem, trained, "--seed", seed).removesuffix("\n") for seed in (7, 8))
+    expected = f"--- sample 1 of 2 (seed 7) ---\n{first}\n--- sample 2 of 2 (seed 8) ---\n{second}\n"
+    (tmp_path / "prompt").write_text("def ")
+    for number in (1, 2):
+        result = megamem(
+            "generate",
+            trained,
+            "--prompt-file",
+            tmp_path / "prompt",
+            "--max-tokens",
+            30,
+            "--seed",
+            7,
+            "--samples",
+            2,
+            "--nproc",
+            number,
+        )
+        assert result.output == expected
+    stop = first.removeprefix("def ")[3:5]
+    cut = "def " + first.removeprefix("def ").partition(stop)[0]
+    for number in (1, 2):
+        assert generate(megamem, trained, "--seed", 7, "--stop", stop, "--nproc", number) == cut + "\n"
+    result = megamem("generate", trained, "--prompt-file", tmp_path / "none")
+    assert result.code == 2
+    assert "--prompt-file is" in result.output
 
 
 def test_the_table_for_people(megamem: Megamem, trained: Path) -> None:
@@ -146,7 +250,8 @@ def test_prompts_longer_than_the_context_and_beyond_ascii(megamem: Megamem, trai
     prompt = "naïve — 日本語 " * 20
     result = megamem("generate", trained, "--max-tokens", 3, "--prompt", prompt)
     assert result.code == 0, result.output
-    assert result.output.startswith(prompt)
+    assert prompt in result.output
+    assert "tokens, of which the model sees the last 32 (train.sequence_length)" in result.output
 
 
 @pytest.mark.parametrize(
@@ -157,6 +262,9 @@ def test_prompts_longer_than_the_context_and_beyond_ascii(megamem: Megamem, trai
         ("--top-p", 0),
         ("--top-p", 1.5),
         ("--max-tokens", 0),
+        ("--top-k", 0),
+        ("--samples", 0),
+        ("--stop", ""),
         ("--seed", -1),
         ("--temperature", "warm"),
     ],

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.generate import Sampling, generate
+from pretrain.generate import generate
+from pretrain.sampling import Sampling
 from tools import generate as command
 
 VOCAB_SIZE, PADDED_SIZE, EOD = 11, 16, 10
@@ -137,6 +138,49 @@ def test_tokens_are_drawn_as_often_as_they_should_be(temperature: float, top_p: 
         assert distance < CHI_SQUARE[num_kept - 1]
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"), [(2, 1.0, {3, 1}), (1, 1.0, {3}), (3, 0.6, {3, 1}), (99, 1.0, set(range(11)))]
+)
+def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) -> None:
+    """Of `top_k`, whose probabilities add up to 1 again, those that together have `top_p`."""
+    rows = [[math.log(probability) for probability in PROBABILITIES] for _ in range(PADDED_SIZE)]
+    sampling = Sampling(temperature=1.0, top_p=top_p, seed=3, top_k=top_k)
+    drawn = Counter(run(Bigrams(rows), max_tokens=NUM_DRAWS, sampling=sampling, eod=PADDED_SIZE - 1, context_tokens=1))
+    assert set(drawn) == kept
+    total = sum(PROBABILITIES[token] for token in kept)
+    for token, number in drawn.items():
+        share = PROBABILITIES[token] / total
+        assert abs(number / NUM_DRAWS - share) <= 4 * math.sqrt(share * (1 - share) / NUM_DRAWS)
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "text"),
+    [
+        ([], ["a", "b", "ü", "c"], "abüc"),
+        (["üc"], ["a", "b", "üc!"], "ab"),
+        (["üc"], ["a", "b", "ü", "d"], "abüd"),
+        (["bb", "c"], ["a", "b", "x", "c", "z"], "abx"),
+        (["cd", "b"], ["abcd"], "a"),
+        (["aab"], ["a", "a", "a", "b", "c"], "a"),
+        (["ab"], ["a"], "a"),
+    ],
+)
+def test_a_stop_text_ends_the_text_and_is_no_part_of_it(stops: list[str], pieces: list[str], text: str) -> None:
+    """Byte by byte, so that stop texts and characters come in parts."""
+    ids = list("".join(pieces).encode())
+    told = list(command.texts(iter(ids), ByteTokenizer(), stops))
+    assert "".join(told) == text
+    # What is certain is told at once.
+    if not stops:
+        assert [piece for piece in told if piece] == list(text)
+
+
+def test_nothing_is_generated_past_a_stop_text() -> None:
+    ids = iter(b"ab.cd")
+    assert "".join(command.texts(ids, ByteTokenizer(), ["."])) == "ab"
+    assert bytes(ids) == b"cd"
+
+
 def test_draws_follow_from_the_seed_alone() -> None:
     flat = Bigrams([[0.0] * VOCAB_SIZE] * PADDED_SIZE)
 
@@ -151,11 +195,12 @@ def test_draws_follow_from_the_seed_alone() -> None:
 
 
 SETTINGS = ["--max-tokens", "7", "--temperature", "0.25", "--top-p", "0.75", "--seed", "12", "--step", "40"]
+SETTINGS += ["--top-k", "9"]
 
 
 @pytest.mark.parametrize(
     ("words", "sampling", "max_tokens", "step"),
-    [(SETTINGS, Sampling(0.25, 0.75, 12), 7, 40), ([], Sampling(0.8, 0.95, 1), 200, None)],
+    [(SETTINGS, Sampling(0.25, 0.75, 12, 9), 7, 40), ([], Sampling(0.8, 0.95, 1), 200, None)],
     ids=["set", "default"],
 )
 def test_the_command_hands_over_what_was_typed(
@@ -182,8 +227,9 @@ def test_the_command_hands_over_what_was_typed(
     config = RunConfig(train=TrainConfig(sequence_length=48))
     groups = SimpleNamespace(megatron=SimpleNamespace(ep=group), is_main=True)
     monkeypatch.setattr("pretrain.generate.generate", sample)
-    monkeypatch.setattr("pretrain.restore.find_checkpoint", find)
-    monkeypatch.setattr("pretrain.restore.saved_config", lambda saved, parallel: config)
+    monkeypatch.setattr("tools.generate.find_checkpoint", find)
+    monkeypatch.setattr("tools.generate.saved_config", lambda saved, parallel: config)
+    monkeypatch.setattr("tools.generate.note_edited_config", lambda folder, saved: None)
     monkeypatch.setattr("pretrain.restore.restore_model", lambda *arguments: [model])
     monkeypatch.setattr("pretrain.session.session", lambda config: contextlib.nullcontext(groups))
     monkeypatch.setattr("pretrain.data.manifest.open_saved_tokenizer", lambda folder: ByteTokenizer())
@@ -214,8 +260,9 @@ def test_the_tables_are_split_over_as_many_ranks_as_were_asked_for(monkeypatch: 
         asked.append(parallel)
         return RunConfig()
 
-    monkeypatch.setattr("pretrain.restore.find_checkpoint", lambda folder, step: SimpleNamespace(path=Path("there")))
-    monkeypatch.setattr("pretrain.restore.saved_config", configured)
+    monkeypatch.setattr("tools.generate.find_checkpoint", lambda folder, step: SimpleNamespace(path=Path("there")))
+    monkeypatch.setattr("tools.generate.saved_config", configured)
+    monkeypatch.setattr("tools.generate.note_edited_config", lambda folder, saved: None)
     monkeypatch.setattr(command, "run_on_ranks", lambda main, num_ranks: asked.append(num_ranks))
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())

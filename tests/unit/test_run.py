@@ -15,6 +15,7 @@ import torch
 import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
+import pretrain.saved_run as saved_run_module
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
@@ -34,7 +35,8 @@ from pretrain.config.schema import (
 from pretrain.costs.formulas import training_flops_per_token
 from pretrain.errors import CheckpointError
 from pretrain.folder import RunFolder
-from pretrain.run import Run, check_resumable, open_run
+from pretrain.run import Run, open_run
+from pretrain.saved_run import check_resumable
 from pretrain.state import RunState
 
 CONFIG = RunConfig(
@@ -331,9 +333,9 @@ def test_restoring_tells_the_optimizer_how_many_updates_there_were(monkeypatch: 
 def test_a_model_is_opened_on_its_own_layout_or_another() -> None:
     config = replace(CONFIG, parallel=ParallelConfig(tensor=2, pipeline=2))
     saved = saved_with(config)
-    assert restore_module.saved_config(saved, None) == config
+    assert saved_run_module.saved_config(saved, None) == config
     other = ParallelConfig(context=2)
-    assert restore_module.saved_config(saved, other) == replace(config, parallel=other)
+    assert saved_run_module.saved_config(saved, other) == replace(config, parallel=other)
 
 
 def test_a_restored_model_has_the_weights_and_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,19 +358,21 @@ def test_a_restored_model_has_the_weights_and_does_not_train(monkeypatch: pytest
 def test_the_newest_checkpoint_or_that_of_a_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, newest = RunFolder(tmp_path), saved_with(CONFIG)
     monkeypatch.setattr(
-        restore_module,
+        saved_run_module,
         "newest_complete",
         lambda path, before=None: (newest if path == folder.checkpoints else None, []),
     )
-    monkeypatch.setattr(restore_module, "read_state", lambda path: path)
-    assert restore_module.find_checkpoint(folder, None) is newest
-    assert restore_module.find_checkpoint(folder, 12) == tmp_path / "checkpoints" / "step_00000012"
-    assert restore_module.find_checkpoint(folder, 0) == tmp_path / "checkpoints" / "step_00000000"
-    monkeypatch.setattr(restore_module, "newest_complete", lambda path, before=None: (None, []))
+    monkeypatch.setattr(saved_run_module, "read_state", lambda path: path)
+    for step in (12, 0):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    assert saved_run_module.find_checkpoint(folder, None) is newest
+    assert saved_run_module.find_checkpoint(folder, 12) == tmp_path / "checkpoints" / "step_00000012"
+    assert saved_run_module.find_checkpoint(folder, 0) == tmp_path / "checkpoints" / "step_00000000"
+    monkeypatch.setattr(saved_run_module, "newest_complete", lambda path, before=None: (None, []))
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        restore_module.find_checkpoint(folder, None)
+        saved_run_module.find_checkpoint(folder, None)
     with pytest.raises(CheckpointError, match="no such run folder"):
-        restore_module.find_checkpoint(RunFolder(tmp_path / "none"), None)
+        saved_run_module.find_checkpoint(RunFolder(tmp_path / "none"), None)
 
 
 def test_the_number_of_microbatches_is_of_one_rank() -> None:

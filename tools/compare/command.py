@@ -211,8 +211,7 @@ def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
 
 def _figures(models: Sequence[RunConfig]) -> list[ModelFigures]:
     """The formulas' figures, for which the data has to be there: its tokenizer says how many rows the embedding has."""
-    from pretrain.data.dataset import check_blend
-    from pretrain.run import model_vocab_size
+    from pretrain.data.blend import check_blend, model_vocab_size
 
     tokenizer = check_blend(models[0].data.datasets)
     return [model_figures(config, model_vocab_size(config.model, tokenizer)) for config in models]

@@ -113,8 +113,8 @@ def finished_steps(config: RunConfig, folder: RunFolder) -> int:
         CheckpointError: the folder holds a run of something else.
     """
     from pretrain.checkpoint.folder import newest_complete
+    from pretrain.config.changes import config_changes
     from pretrain.config.loader import from_dict
-    from pretrain.run import config_changes
 
     saved, _ = newest_complete(folder.checkpoints)
     if saved is None:

@@ -14,7 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.dataset import TrainDataset, build_train_dataset, check_blend
+from pretrain.data.blend import check_blend
+from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, train_bpe

@@ -10,13 +10,13 @@ import pytest
 
 from megamem.config import ModelConfig
 from pretrain.config.schema import DatasetEntry
+from pretrain.data.blend import model_vocab_size
 from pretrain.data.dataset import build_train_dataset
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError, DataError
-from pretrain.run import model_vocab_size
 
 SIZE = ByteTokenizer().vocab_size
 INSIDE, OUTSIDE = (0, SIZE - 1), (SIZE, SIZE + 1, -1)

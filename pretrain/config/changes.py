@@ -1,0 +1,24 @@
+"""What differs between two configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pretrain.config.loader import to_dict
+from pretrain.config.schema import RunConfig
+
+
+def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
+    """What differs between two configurations: "key: before -> now" by key."""
+    old, new = _flat(to_dict(before)), _flat(to_dict(now))
+    return {
+        key: f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: leaf for name, part in value.items() for key, leaf in _flat(part, f"{prefix}{name}.").items()}
+    return {prefix.removesuffix("."): value}

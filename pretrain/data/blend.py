@@ -1,0 +1,49 @@
+"""What the data sets of a configuration have in common. Nothing here is slow: a command looks before it starts ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megamem.config import ModelConfig
+from pretrain.config.schema import DatasetEntry
+from pretrain.data.manifest import open_dataset
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.errors import ConfigError, DataError
+
+
+def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
+    """Open every data set of a blend and return the tokenizer that they share.
+
+    Raises:
+        DataError: no data sets, one that does not open, or different tokenizers.
+    """
+    if not entries:
+        raise DataError("The configuration names no data. List prepared data sets under data.datasets.")
+    first, *others = [open_dataset(entry.path) for entry in entries]
+    for other in others:
+        if other.tokenizer.fingerprint != first.tokenizer.fingerprint:
+            raise DataError(
+                f"{other.path} and {first.path} were made with different tokenizers "
+                f"({_describe(other.tokenizer)} and {_describe(first.tokenizer)}). Prepare both with the same one."
+            )
+    return first.tokenizer
+
+
+def _describe(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.vocab_size} ids, {tokenizer.fingerprint[:12]}"
+
+
+def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Token ids of the embedding before padding.
+
+    Raises:
+        ConfigError: model.vocab_size is set and smaller than the tokenizer's.
+    """
+    if model.vocab_size is None:
+        return tokenizer.vocab_size
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size}, but the data sets' tokenizer has {tokenizer.vocab_size} ids: "
+            "raise it, or leave it out"
+        )
+    return model.vocab_size

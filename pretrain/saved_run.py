@@ -1,0 +1,99 @@
+"""Finding what a run saved, and its configuration. Imports torch only to look into a checkpoint's files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megamem.identity import Role
+from pretrain.checkpoint.folder import SavedState, list_checkpoints, newest_complete, read_state, step_folder
+from pretrain.config.changes import config_changes
+from pretrain.config.fields import role_of
+from pretrain.config.loader import from_dict, load_config
+from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.folder import RunFolder
+
+_MOST_STEPS_LISTED = 20
+# What decides how a saved model is evaluated or generates.
+_READ_WITH_THE_WEIGHTS = ("model.", "data.datasets", "train.sequence_length", "train.precision")
+
+
+def find_checkpoint(folder: RunFolder, step: int | None, *, before: int | None = None) -> SavedState:
+    """A run's checkpoint of a step, or its newest complete one (of those from before a step).
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not folder.path.is_dir():
+        raise CheckpointError(
+            f"{folder.path}: no such run folder. Train one with `megamem train CONFIG --run-dir {folder.path}`"
+        )
+    if step is not None:
+        path = step_folder(folder.checkpoints, step)
+        if not path.exists():
+            raise CheckpointError(f"{folder.path} has no checkpoint of step {step}: {_steps_there_are(folder)}")
+        return read_state(path)
+    saved, problems = newest_complete(folder.checkpoints, before=before)
+    for problem in problems:
+        print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
+    if saved is None and before is not None:
+        raise CheckpointError(
+            f"{folder.checkpoints} has no checkpoint from before step {before}: checkpoint.every_steps and "
+            "checkpoint.keep_last say which ones a run keeps"
+        )
+    if saved is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint yet. Train it first with `megamem train`")
+    return saved
+
+
+def _steps_there_are(folder: RunFolder) -> str:
+    steps = [int(path.name.removeprefix("step_")) for path in list_checkpoints(folder.checkpoints)]
+    if not steps:
+        return "it has none yet"
+    listed = ", ".join(map(str, steps[-_MOST_STEPS_LISTED:]))
+    return f"there are {'..., ' if len(steps) > _MOST_STEPS_LISTED else ''}{listed}"
+
+
+def saved_config(saved: SavedState, parallel: ParallelConfig | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a checkpoint, on its own layout or another, with overrides laid over it."""
+    config = from_dict(saved.config, f"the configuration in {saved.path}", overrides)
+    return config if parallel is None else replace(config, parallel=parallel)
+
+
+def note_edited_config(folder: RunFolder, saved: SavedState) -> None:
+    """Say on stderr where `config.yaml` differs from what a checkpoint holds, which is what counts."""
+    try:
+        edited = load_config(folder.config)
+    except ConfigError as error:
+        print(f"note: {folder.config} is not read, as the checkpoint holds the configuration: {error}", file=sys.stderr)
+        return
+    changes = config_changes(saved_config(saved, None), edited)
+    told = [text for key, text in changes.items() if key.startswith(_READ_WITH_THE_WEIGHTS)]
+    if told:
+        print(
+            f"note: {folder.config} differs from the configuration in {saved.path}, which is what counts here: "
+            + "; ".join(told),
+            file=sys.stderr,
+        )
+
+
+def check_resumable(config: RunConfig, saved: SavedState) -> list[str]:
+    """What differs between the configuration of a checkpoint and the one to go on with.
+
+    Returns:
+        "key: before -> now" of every difference.
+
+    Raises:
+        CheckpointError: they differ in what makes the model (`megamem.identity.Role`): this would be another run.
+    """
+    before = from_dict(saved.config, f"the configuration in {saved.path}")
+    changes = config_changes(before, config)
+    # A section that one of the two does not have says nothing of the keys below it.
+    fatal = [text for key, text in changes.items() if Role.IDENTITY in (role_of(key, before), role_of(key, config))]
+    if fatal:
+        raise CheckpointError(
+            f"{saved.path} is of another run: {'; '.join(fatal)}. Set it back, or start a new run in another --run-dir"
+        )
+    return list(changes.values())

@@ -1,0 +1,137 @@
+"""What keeps a run from starting is said at once: before ranks start, and before torch or Megatron are imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pretrain.preflight as preflight_module
+from pretrain.checkpoint import folder as checkpoints
+from pretrain.config.loader import load_config, to_dict
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.folder import RunFolder
+from tools import cli
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"document {number} " * 20)
+    prepare([str(folder)], folder / "set", ByteTokenizer(), validation_fraction=0.2, num_workers=1)
+    return folder / "set"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, dataset: Path) -> Path:
+    path = tmp_path / "a.yaml"
+    train = {"num_steps": 7, "sequence_length": 64}
+    path.write_text(
+        json.dumps({"train": train, "model": {"memory": {}}, "data": {"datasets": [{"path": str(dataset)}]}})
+    )
+    return path
+
+
+def check(config_file: Path, *words: object) -> int:
+    return cli.main(["config", "check", str(config_file), *map(str, words)])
+
+
+def test_what_can_run_can_run_here(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(config_file, "--run-dir", tmp_path / "runs" / "new", "--ranks", 1) == 0
+    assert capsys.readouterr().out == f"{config_file} can run on 1 rank here.\n"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["data.datasets.0.path=nowhere"], 3, "nowhere: no such data set. Make it with `megamem data prepare"),
+        (["data.datasets=[]"], 3, "The configuration names no data"),
+        (["train.sequence_length=100000"], 3, "one sample of train.sequence_length 100,000 needs 100,001"),
+        (["model.vocab_size=100"], 2, "model.vocab_size is 100, but the data sets' tokenizer has 257 ids"),
+        (["model.hidden_size=1000000000000", "model.num_attention_heads=4"], 2, "and this machine has"),
+        (
+            ["model.memory.num_keys=1000000"],
+            2,
+            "in tables), which with their gradients and optimizer state need at least",
+        ),
+        (["parallel.tensor=3"], 2, "parallel.tensor"),
+        (["--run-dir", "FILE/run"], 2, "is no folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_run_is_told(
+    config_file: Path, words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(config_file, *(word.replace("FILE", str(config_file)) for word in words)) == code
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_another_machine_decides_for_itself(config_file: Path) -> None:
+    assert check(config_file, "--elsewhere", "data.datasets=[]") == 0
+    assert check(config_file, "--elsewhere", "model.memory.num_keys=1000000") == 0
+
+
+def test_replicas_need_memory_of_their_own(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8 bytes of weight and gradient per replica, 8 of moments once; the tables but once."""
+    monkeypatch.setattr(preflight_module, "machine_memory_bytes", lambda: 0)
+    needed = []
+    for ranks in (1, 2, 4):
+        assert check(config_file, "--ranks", ranks, "train.global_batch_size=8", "train.micro_batch_size=1") == 2
+        words = capsys.readouterr().err.replace(",", "").split()
+        needed.append(float(words[words.index("least") + 1]))
+        total, tables = int(words[words.index("parameters") - 1]), int(words[words.index("tables)") - 2].strip("("))
+        assert needed[-1] == pytest.approx((16 * tables + (8 + 8 * ranks) * (total - tables)) / 1e9, abs=0.051)
+
+
+def test_a_folder_of_another_run_is_found_before_it_starts(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    checkpoints.start_writing(folder.checkpoints, 3)
+    saved = to_dict(load_config(config_file))
+    checkpoints.complete(folder.checkpoints, 3, run={"step": 3}, rng={}, config=saved, versions={})
+    assert check(config_file, "--run-dir", folder.path) == 0
+    for command in (["config", "check"], ["train"]):
+        assert cli.main([*command, str(config_file), "--run-dir", str(folder.path), "model.hidden_size=64"]) == 4
+        assert "is of another run: model.hidden_size: " in capsys.readouterr().err
+
+
+MISTAKES = [
+    ["train", "CONFIG", "data.datasets.0.path=nowhere"],
+    ["train", "CONFIG", "model.hidden_sise=64"],
+    ["train", "CONFIG", "parallel.tensor=3"],
+    ["train", "CONFIG", "--run-dir", "/proc/none/run"],
+    ["train", "none.yaml"],
+    ["eval", "nowhere"],
+    ["eval", "RUN", "--step", "5"],
+    ["generate", "nowhere"],
+    ["generate", "RUN", "--temperature", "-1"],
+    ["generate", "RUN", "--prompt-file", "nowhere"],
+]
+
+
+def test_the_commonest_mistakes_cost_no_import_of_torch(config_file: Path, tmp_path: Path) -> None:
+    """In one process, which would have torch from the first that imports it."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    named = [
+        [word.replace("CONFIG", str(config_file)).replace("RUN", str(run)) for word in words] for words in MISTAKES
+    ]
+    program = (
+        "import sys\nfrom tools import cli\n"
+        f"for words in {named!r}:\n"
+        "    code = cli.main(words)\n"
+        "    assert code in (2, 3, 4), (words, code)\n"
+        "    assert not {'torch', 'megatron'} & set(sys.modules), words\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("megamem: error:") == len(MISTAKES)

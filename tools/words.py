@@ -1,0 +1,15 @@
+"""How commands say things."""
+
+from __future__ import annotations
+
+
+def plural(number: int, noun: str) -> str:
+    """ "1 rank", "1,024 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def count_in_millions(number: int) -> str:
+    """ "12,345", "5.4M", "1.20B": as short as it can be without becoming 0."""
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e6:.1f}M" if number < 1e9 else f"{number / 1e9:.2f}B"
