@@ -263,7 +263,10 @@ class Checkpoints(Callback):
 
 
 class Evaluations(Callback):
-    """Evaluates every so many steps, and after the last one, and tells the other callbacks. All ranks."""
+    """Evaluates every so many steps, and after the last one, and tells the other callbacks. All ranks.
+
+    Data without held-out documents is not evaluated.
+    """
 
     def __init__(self, listeners: list[Callback]) -> None:
         self._listeners = listeners
@@ -271,7 +274,7 @@ class Evaluations(Callback):
     def on_step(self, run: Run, row: Row) -> None:
         every = run.config.evaluation.every_steps
         last = run.state.step == run.config.train.num_steps
-        if last or (every and run.state.step % every == 0):
+        if len(run.held_out) and (last or (every and run.state.step % every == 0)):
             evaluation = evaluate(
                 run.chunks,
                 run.held_out,

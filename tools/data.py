@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import DataError
+from tools.words import plural
 
 if TYPE_CHECKING:
     from pretrain.data.manifest import PreparedDataset
@@ -19,15 +20,19 @@ _INPUTS_HELP = (
     "every other file is one document of UTF-8 text"
 )
 
+_VALIDATION_FRACTION = 0.01
 _PREPARE_EPILOG = """\
 examples:
   megamem data prepare python-stdlib --output data/stdlib --validation-fraction 0.05
   megamem data prepare python-packages --tokenizer data/stdlib-4096.json --output data/packages
   megamem data prepare corpus/*.jsonl.zst --field content --tokenizer llama/tokenizer.json --output data/web
   megamem data prepare dump.parquet --output data/dump --max-bad 100
+  megamem data prepare book.txt --output data/book --cut-documents 20000
+  megamem data prepare corpus/train --validation corpus/held-out --output data/mine
 
 The output is a folder that `data.datasets` of a run configuration names by its path. It appears when it is complete: a
-preparation that is killed leaves nothing that opens. Asking for the same data set again does nothing.
+preparation that is killed leaves nothing that opens. The same command then goes on where it was, but for the last half
+a minute. Asking for the same data set again does nothing.
 """
 
 _TOKENIZER_EPILOG = """\
@@ -95,9 +100,24 @@ def _add_prepare(commands: Any) -> None:
     parser.add_argument(
         "--validation-fraction",
         type=float,
-        default=0.01,
+        default=_VALIDATION_FRACTION,
         metavar="F",
-        help="share of the documents to hold out (default: 0.01)",
+        help="share of the documents to hold out, or of the text if it is a single one; 0 holds out nothing (default: "
+        "0.01)",
+    )
+    parser.add_argument(
+        "--validation",
+        metavar="INPUT",
+        action="append",
+        default=[],
+        help="hold out the documents of this file or directory, and none of the others; may be repeated",
+    )
+    parser.add_argument(
+        "--cut-documents",
+        type=int,
+        metavar="N",
+        help="cut documents of more than N characters into documents of at most so many, at the ends of paragraphs, "
+        "lines, sentences or words (default: leave them whole)",
     )
     parser.add_argument("--seed", type=int, default=1, help="decides which documents are held out (default: 1)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (default: one per core)")
@@ -141,6 +161,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     from pretrain.data.prepare import prepare
     from pretrain.data.tokenizer import load_tokenizer
 
+    if args.validation and args.validation_fraction != _VALIDATION_FRACTION:
+        raise DataError("--validation names what is held out, so --validation-fraction has no effect: leave one out.")
     started = time.monotonic()
     result = prepare(
         args.inputs,
@@ -148,6 +170,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         load_tokenizer(args.tokenizer, args.eod_token),
         field_name=args.field,
         validation_fraction=args.validation_fraction,
+        validation_inputs=args.validation,
+        cut_documents=args.cut_documents,
         seed=args.seed,
         max_bad=args.max_bad,
         num_workers=args.workers,
@@ -156,7 +180,9 @@ def run_prepare(args: argparse.Namespace) -> int:
     if result.was_already_there:
         print(f"{args.output} is already complete: nothing to do.")
     else:
-        print(f"Prepared {args.output} in {time.monotonic() - started:.1f} s.")
+        seconds = time.monotonic() - started
+        num_bytes = sum(split.num_bytes for split in result.dataset.manifest.splits.values())
+        print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(_summary(result.dataset))
     return 0
 
@@ -179,7 +205,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     if tokenizer.vocab_size < args.vocab_size:
         print(f"The documents have no more pairs to merge: {args.vocab_size} ids were asked for.")
     if bad_documents.num_bad:
-        print(f"Skipped {bad_documents.num_bad} bad documents:")
+        print(f"Skipped {plural(bad_documents.num_bad, 'bad document')}:")
         print("\n".join(f"  {example}" for example in bad_documents.examples))
     return 0
 
@@ -210,14 +236,15 @@ def _summary(dataset: PreparedDataset) -> str:
     manifest = dataset.manifest
     tokenizer = manifest.tokenizer
     lines = [
-        f"  inputs      {', '.join(manifest.sources['inputs'])} ({manifest.sources['num_files']} files)",
+        f"  inputs      {', '.join(manifest.sources['inputs'])} ({plural(manifest.sources['num_files'], 'file')})",
         f"  tokenizer   {tokenizer.kind}, {tokenizer.vocab_size} ids, documents end with id {tokenizer.eod}",
     ]
     for name, split in manifest.splits.items():
+        per_token = f" ({split.num_bytes / split.num_tokens:.2f} per token)" if split.num_tokens else ""
         lines.append(
-            f"  {name:<11} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_bytes:,} bytes "
-            f"of text ({split.num_bytes / split.num_tokens:.2f} per token)"
+            f"  {name:<11} {plural(split.num_documents, 'document')}, {plural(split.num_tokens, 'token')}, "
+            f"{plural(split.num_bytes, 'byte')} of text{per_token}"
         )
-    lines.append(f"  left out    {manifest.num_empty:,} empty documents, {manifest.num_skipped:,} bad ones")
+    lines.append(f"  left out    {plural(manifest.num_empty, 'empty document')}, {manifest.num_skipped:,} bad")
     lines += [f"    {example}" for example in manifest.skipped_examples]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_blend
-from pretrain.data.manifest import open_saved_tokenizer
+from pretrain.data.manifest import VALIDATION, open_dataset, open_saved_tokenizer
 from pretrain.data.tokenizer import TOKENIZER_FILE
 from pretrain.errors import ConfigError, DataError
 from pretrain.folder import RunFolder
@@ -108,6 +108,11 @@ def _check_data(config: RunConfig, folder: RunFolder, *, moved: bool) -> None:
     except DataError as error:
         hint = f" If it is elsewhere now: `megamem eval {folder.path} --data DIR`." if moved else ""
         raise DataError(f"{error}{hint}") from error
+    if not any(open_dataset(entry.path).manifest.splits[VALIDATION].num_documents for entry in config.data.datasets):
+        raise DataError(
+            f"{', '.join(entry.path for entry in config.data.datasets)}: prepared without held-out documents. Name a "
+            "data set that has some with --data DIR."
+        )
     if tokenizer.fingerprint != open_saved_tokenizer(folder.tokenizer).fingerprint:
         paths = ", ".join(entry.path for entry in config.data.datasets)
         raise DataError(

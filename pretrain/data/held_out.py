@@ -30,7 +30,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, entries: Sequence[DatasetEntry], sequence_length: int, max_sequences: int | None = None) -> None:
         """
         Args:
-            entries: the blend (weights play no part here).
+            entries: the blend (weights play no part here). Data sets without held-out documents have no part in this.
             sequence_length: tokens per window.
             max_sequences: serve only the first so many windows; None: all.
 
@@ -39,6 +39,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """
         datasets = [open_dataset(entry.path) for entry in entries]
         self.tokenizer = datasets[0].tokenizer
+        datasets = [dataset for dataset in datasets if dataset.manifest.splits[VALIDATION].num_documents]
         self.sequence_length = sequence_length
         self._paths = [dataset.path for dataset in datasets]
         self._documents = [dataset.open_split(VALIDATION) for dataset in datasets]
@@ -113,6 +114,8 @@ def held_out_documents(entries: Sequence[DatasetEntry]) -> Iterator[bytes]:
     """
     for entry in entries:
         dataset = open_dataset(entry.path)
+        if not dataset.manifest.splits[VALIDATION].num_documents:
+            continue
         for ids in dataset.open_split(VALIDATION):
             yield dataset.tokenizer.decode_bytes(ids)
 

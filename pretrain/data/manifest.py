@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pretrain.data.indexed_files import IDX_MAGIC
 from pretrain.data.tokenizer import BYTES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
 from pretrain.errors import DataError
 
@@ -26,7 +27,6 @@ MANIFEST_FILE = "manifest.json"
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
-_IDX_HEADER = b"MMIDIDX\0\0"
 TOKENIZER_INFO_FILE = "info.json"
 
 
@@ -122,7 +122,7 @@ class PreparedDataset:
 
         info = self.manifest.splits[split]
         with open(f"{self.prefix(split)}.idx", "rb") as stream:
-            if stream.read(len(_IDX_HEADER)) != _IDX_HEADER:
+            if stream.read(len(IDX_MAGIC)) != IDX_MAGIC:
                 raise damaged(self.path, f"{split}.idx is not an index of Megatron's")
         try:
             indexed = IndexedDataset(self.prefix(split))

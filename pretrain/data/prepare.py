@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import struct
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from parallel.atomic_write import atomic_write
+from pretrain.data.boundaries import boundary_near
+from pretrain.data.indexed_files import IndexedWriter, Written, read_written
 from pretrain.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -29,15 +35,24 @@ from pretrain.data.manifest import (
     file_sha256,
     open_dataset,
 )
-from pretrain.data.sources import BadDocumentLog, check_inputs_yielded, list_files, read_records
-from pretrain.data.staging import LOCK_FILE, recover_replaced, staged_folder
+from pretrain.data.sources import (
+    BadDocumentLog,
+    SourceFile,
+    check_inputs_yielded,
+    list_files,
+    read_documents,
+    read_records,
+)
+from pretrain.data.staging import LOCK_FILE, PROGRESS_FILE, recover_replaced, staged_folder
 from pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from pretrain.data.workers import TokenizedRecord, tokenize_records
+from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
 
 _OUR_FILES = frozenset(
     {MANIFEST_FILE, TOKENIZER_FILE, LOCK_FILE, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx"))}
 )
+NOTE_EVERY_S = 30.0
+"""Seconds of work that a preparation which is cut off may have to do again."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,45 @@ class PreparationResult:
     was_already_there: bool
 
 
+@dataclass(frozen=True)
+class HoldOut:
+    """Which documents are held out.
+
+    Attributes:
+        inputs: files and directories whose documents are, all of them, and no others; empty: some of the others'.
+        fraction: expected share of those; 0: none.
+        seed: decides which.
+    """
+
+    inputs: tuple[str, ...] = ()
+    fraction: float = 0.01
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.fraction < 1.0:
+            raise DataError(
+                f"A validation fraction of {self.fraction} is impossible: give one from 0 (no validation) to less than "
+                "1, such as 0.01."
+            )
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether documents are drawn from among the others."""
+        return not self.inputs and self.fraction > 0
+
+    def takes(self, document_index: int, input_index: int, num_inputs: int) -> bool:
+        """Whether a document is held out, given its number, and the number of its input among those of both kinds."""
+        if self.inputs:
+            return input_index >= num_inputs
+        return held_out_score(self.seed, document_index) < self.fraction
+
+
+def held_out_score(seed: int, document_index: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments; documents with the lowest scores are held out."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, document_index), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2.0**53
+
+
 def prepare(
     inputs: Sequence[str],
     output: str | Path,
@@ -55,7 +109,9 @@ def prepare(
     *,
     field_name: str = "text",
     validation_fraction: float = 0.01,
+    validation_inputs: Sequence[str] = (),
     seed: int = 1,
+    cut_documents: int | None = None,
     max_bad: int = 0,
     num_workers: int | None = None,
     overwrite: bool = False,
@@ -67,8 +123,10 @@ def prepare(
         output: folder to make; it appears when it is complete.
         field_name: JSON field or parquet column that holds the text.
         validation_fraction: expected share of the documents held out; at least one document is, and at least one is
-            not.
+            not; of a single document, the end is. 0: no validation.
+        validation_inputs: hold out the documents of these instead, and none of the others.
         seed: decides which documents are held out.
+        cut_documents: longer documents are cut into parts of at most so many characters, each a document; None: none.
         max_bad: bad documents to skip and count before giving up.
         num_workers: processes that tokenise; None: one per available core. The result does not depend on it.
         overwrite: replace the data set that is there, whatever it holds.
@@ -76,30 +134,43 @@ def prepare(
     Raises:
         DataError: bad input, an output that is taken, a full disk.
     """
-    if not 0.0 < validation_fraction < 1.0:
-        raise DataError(
-            f"A validation fraction of {validation_fraction} is impossible: give one between 0 and 1, such as 0.01."
-        )
-    if max_bad < 0:
-        raise DataError(f"--max-bad {max_bad} is impossible: give 0 or more.")
+    hold_out = HoldOut(tuple(validation_inputs), validation_fraction, seed)
+    left_out = BadDocumentLog(max_bad)
     num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
     if num_workers < 1:
         raise DataError(f"--workers {num_workers} is impossible: give 1 or more.")
+    if cut_documents is not None and cut_documents < 2:
+        raise DataError(f"--cut-documents {cut_documents} is impossible: give at least 2 characters.")
     folder = Path(os.path.abspath(output))
-    files = list_files(inputs)
-    request = [FORMAT_VERSION, tokenizer.fingerprint, field_name, validation_fraction, seed]
+    all_inputs = [*inputs, *hold_out.inputs]
+    files = list_files(all_inputs)
+    request = [FORMAT_VERSION, tokenizer.fingerprint, field_name, hold_out.fraction, hold_out.seed]
     request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns] for file in files]
+    # What was asked for less often came later: requests without it have the fingerprints that they had.
+    if hold_out.inputs:
+        request.append({"first_validation_input": len(inputs)})
+    if cut_documents is not None:
+        request.append({"cut_documents": cut_documents})
     request_fingerprint = hashlib.sha256(json.dumps(request).encode()).hexdigest()
     recover_replaced(folder)
     existing = _existing(folder, request_fingerprint, overwrite)
     if existing is not None:
         return PreparationResult(existing, was_already_there=True)
-    left_out = BadDocumentLog(max_bad)
-    file_bytes = sum(file.size_bytes for file in files)
-    with staged_folder(folder) as staging:
-        tokenized = tokenize_records(read_records(files, field_name), tokenizer, field_name, num_workers)
-        documents = _documents(tokenized, file_bytes, inputs, left_out, tokenizer.vocab_size)
-        splits = _write_splits(staging, tokenizer, documents, validation_fraction, seed)
+
+    def can_go_on(staging: Path) -> bool:
+        return _Progress.read(staging, request_fingerprint) is not None
+
+    with staged_folder(folder, can_go_on=can_go_on) as staging:
+        job = _Job(
+            all_inputs,
+            len(inputs),
+            files,
+            Tokenizing(tokenizer, field_name, cut_documents),
+            hold_out,
+            left_out,
+            num_workers,
+        )
+        splits = job.write(staging, request_fingerprint)
         tokenizer.save(staging)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -107,11 +178,13 @@ def prepare(
             splits=splits,
             sources={
                 "inputs": list(inputs),
+                "validation_inputs": list(hold_out.inputs),
                 "num_files": len(files),
-                "file_bytes": file_bytes,
+                "file_bytes": job.file_bytes,
                 "field": field_name,
-                "validation_fraction": validation_fraction,
-                "seed": seed,
+                "validation_fraction": hold_out.fraction,
+                "seed": hold_out.seed,
+                "cut_documents": cut_documents,
             },
             num_skipped=left_out.num_bad,
             skipped_examples=tuple(left_out.examples),
@@ -148,123 +221,185 @@ def _existing(folder: Path, request_fingerprint: str, overwrite: bool) -> Prepar
     return dataset
 
 
-def _documents(
-    tokenized: Iterable[TokenizedRecord],
-    file_bytes: int,
-    inputs: Sequence[str],
-    left_out: BadDocumentLog,
-    vocab_size: int,
-) -> Iterator[tuple[NDArray[Any], int]]:
-    """The ids of each document and the bytes of its text, in order, under a progress bar."""
-    num_documents_per_input = [0] * len(inputs)
-    with tqdm(total=file_bytes, unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
-        for record in tokenized:
-            if record.bad_reason is not None:
-                left_out.add(record.origin, record.bad_reason)
-            elif record.ids is None:
-                left_out.num_empty += 1
-            elif (largest := int(record.ids.max())) >= vocab_size:
-                raise DataError(
-                    f"{record.origin}: the tokenizer gave id {largest}, past its own vocabulary of {vocab_size}. "
-                    "Mend its tokenizer.json."
-                )
-            else:
-                num_documents_per_input[record.input_index] += 1
-                yield record.ids, record.text_bytes
-            bar.update(record.file_bytes)
-    check_inputs_yielded(inputs, num_documents_per_input)
+@dataclass
+class _Progress:
+    """How far a preparation has come: noted now and then beside what it writes, for the case that it is cut off."""
+
+    request_fingerprint: str
+    num_records: int = 0
+    file_bytes: int = 0
+    num_documents: int = 0
+    num_documents_per_input: list[int] = field(default_factory=list)
+    written: dict[str, Written] = field(default_factory=dict)
+    num_bad: int = 0
+    examples: list[str] = field(default_factory=list)
+    num_empty: int = 0
+
+    @classmethod
+    def read(cls, staging: Path, request_fingerprint: str) -> _Progress | None:
+        """What was noted of the same request, if it was."""
+        try:
+            fields = json.loads((staging / PROGRESS_FILE).read_text(encoding="utf-8"))
+            fields["written"] = {split: Written(**values) for split, values in fields["written"].items()}
+            found = cls(**fields)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return found if found.request_fingerprint == request_fingerprint else None
+
+    def note(self, staging: Path) -> None:
+        """Write it down."""
+        with atomic_write(staging / PROGRESS_FILE) as stream:
+            stream.write(json.dumps(asdict(self)).encode())
 
 
-def held_out_score(seed: int, document_index: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments; documents with the lowest scores are held out."""
-    digest = hashlib.blake2b(struct.pack("<qq", seed, document_index), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2.0**53
+@dataclass
+class _Job:
+    """The work of one preparation.
 
-
-class _SplitWriter:
-    """Writes one split and counts what goes in."""
-
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer) -> None:
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-        self._bin, self._idx = folder / f"{split}.bin", folder / f"{split}.idx"
-        self._builder = IndexedDatasetBuilder(str(self._bin), dtype=tokenizer.token_dtype)
-        self.data_file = self._builder.data_file
-        self.text_bytes = array("q")
-        """Of each document."""
-        self._max_token_id = 0
-
-    def add(self, ids: NDArray[Any], text_bytes: int) -> None:
-        """Append a document (ids end with the end-of-document id)."""
-        self._builder.add_document(ids, [len(ids)])
-        self.text_bytes.append(text_bytes)
-        self._max_token_id = max(self._max_token_id, int(ids.max()))
-
-    def finish(self) -> None:
-        """Write the index; the split is complete on disk."""
-        self._builder.finalize(str(self._idx))
-
-    def info(self) -> SplitInfo:
-        """The manifest's entry, with the hashes of what was written."""
-        return SplitInfo(
-            num_documents=len(self.text_bytes),
-            num_tokens=sum(self._builder.sequence_lengths),
-            num_bytes=sum(self.text_bytes),
-            max_token_id=self._max_token_id,
-            bin_bytes=self._bin.stat().st_size,
-            bin_sha256=file_sha256(self._bin),
-            idx_bytes=self._idx.stat().st_size,
-            idx_sha256=file_sha256(self._idx),
-        )
-
-
-def _write(
-    folder: Path, tokenizer: Tokenizer, documents: Iterable[tuple[str, NDArray[Any], int]]
-) -> dict[str, _SplitWriter]:
-    """Write documents, each given as its split, its ids and the bytes of its text."""
-    writers = {split: _SplitWriter(folder, split, tokenizer) for split in SPLITS}
-    with writers[TRAIN].data_file, writers[VALIDATION].data_file:
-        for split, ids, text_bytes in documents:
-            writers[split].add(ids, text_bytes)
-        for writer in writers.values():
-            writer.finish()
-    return writers
-
-
-def _write_splits(
-    folder: Path,
-    tokenizer: Tokenizer,
-    documents: Iterable[tuple[NDArray[Any], int]],
-    validation_fraction: float,
-    seed: int,
-) -> dict[str, SplitInfo]:
-    """Write both splits.
-
-    One that would stay empty gets the document nearest to it, so that a small corpus can be trained on and evaluated.
+    Attributes:
+        inputs: of both kinds, those whose documents are held out last.
+        num_inputs: those of the other kind.
     """
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    chosen = (
-        (VALIDATION if held_out_score(seed, number) < validation_fraction else TRAIN, ids, text_bytes)
-        for number, (ids, text_bytes) in enumerate(documents)
-    )
-    writers = _write(folder, tokenizer, chosen)
-    for full, empty, nearest in ((TRAIN, VALIDATION, min), (VALIDATION, TRAIN, max)):
-        if writers[empty].text_bytes:
-            continue
-        text_bytes = writers[full].text_bytes
-        if len(text_bytes) < 2:
+    inputs: Sequence[str]
+    num_inputs: int
+    files: Sequence[SourceFile]
+    tokenizing: Tokenizing
+    hold_out: HoldOut
+    left_out: BadDocumentLog
+    num_workers: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.tokenizing.tokenizer
+
+    @property
+    def file_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def write(self, staging: Path, request_fingerprint: str) -> dict[str, SplitInfo]:
+        """Write both splits, from where an earlier preparation was cut off if there was one."""
+        progress = _Progress.read(staging, request_fingerprint)
+        if progress is None:
+            progress = _Progress(request_fingerprint, num_documents_per_input=[0] * len(self.inputs))
+        self.left_out.num_bad, self.left_out.num_empty = progress.num_bad, progress.num_empty
+        self.left_out.examples[:] = progress.examples
+        with ExitStack() as stack:
+            writers = {
+                split: stack.enter_context(
+                    IndexedWriter(staging / split, self.tokenizer.token_dtype, progress.written.get(split))
+                )
+                for split in SPLITS
+            }
+            noted_at = time.monotonic()
+            for _ in self._records(progress, writers):
+                if time.monotonic() >= noted_at + NOTE_EVERY_S:
+                    progress.written = {split: writer.sync() for split, writer in writers.items()}
+                    progress.num_bad, progress.num_empty = self.left_out.num_bad, self.left_out.num_empty
+                    progress.examples = self.left_out.examples
+                    progress.note(staging)
+                    noted_at = time.monotonic()
+            check_inputs_yielded(self.inputs, progress.num_documents_per_input)
+            if self.hold_out.is_drawn:
+                writers = self._fill_both(writers, stack, staging)
+            for writer in writers.values():
+                writer.finish()
+        splits = {split: _split_info(staging, split, writer.written) for split, writer in writers.items()}
+        (staging / PROGRESS_FILE).unlink(missing_ok=True)
+        for writer in writers.values():
+            writer.file(".lengths").unlink()
+        return splits
+
+    def _records(self, progress: _Progress, writers: dict[str, IndexedWriter]) -> Iterator[None]:
+        """Write the documents of one record after the other, counting them in `progress`, under a progress bar."""
+        records = itertools.islice(read_records(self.files, self.tokenizing.field_name), progress.num_records, None)
+        with tqdm(
+            total=self.file_bytes,
+            initial=progress.file_bytes,
+            unit="B",
+            unit_scale=True,
+            desc="tokenising",
+            disable=None,
+        ) as bar:
+            for record in tokenize_records(records, self.tokenizing, self.num_workers):
+                if record.bad_reason is not None:
+                    self.left_out.add(record.origin, record.bad_reason)
+                elif not record.documents:
+                    self.left_out.num_empty += 1
+                for ids, text_bytes in record.documents:
+                    self._check_ids(ids, record.origin)
+                    held_out = self.hold_out.takes(progress.num_documents, record.input_index, self.num_inputs)
+                    writers[VALIDATION if held_out else TRAIN].add(ids, text_bytes)
+                    progress.num_documents += 1
+                    progress.num_documents_per_input[record.input_index] += 1
+                progress.num_records += 1
+                progress.file_bytes += record.file_bytes
+                bar.update(record.file_bytes)
+                yield
+
+    def _check_ids(self, ids: NDArray[Any], origin: str) -> None:
+        if (largest := int(ids.max())) >= self.tokenizer.vocab_size:
             raise DataError(
-                "There is only one document, and training and validation need one each. "
-                "Add documents, or cut it in two."
+                f"{origin}: the tokenizer gave id {largest}, past its own vocabulary of {self.tokenizer.vocab_size}. "
+                "Mend its tokenizer.json."
             )
-        # All documents are here, so that their places are their numbers.
-        moved = nearest(range(len(text_bytes)), key=lambda number: held_out_score(seed, number))
-        for suffix in ("bin", "idx"):
-            (folder / f"{full}.{suffix}").rename(folder / f"old.{suffix}")
-        old = IndexedDataset(str(folder / "old"))
-        chosen = ((empty if number == moved else full, old[number], text_bytes[number]) for number in range(len(old)))
-        writers = _write(folder, tokenizer, chosen)
-        for suffix in ("bin", "idx"):
-            (folder / f"old.{suffix}").unlink()
-    return {split: writer.info() for split, writer in writers.items()}
+
+    def _fill_both(
+        self, writers: dict[str, IndexedWriter], stack: ExitStack, staging: Path
+    ) -> dict[str, IndexedWriter]:
+        """Give a split that has stayed empty the document nearest to it, or the end of the only one."""
+        for full, empty, nearest in ((TRAIN, VALIDATION, min), (VALIDATION, TRAIN, max)):
+            if writers[empty].written.num_documents:
+                continue
+            # What follows does not go on from a note.
+            (staging / PROGRESS_FILE).unlink(missing_ok=True)
+            number, old = writers[full].written.num_documents, writers[full].prefix.with_name("old")
+            for writer in writers.values():
+                writer.close()
+            for ending in (".bin", ".lengths"):
+                writers[full].file(ending).rename(old.with_name(f"old{ending}"))
+            # All documents are here, so that their places are their numbers. Of a single one, the second part is moved.
+            documents = self._cut_the_only_one() if number == 1 else read_written(old, self.tokenizer.token_dtype)
+            moved = nearest(range(number), key=lambda index: held_out_score(self.hold_out.seed, index))
+            moved = int(empty == VALIDATION) if number == 1 else moved
+            writers = {
+                split: stack.enter_context(IndexedWriter(writer.prefix, self.tokenizer.token_dtype))
+                for split, writer in writers.items()
+            }
+            for index, (ids, text_bytes) in enumerate(documents):
+                writers[empty if index == moved else full].add(ids, text_bytes)
+            for ending in (".bin", ".lengths"):
+                old.with_name(f"old{ending}").unlink()
+            break
+        return writers
+
+    def _cut_the_only_one(self) -> Iterator[tuple[NDArray[Any], int]]:
+        skipping = BadDocumentLog(self.left_out.limit)
+        (text,) = read_documents(self.inputs, field_name=self.tokenizing.field_name, bad_documents=skipping)
+        try:
+            end = boundary_near(text, round(len(text) * (1 - self.hold_out.fraction)))
+        except ValueError as error:
+            raise DataError(
+                "There is only one document, of one character, and training and validation need one each: add "
+                "documents, or leave validation out with --validation-fraction 0."
+            ) from error
+        eod = np.array([self.tokenizer.eod], dtype=self.tokenizer.token_dtype)
+        parts = [text[:end], text[end:]]
+        for part, ids in zip(parts, self.tokenizer.tokenize_batch(parts), strict=True):
+            yield np.concatenate([ids, eod]), len(part.encode("utf-8"))
+
+
+def _split_info(folder: Path, split: str, written: Written) -> SplitInfo:
+    """The manifest's entry, with the hashes of what was written."""
+    data, index = folder / f"{split}.bin", folder / f"{split}.idx"
+    return SplitInfo(
+        num_documents=written.num_documents,
+        num_tokens=written.num_tokens,
+        num_bytes=written.num_bytes,
+        max_token_id=written.max_token_id,
+        bin_bytes=data.stat().st_size,
+        bin_sha256=file_sha256(data),
+        idx_bytes=index.stat().st_size,
+        idx_sha256=file_sha256(index),
+    )

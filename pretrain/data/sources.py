@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
+from stat import S_ISREG
 from typing import Literal
 
 from pretrain.data.installed import INSTALLED
@@ -78,6 +79,10 @@ class BadDocumentLog:
     examples: list[str] = field(default_factory=list)
     num_empty: int = 0
 
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise DataError(f"--max-bad {self.limit} is impossible: give 0 or more.")
+
     def add(self, origin: str, reason: str) -> None:
         """Count one bad document.
 
@@ -113,7 +118,18 @@ def list_files(inputs: Sequence[str]) -> list[SourceFile]:
     for index, name in enumerate(inputs):
         paths = INSTALLED[name]() if name in INSTALLED else _paths_of(name)
         files.extend(_source_file(path, index) for path in paths)
+    _refuse_doubles(files, inputs)
     return files
+
+
+def _refuse_doubles(files: Sequence[SourceFile], inputs: Sequence[str]) -> None:
+    """Links inside one directory may be meant; the same file behind two inputs is a slip."""
+    seen: dict[Path, int] = {}
+    for file in files:
+        first = seen.setdefault(file.path.resolve(), file.input_index)
+        if first != file.input_index:
+            names = " and again in ".join(inputs[index] for index in (first, file.input_index))
+            raise DataError(f"{file.path} is in {names}: its documents would count twice. Leave one out.")
 
 
 def _source_file(path: Path, input_index: int) -> SourceFile:
@@ -121,6 +137,10 @@ def _source_file(path: Path, input_index: int) -> SourceFile:
         stat = path.stat()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}). Remove it from the inputs or mend it.") from error
+    if not S_ISREG(stat.st_mode):
+        raise DataError(
+            f"{path}: a pipe or a device, which has neither a size nor a second reading: write it to a file first."
+        )
     name = path.name.lower()
     kind: Literal["text", "json", "parquet"] = "text"
     if name.endswith(_JSON_SUFFIXES):
@@ -132,7 +152,7 @@ def _source_file(path: Path, input_index: int) -> SourceFile:
 
 def _paths_of(name: str) -> list[Path]:
     root = Path(name)
-    if root.is_file():
+    if root.exists() and not root.is_dir():
         return [root]
     if not root.is_dir():
         raise DataError(
@@ -279,7 +299,7 @@ def _decode_utf8(content: bytes) -> str:
 
 def _decode_json(line: bytes, field_name: str) -> str:
     try:
-        value = json.loads(_decode_utf8(line))
+        value = json.loads(_decode_utf8(line), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise BadDocument(f"not valid JSON ({error}); every line must be one JSON object") from error
     if not isinstance(value, dict):
@@ -295,6 +315,16 @@ def _decode_json(line: bytes, field_name: str) -> str:
     except UnicodeEncodeError as error:
         raise BadDocument(f"the field {field_name!r} holds half a surrogate pair, which is not text") from error
     return text
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Of a key that is there twice, Python would take the last without a word, and others the first."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"the key {double!r} is given twice")
+    return value
 
 
 def check_inputs_yielded(inputs: Sequence[str], num_documents_per_input: Sequence[int]) -> None:

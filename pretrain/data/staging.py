@@ -1,14 +1,15 @@
 """Building a folder under a temporary name, so that nobody ever sees half of it.
 
 While it is being built the folder is `.NAME.preparing` beside its final place, with a lock inside it. A killed build
-leaves only that folder, which the next one empties.
+leaves only that folder. The next one empties it, unless the first has noted how far it had come (`PROGRESS_FILE`) with
+the same work to do.
 """
 
 from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +20,16 @@ LOCK_FILE = ".lock"
 """Held while a folder is being built; one that is left over means nothing."""
 
 
+PROGRESS_FILE = "progress.json"
+"""What a long build notes of itself: with it a folder is kept when the build is cut off, and without it removed."""
+
+
 @contextmanager
-def staged_folder(output: Path) -> Iterator[Path]:
+def staged_folder(output: Path, *, can_go_on: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
     """A folder to build in; it becomes `output`, replacing what is there, when the block ends without an error.
+
+    Args:
+        can_go_on: whether a folder that an earlier build has left is this one's beginning.
 
     Raises:
         DataError: another process is building the same output, or the disk refuses (full, read-only).
@@ -30,9 +38,10 @@ def staged_folder(output: Path) -> Iterator[Path]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with _locked(staging):
-            for path in staging.iterdir():
-                if path.name != LOCK_FILE:
-                    path.unlink()
+            if not can_go_on(staging):
+                for path in staging.iterdir():
+                    if path.name != LOCK_FILE:
+                        path.unlink()
             try:
                 yield staging
                 # A rename can reach the disk before the contents do; after a power cut the name would then stand for
@@ -43,7 +52,8 @@ def staged_folder(output: Path) -> Iterator[Path]:
                 # Only now: until the rename, a second build must find the lock.
                 (output / LOCK_FILE).unlink()
             except BaseException:
-                shutil.rmtree(staging, ignore_errors=True)
+                if not (staging / PROGRESS_FILE).exists():
+                    shutil.rmtree(staging, ignore_errors=True)
                 raise
     except OSError as error:
         raise DataError(

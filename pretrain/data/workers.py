@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.parent_death import signal_on_parent_death
+from pretrain.data.boundaries import cut
 from pretrain.data.sources import BadDocument, Record, decode
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
@@ -27,23 +28,37 @@ _MAX_BATCH_RECORDS = 256
 
 @dataclass(frozen=True)
 class TokenizedRecord:
-    """What became of a record: ids with the end-of-document id, nothing (an empty document), or why it is bad."""
+    """What became of a record: documents (none if it is empty), or why it is bad.
+
+    Attributes:
+        documents: of each, its ids with the end-of-document id, and the bytes of its text.
+    """
 
     origin: str
     input_index: int
     file_bytes: int
-    ids: NDArray[Any] | None = None
-    text_bytes: int = 0
+    documents: tuple[tuple[NDArray[Any], int], ...] = ()
     bad_reason: str | None = None
 
 
-def tokenize_records(
-    records: Iterable[Record], tokenizer: Tokenizer, field_name: str, num_workers: int
-) -> Iterator[TokenizedRecord]:
+@dataclass(frozen=True)
+class Tokenizing:
+    """How records become documents.
+
+    Attributes:
+        field_name: JSON field that holds the text.
+        cut_documents: longer texts are cut into documents of at most so many characters; None: none is.
+    """
+
+    tokenizer: Tokenizer
+    field_name: str
+    cut_documents: int | None = None
+
+
+def tokenize_records(records: Iterable[Record], how: Tokenizing, num_workers: int) -> Iterator[TokenizedRecord]:
     """Decode and tokenise records, in order.
 
     Args:
-        field_name: JSON field that holds the text.
         num_workers: processes; 1 works in this one.
 
     Raises:
@@ -52,12 +67,12 @@ def tokenize_records(
     batches = _batches(records)
     if num_workers == 1:
         for batch in batches:
-            yield from _tokenize_batch(batch, tokenizer, field_name)
+            yield from _tokenize_batch(batch, how)
         return
     # Spawned, not forked: the parent may have threads by now (torch, pyarrow, the tokenizers package), and a forked
     # lock never opens.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (tokenizer, field_name, os.getpid()))
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (how, os.getpid()))
     # A batch in work and one in waiting for each worker, so that memory is bounded and none waits.
     pending = deque[tuple[str, Future[list[TokenizedRecord]]]]()
     try:
@@ -96,35 +111,36 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def _tokenize_batch(batch: list[Record], tokenizer: Tokenizer, field_name: str) -> list[TokenizedRecord]:
-    texts: list[str] = []
+def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecord]:
+    texts: list[list[str]] = []
     reasons: list[str | None] = []
     for record in batch:
         try:
-            texts.append(decode(record, field_name))
-            reasons.append(None)
+            text, reason = decode(record, how.field_name), None
         except BadDocument as error:
-            texts.append("")
-            reasons.append(str(error))
-    eod = np.array([tokenizer.eod], dtype=tokenizer.token_dtype)
+            text, reason = "", str(error)
+        parts = cut(text, how.cut_documents) if how.cut_documents else [text]
+        texts.append([part for part in parts if part])
+        reasons.append(reason)
+    eod = np.array([how.tokenizer.eod], dtype=how.tokenizer.token_dtype)
+    ids = iter(how.tokenizer.tokenize_batch([part for parts in texts for part in parts]))
     return [
         TokenizedRecord(
             record.origin,
             record.file.input_index,
             record.file_bytes,
-            ids=np.concatenate([ids, eod]) if text else None,
-            text_bytes=len(text.encode("utf-8")),
-            bad_reason=reason,
+            tuple((np.concatenate([next(ids), eod]), len(part.encode("utf-8"))) for part in parts),
+            reason,
         )
-        for record, text, reason, ids in zip(batch, texts, reasons, tokenizer.tokenize_batch(texts), strict=True)
+        for record, parts, reason in zip(batch, texts, reasons, strict=True)
     ]
 
 
-_job: tuple[Tokenizer, str]
+_job: Tokenizing
 """What `_start_worker` was given: sent once per worker, for a tokenizer is larger than many a batch."""
 
 
-def _start_worker(tokenizer: Tokenizer, field_name: str, parent_pid: int) -> None:
+def _start_worker(how: Tokenizing, parent_pid: int) -> None:
     global _job
     # A pool's workers outlive a parent that is killed: each holds the queue open on which it waits.
     signal_on_parent_death(signal.SIGKILL, parent_pid)
@@ -132,8 +148,8 @@ def _start_worker(tokenizer: Tokenizer, field_name: str, parent_pid: int) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One process per core already: threads inside each would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _job = tokenizer, field_name
+    _job = how
 
 
 def _tokenize_in_worker(batch: list[Record]) -> list[TokenizedRecord]:
-    return _tokenize_batch(batch, *_job)
+    return _tokenize_batch(batch, _job)

@@ -74,10 +74,10 @@ def test_skipped_documents_are_reported(tmp_path: Path, source: Path, capsys: py
     source.write_text(source.read_text() + "{\n")
     options = ["--field", "body", "--max-bad", 1]
     assert megamem("data", "prepare", source, *options, "--output", tmp_path / "out", "--workers", 1) == 0
-    assert "1 bad ones" in capsys.readouterr().out
+    assert "0 empty documents, 1 bad\n" in capsys.readouterr().out
     assert megamem("data", "tokenizer", source, *options, "--output", tmp_path / "t.json", "--vocab-size", 300) == 0
     shown = capsys.readouterr().out
-    assert "Skipped 1 bad documents" in shown
+    assert "Skipped 1 bad document:" in shown
     assert "line 21: not valid JSON" in shown
 
 

@@ -17,13 +17,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from pretrain.config.schema import DatasetEntry
+from pretrain.data import indexed_files
 from pretrain.data import prepare as prepare_module
+from pretrain.data.boundaries import boundary_near, cut
+from pretrain.data.held_out import HeldOutDataset
+from pretrain.data.indexed_files import IndexedWriter
 from pretrain.data.manifest import Manifest, open_dataset
 from pretrain.data.prepare import PreparationResult, held_out_score, prepare
 from pretrain.data.sources import BadDocumentLog, Record, list_files
 from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
-from pretrain.data.workers import tokenize_records
+from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
 
 ROOT = Path(__file__).parents[3]
@@ -195,13 +201,172 @@ def test_everything_is_on_disk_before_the_folder_gets_its_name(tmp_path: Path, m
     assert {path.stat().st_ino for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]} <= synced
 
 
-def test_one_document_cannot_be_split(tmp_path: Path):
-    with pytest.raises(DataError, match=r"only one document.*Add documents"):
-        run(corpus(tmp_path / "a.jsonl", 1), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.9])
+def test_of_a_single_document_the_end_is_held_out(tmp_path: Path, fraction: float) -> None:
+    text = "".join(f"Line {i} of paragraph {i // 10}, größer.\n" + "\n" * (i % 10 == 9) for i in range(1000))
+    (tmp_path / "book.txt").write_text(text)
+    result = run(tmp_path / "book.txt", tmp_path / "out", validation_fraction=fraction)
+    (first,), (last,) = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "validation")
+    assert first + last == text
+    assert first.endswith("\n\n"), "between two paragraphs"
+    assert len(last) == pytest.approx(fraction * len(text), abs=0.01 * len(text))
+    splits = result.dataset.manifest.splits
+    assert (splits["train"].num_bytes, splits["validation"].num_bytes) == (len(first.encode()), len(last.encode()))
+    result.dataset.verify()
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0, float("nan")])
+def test_a_document_of_one_letter_cannot_be_split(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"only one document, of one character.*--validation-fraction 0"):
+        run(tmp_path / "a.txt", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_nothing_need_be_held_out(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "a.jsonl")
+    result = run(source, tmp_path / "out", validation_fraction=0.0)
+    assert len(documents(tmp_path / "out", "train")) == 40
+    split = result.dataset.manifest.splits["validation"]
+    assert (split.num_documents, split.num_tokens, split.num_bytes, split.bin_bytes) == (0, 0, 0, 0)
+    result.dataset.verify()
+    with_some = run(source, tmp_path / "other").dataset
+    entries = [DatasetEntry(str(tmp_path / name)) for name in ("out", "other")]
+    assert len(HeldOutDataset(entries[:1], 16)) == 0
+    assert HeldOutDataset(entries, 16).num_bytes == with_some.manifest.splits["validation"].num_bytes
+
+
+def test_documents_to_hold_out_can_be_named(tmp_path: Path) -> None:
+    mine, theirs = corpus(tmp_path / "a.jsonl", 9), tmp_path / "held-out"
+    theirs.mkdir()
+    for number in range(3):
+        (theirs / f"{number}.txt").write_text(f"other text {number}")
+    run(mine, tmp_path / "out", validation_inputs=[str(theirs)])
+    assert documents(tmp_path / "out", "train") == [json.loads(line)["text"] for line in mine.read_text().splitlines()]
+    assert documents(tmp_path / "out", "validation") == [f"other text {number}" for number in range(3)]
+    assert run(mine, tmp_path / "out", validation_inputs=[str(theirs)]).was_already_there
+    with pytest.raises(DataError, match="other files or with other arguments"):
+        prepare([str(mine), str(theirs)], tmp_path / "out", ByteTokenizer(), validation_fraction=0.2, num_workers=1)
+    (theirs / "3.txt").symlink_to(mine)
+    with pytest.raises(DataError, match=r"3\.txt is in .*a\.jsonl and again in .*held-out: its documents would count"):
+        run(mine, tmp_path / "again", validation_inputs=[str(theirs)])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_long_documents_can_be_cut(tmp_path: Path, num_workers: int) -> None:
+    texts = [f"A sentence {i}. " * 50 + "\n\n" + "word " * 80 for i in range(6)] + ["short"]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run(source, tmp_path / "out", cut_documents=300, validation_fraction=0.0, num_workers=num_workers)
+    parts = documents(tmp_path / "out", "train")
+    assert "".join(parts) == "".join(texts)
+    assert max(map(len, parts)) <= 300
+    assert "short" in parts
+    assert all(part.endswith((". ", "\n\n", "word ", "short")) for part in parts)
+    with pytest.raises(DataError, match="other arguments"):
+        run(source, tmp_path / "out", cut_documents=400, validation_fraction=0.0)
+    with pytest.raises(DataError, match=r"--cut-documents 1 is impossible"):
+        run(source, tmp_path / "out2", cut_documents=1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="ab. \n", max_size=200), most=st.integers(2, 60), position=st.integers(0, 200))
+def test_cut_texts_are_whole_again(text: str, most: int, position: int) -> None:
+    parts = cut(text, most)
+    assert "".join(parts) == text
+    assert all(len(part) <= most for part in parts)
+    assert all(len(part) >= most // 2 for part in parts[:-1])
+    if len(text) >= 2:
+        assert 0 < boundary_near(text, position) < len(text)
+        assert abs(boundary_near(text, position) - min(max(position, 1), len(text) - 1)) <= max(1, len(text) // 10)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    dtype=st.sampled_from([np.uint16, np.int32]),
+    at_once=st.integers(1, 7),
+)
+def test_the_files_are_those_of_megatrons_builder(
+    lengths: list[int], dtype: type, at_once: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("indexed")
+    generator = np.random.default_rng(len(lengths))
+    texts = [generator.integers(0, 60_000, length).astype(dtype) for length in lengths]
+    builder = IndexedDatasetBuilder(str(folder / "theirs.bin"), dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch, IndexedWriter(folder / "ours", dtype) as writer:
+        patch.setattr(indexed_files, "_DOCUMENTS_AT_ONCE", at_once)
+        for ids in texts:
+            builder.add_document(ids, [len(ids)])
+            writer.add(ids, 7)
+        builder.finalize(str(folder / "theirs.idx"))
+        writer.finish()
+    for ending in (".bin", ".idx"):
+        assert (folder / f"ours{ending}").read_bytes() == (folder / f"theirs{ending}").read_bytes()
+    written = writer.written
+    assert (written.num_documents, written.num_bytes) == (len(lengths), 7 * len(lengths))
+    assert (written.num_tokens, written.max_token_id) == (sum(lengths), max(int(ids.max()) for ids in texts))
+
+
+class Interrupted(Exception):
+    """Stands for power that fails."""
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"cut_documents": 40}, {"validation_fraction": 1e-9}], ids=str)
+def test_a_preparation_that_was_cut_off_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, options: dict[str, object]
+) -> None:
+    """Whatever had reached the disk since the last note; and only the documents after it are tokenised again."""
+    source = corpus(tmp_path / "a.jsonl", 600)
+    source.write_text(source.read_text().replace("document 5 ", "").replace('says 81. "', 'says 81. " broken', 1))
+    options = {"max_bad": 3, "num_workers": num_workers} | options
+    whole = run(source, tmp_path / "whole", **options).dataset
+    add, left = IndexedWriter.add, 400
+
+    def add_until_the_power_fails(self: IndexedWriter, *document: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            self.sync()
+            raise Interrupted
+        add(self, *document)
+
+    monkeypatch.setattr(prepare_module, "NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(IndexedWriter, "add", add_until_the_power_fails)
+    with pytest.raises(Interrupted):
+        run(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    # Those that were not written, those of the record that was being written, and all once more if one has to move.
+    total = sum(split.num_documents for split in whole.manifest.splits.values())
+    left = total - 380 + (total if "validation_fraction" in options else 0)
+    run(source, tmp_path / "out", **options)
+    ours, theirs = contents(tmp_path / "out"), contents(tmp_path / "whole")
+    assert ours == theirs
+    assert whole.manifest.num_skipped > 0
+
+
+def test_another_request_does_not_go_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = corpus(tmp_path / "a.jsonl", 60)
+    monkeypatch.setattr(prepare_module, "NOTE_EVERY_S", 0.0)
+    add = IndexedWriter.add
+
+    def fail_at_the_end(self: IndexedWriter, ids: object, text_bytes: int) -> None:
+        if self.written.num_documents == 30:
+            raise Interrupted
+        add(self, ids, text_bytes)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedWriter, "add", fail_at_the_end)
+        with pytest.raises(Interrupted):
+            run(source, tmp_path / "out")
+    assert (tmp_path / ".out.preparing" / "progress.json").exists()
+    run(source, tmp_path / "out", seed=2)
+    run(source, tmp_path / "afresh", seed=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "afresh")
+    assert not (tmp_path / ".out.preparing").exists()
+
+
+@pytest.mark.parametrize("fraction", [1.0, -0.1, 2.0, float("nan")])
 def test_impossible_validation_fraction(tmp_path: Path, fraction: float):
     with pytest.raises(DataError, match=r"validation fraction of .* is impossible"):
         run(corpus(tmp_path / "a.jsonl"), tmp_path / "out", validation_fraction=fraction)
@@ -347,7 +512,7 @@ def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     def full(self, ids, text_bytes):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare_module._SplitWriter, "add", full)
+    monkeypatch.setattr(prepare_module.IndexedWriter, "add", full)
     source = corpus(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
         run(source, tmp_path / "out")
@@ -393,9 +558,9 @@ def test_death_of_a_worker_is_noticed(tmp_path: Path):
     # More than pipes hold: some are on their way when the worker dies.
     records = [Record(file, row, b"x" * 600_000, 1) for row in range(1, 21)]
     with pytest.raises(DataError, match=r"process died at .*a\.jsonl, line 1 .*fewer --workers"):
-        list(tokenize_records(records, KillsItself(), "text", num_workers=2))
+        list(tokenize_records(records, Tokenizing(KillsItself(), "text"), num_workers=2))
     with pytest.raises(ArithmeticError, match="a defect of ours"):
-        list(tokenize_records(records, Fails(), "text", num_workers=2))
+        list(tokenize_records(records, Tokenizing(Fails(), "text"), num_workers=2))
     assert multiprocessing.active_children() == []
 
 
@@ -405,15 +570,15 @@ from pathlib import Path
 from pretrain.data import prepare as module
 from pretrain.data.tokenizer import ByteTokenizer
 
-original = module._SplitWriter.add
+original = module.IndexedWriter.add
 def slow(self, ids, text_bytes):
     original(self, ids, text_bytes)
-    self._builder.data_file.flush()
+    self.sync()
     Path(sys.argv[3]).touch()
     time.sleep(0.05)
 
 if __name__ == "__main__":
-    module._SplitWriter.add = slow
+    module.IndexedWriter.add = slow
     module.prepare([sys.argv[1]], sys.argv[2], ByteTokenizer(), num_workers=2)
 """
 

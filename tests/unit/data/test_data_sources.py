@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -215,3 +216,36 @@ def test_dangling_link(tmp_path: Path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"link\.txt: cannot be read"):
         texts(tmp_path)
+
+
+def test_a_pipe_is_no_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in (tmp_path / "pipe.jsonl", tmp_path):
+        with pytest.raises(DataError, match=r"pipe\.jsonl: a pipe or a device"):
+            list_files([str(name)])
+
+
+def test_an_input_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a\.txt is in .* and again in .*: its documents would count twice"):
+        list_files([str(tmp_path / "a.txt"), str(tmp_path / "a.txt")])
+    with pytest.raises(DataError, match="would count twice"):
+        list_files([str(tmp_path / "link.txt"), str(tmp_path)])
+    assert len(list_files([str(tmp_path)])) == 2
+
+
+def test_a_key_that_is_there_twice_is_no_text(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "one"}\n{"text": "two", "text": "three"}\n{"text": "x", "meta": {"a": 1, "a": 2}}\n')
+    log = BadDocumentLog(2)
+    assert list(read_documents([str(source)], bad_documents=log)) == ["one"]
+    assert [example.partition("a.jsonl, ")[2] for example in log.examples] == [
+        "line 2: not valid JSON (the key 'text' is given twice); every line must be one JSON object",
+        "line 3: not valid JSON (the key 'a' is given twice); every line must be one JSON object",
+    ]
+
+
+def test_less_than_no_bad_documents() -> None:
+    with pytest.raises(DataError, match=r"--max-bad -1 is impossible: give 0 or more\."):
+        BadDocumentLog(-1)

@@ -8,7 +8,7 @@ import signal
 from concurrent.futures import ProcessPoolExecutor
 
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.data.workers import _start_worker
+from pretrain.data.workers import Tokenizing, _start_worker
 
 
 def set_up() -> tuple[signal.Handlers, str]:
@@ -19,6 +19,6 @@ def set_up() -> tuple[signal.Handlers, str]:
 
 def test_ctrl_c_is_the_parents_and_cores_are_shared() -> None:
     """The parent ends its workers itself; there is a worker per core, so none starts threads of its own."""
-    job = (ByteTokenizer(), "text", os.getpid())
+    job = (Tokenizing(ByteTokenizer(), "text"), os.getpid())
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _start_worker, job) as pool:
         assert pool.submit(set_up).result() == (signal.SIG_IGN, "false")

@@ -1,0 +1,133 @@
+"""Writing Megatron's indexed data sets, one sequence per document.
+
+Megatron's own builder keeps three Python lists that grow with the number of documents, which for 100 GB of text is more
+than a machine's memory, and takes the import of all of Megatron. What it writes is simple:
+
+- `PREFIX.bin`: the ids of all documents, one after the other;
+- `PREFIX.idx`: a header (magic, version 1, code of the ids' type, number of sequences, number of documents + 1), then
+  lengths (int32), starts in bytes (int64), and the sequence with which each document begins (int64).
+
+Here a document's length waits in a third file until the index is written, so that memory does not grow, and so that a
+preparation that was cut off can go on: all three files are cut back to what was noted.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IDX_MAGIC = b"MMIDIDX\0\0"
+_VERSION = 1
+_CODES: dict[type[np.integer[Any]], int] = {np.int32: 4, np.uint16: 8}
+_PER_DOCUMENT = np.dtype([("tokens", "<i8"), ("text_bytes", "<i8")])
+_DOCUMENTS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Written:
+    """How much of a split is written."""
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    """End-of-document tokens included."""
+    num_bytes: int = 0
+    """UTF-8 bytes of the documents' text."""
+    max_token_id: int = 0
+
+
+class IndexedWriter:
+    """Writes one data set. Use it as a context manager: its files are open inside."""
+
+    def __init__(self, prefix: Path, dtype: type[np.integer[Any]], written: Written | None = None) -> None:
+        """
+        Args:
+            prefix: path of the files without their endings.
+            dtype: of the ids in the file.
+            written: go on after this much, cutting off what follows; None: begin.
+        """
+        self.prefix, self.dtype = prefix, dtype
+        self.written = written or Written()
+        begins = written is None
+        self._bin = self._open(".bin", self.written.num_tokens * np.dtype(dtype).itemsize, begins)
+        self._lengths = self._open(".lengths", self.written.num_documents * _PER_DOCUMENT.itemsize, begins)
+
+    def _open(self, ending: str, num_bytes: int, begins: bool) -> IO[bytes]:
+        stream = self.file(ending).open("wb" if begins else "r+b")
+        stream.truncate(num_bytes)
+        stream.seek(num_bytes)
+        return stream
+
+    def file(self, ending: str) -> Path:
+        """One of the files."""
+        return self.prefix.with_name(self.prefix.name + ending)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; what was added is in them."""
+        self._bin.close()
+        self._lengths.close()
+
+    def add(self, ids: NDArray[Any], text_bytes: int) -> None:
+        """Append a document (ids end with the end-of-document id), whose text has so many bytes."""
+        self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+        self._lengths.write(struct.pack("<qq", len(ids), text_bytes))
+        before = self.written
+        self.written = Written(
+            before.num_documents + 1,
+            before.num_tokens + len(ids),
+            before.num_bytes + text_bytes,
+            max(before.max_token_id, int(ids.max())),
+        )
+
+    def sync(self) -> Written:
+        """Have all that was added on disk, and say how much that is."""
+        for stream in (self._bin, self._lengths):
+            stream.flush()
+            os.fsync(stream.fileno())
+        return self.written
+
+    def finish(self) -> None:
+        """Write the index; the data set is complete on disk, and the file with the lengths has done its work."""
+        number = self.written.num_documents
+        self.close()
+        documents = _per_document(self.file(".lengths"))
+        with self.file(".idx").open("wb") as stream:
+            stream.write(IDX_MAGIC)
+            stream.write(struct.pack("<QBQQ", _VERSION, _CODES[self.dtype], number, number + 1))
+            ranges = [slice(i, min(i + _DOCUMENTS_AT_ONCE, number)) for i in range(0, number, _DOCUMENTS_AT_ONCE)]
+            for part in ranges:
+                stream.write(documents["tokens"][part].astype("<i4").data)
+            start = 0
+            for part in ranges:
+                sizes = documents["tokens"][part] * np.dtype(self.dtype).itemsize
+                stream.write((start + np.cumsum(sizes) - sizes).astype("<i8").data)
+                start += int(sizes.sum())
+            for first in range(0, number + 1, _DOCUMENTS_AT_ONCE):
+                stream.write(np.arange(first, min(first + _DOCUMENTS_AT_ONCE, number + 1), dtype="<i8").data)
+
+
+def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[tuple[NDArray[Any], int]]:
+    """Ids and bytes of text of each document that an `IndexedWriter` has added there, without its index."""
+    ids = np.memmap(prefix.with_name(prefix.name + ".bin"), dtype, mode="r")
+    start = 0
+    for num_tokens, text_bytes in _per_document(prefix.with_name(prefix.name + ".lengths")):
+        yield ids[start : start + int(num_tokens)], int(text_bytes)
+        start += int(num_tokens)
+
+
+def _per_document(file: Path) -> NDArray[Any]:
+    if file.stat().st_size == 0:
+        return np.empty(0, _PER_DOCUMENT)
+    return np.memmap(file, _PER_DOCUMENT, mode="r")
