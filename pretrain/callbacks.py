@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
-
-from tqdm import tqdm
 
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
@@ -18,6 +15,7 @@ from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
 from pretrain.owner import Owner
+from pretrain.progress import Progress
 from pretrain.run import Run
 
 # A step's metrics by name; `memory` holds those of each memory layer by block number.
@@ -174,40 +172,26 @@ class MemoryUsage(Callback):
 
 
 class ProgressLine(Callback):
-    """A progress bar with loss and tokens per second. Rank 0 only; every ten seconds where there is no terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
+    """Loss, tokens per second and time left, on stderr. Rank 0 only."""
 
     def on_start(self, run: Run) -> None:
-        self._bar = tqdm(
-            total=run.config.train.num_steps,
-            initial=run.state.step,
-            unit="step",
-            mininterval=0.5 if sys.stderr.isatty() else 10.0,
-            bar_format="step {n_fmt}/{total_fmt} |{bar:20}| {desc} | {elapsed} elapsed, {remaining} left",
-            dynamic_ncols=True,
-        )
+        self._progress = Progress("step", total=run.config.train.num_steps, initial=run.state.step)
 
     def on_step(self, run: Run, row: Row) -> None:
-        assert self._bar is not None
-        self._bar.set_description_str(
+        self._progress.update(
+            1,
             f"loss {row['loss']:.4f} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} "
             f"{row['tokens_per_s']:,.0f} tokens/s",
-            refresh=False,
         )
-        self._bar.update(1)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        tqdm.write(
+        self._progress.say(
             f"step {run.state.step}: validation loss {evaluation.loss:.4f}, "
-            f"{evaluation.bits_per_byte:.4f} bits per byte",
-            file=sys.stderr,
+            f"{evaluation.bits_per_byte:.4f} bits per byte"
         )
 
     def on_end(self, run: Run) -> None:
-        assert self._bar is not None
-        self._bar.close()
+        self._progress.close()
 
 
 class TensorBoard(RowWriter):

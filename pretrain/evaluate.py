@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-
-from tqdm import tqdm
 
 from parallel.groups import ParallelGroups
 from pretrain.build import Chunk
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import held_out_microbatches, on_device
+from pretrain.progress import Progress
 from pretrain.step import evaluation_loss
 
 # Microbatches per pass through the pipeline; a multiple of every sensible number of stages, and enough to fill them.
@@ -71,19 +70,21 @@ def evaluate(
     ]
     nats = num_tokens = 0.0
     passes = range(0, num_microbatches, per_pass)
-    interval_s = 0.5 if sys.stderr.isatty() else 10.0
-    hidden = not (progress and groups.is_main)
-    for start in tqdm(passes, desc="evaluating", unit="pass", leave=False, disable=hidden, mininterval=interval_s):
-        loss = evaluation_loss(
-            chunks,
-            streams,
-            groups,
-            num_microbatches=min(per_pass, num_microbatches - start),
-            micro_batch_size=micro_batch_size,
-            sequence_length=held_out.sequence_length,
-        )
-        nats += loss.nats
-        num_tokens += loss.num_tokens
+    shown = progress and groups.is_main
+    with Progress("evaluating", total=len(passes), leave=False) if shown else nullcontext() as bar:
+        for start in passes:
+            loss = evaluation_loss(
+                chunks,
+                streams,
+                groups,
+                num_microbatches=min(per_pass, num_microbatches - start),
+                micro_batch_size=micro_batch_size,
+                sequence_length=held_out.sequence_length,
+            )
+            nats += loss.nats
+            num_tokens += loss.num_tokens
+            if bar is not None:
+                bar.update(1)
     assert round(num_tokens) == held_out.num_target_tokens, "evaluation did not see every held-out token once"
     return Evaluation(
         nats / num_tokens, nats / math.log(2) / held_out.num_bytes, held_out.num_target_tokens, held_out.num_bytes

@@ -11,9 +11,9 @@ from parallel.devices import num_visible_gpus
 from pretrain.checkpoint.folder import list_checkpoints, read_state
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import count_parameters
-from pretrain.data.blend import check_blend, model_vocab_size
+from pretrain.data.blend import check_blend, check_fits, model_vocab_size
 from pretrain.data.manifest import open_dataset
-from pretrain.errors import CheckpointError, ConfigError, DataError
+from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.saved_run import check_resumable
 
@@ -35,22 +35,12 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
         CheckpointError: the folder holds another run.
     """
     tokenizer = check_blend(config.data.datasets)
-    _check_lengths(config)
+    for entry in config.data.datasets:
+        check_fits(open_dataset(entry.path), config.train.sequence_length)
     vocab_size = model_vocab_size(config.model, tokenizer)
     if local and not num_visible_gpus():
         _check_memory(replace(config.model, vocab_size=vocab_size), config, num_ranks)
     _check_same_run(config, folder)
-
-
-def _check_lengths(config: RunConfig) -> None:
-    length = config.train.sequence_length
-    for entry in config.data.datasets:
-        num_tokens = open_dataset(entry.path).manifest.splits["train"].num_tokens
-        if num_tokens <= length:
-            raise DataError(
-                f"{entry.path}: it has {num_tokens:,} training tokens, and one sample of train.sequence_length "
-                f"{length:,} needs {length + 1:,}. Prepare more text, or shorten the sequences."
-            )
 
 
 def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None:

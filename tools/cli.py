@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pretrain.errors import UserError
+from pretrain.errors import StoppedEarly, UserError
 from pretrain.quiet import quiet_engine
 
 COMMAND_MODULES = (
@@ -32,6 +32,8 @@ COMMAND_MODULES = (
 )
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
 when that is called, so that `--help` is fast."""
+
+TWO_WORD_COMMANDS = ("bench step", "bench kernels")
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # From argparse, which exits with a number.
         return int(request.code or 0)
     except UserError as error:
-        print(f"megamem: error: {error}", file=sys.stderr)
+        print(f"megamem: {'' if isinstance(error, StoppedEarly) else 'error: '}{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("megamem: interrupted", file=sys.stderr)
@@ -68,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_BROKEN_PIPE
         traceback.print_exc()
         return 1
+
+
+def _join_two_words(argv: Sequence[str]) -> list[str]:
+    """The arguments with the name of a command of two words as one, which argparse takes for the name of a command."""
+    words = list(argv)
+    return [" ".join(words[:2]), *words[2:]] if " ".join(words[:2]) in TWO_WORD_COMMANDS else words
 
 
 def _stdout_is_closed() -> bool:
@@ -91,7 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megamem",
         description="Pretraining of memory-layer language models on Megatron-core.",
         epilog="`megamem COMMAND --help` explains a command. Exit codes: 0 finished, 2 configuration or usage, 3 data, "
-        "4 checkpoint, 75 stopped early with a checkpoint saved (start it again to go on), 1 anything else.",
+        "4 checkpoint, 75 stopped early with a checkpoint saved (start it again to go on), 130 interrupted before "
+        "there was anything to save, 1 anything else.",
     )
     parser.add_argument(
         "--version",
@@ -120,7 +129,8 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but settles here what is left over, because the options of this command are known here."""
-        parsed, extras = super().parse_known_args(args, namespace)
+        words = _join_two_words(sys.argv[1:] if args is None else args)
+        parsed, extras = super().parse_known_args(words, namespace)
         # argparse gives `nargs="*"` only the first arguments in a row: `CONFIG --nproc 4 a=1` leaves `a=1` over.
         late = [extra for extra in extras if "=" in extra and not extra.startswith("-")]
         if late and hasattr(parsed, "overrides"):

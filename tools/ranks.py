@@ -11,7 +11,7 @@ from pathlib import Path
 from parallel.devices import num_visible_gpus
 from parallel.ranks import current_ranks
 from pretrain.config.schema import ParallelConfig
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, StoppedEarly
 
 
 def default_num_ranks(parallel: ParallelConfig) -> int:
@@ -75,6 +75,7 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
     except LaunchError as error:
         sys.stdout.flush()
         # A progress line may have been left open.
-        print(f"\nmegamem: error: {error}", file=sys.stderr)
+        said = "" if error.exit_code == StoppedEarly.exit_code else "error: "
+        print(f"\nmegamem: {said}{error}", file=sys.stderr)
         return error.exit_code
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from pretrain.folder import RunFolder
 from pretrain.preflight import check_start
 from tools.metrics import read_metrics
 from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
+from tools.words import count_in_millions, plural
 
 if TYPE_CHECKING:
     from pretrain.run import Run
@@ -112,17 +114,28 @@ def _headline(run: Run) -> str:
     model, train, layout = run.config.model, run.config.train, run.config.parallel
     counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))
     offload = run.optimizer.describe_offload()
-    kind = f"{model.memory.kind}, {counts.tables / 1e6:.1f}M in tables" if model.memory else "dense"
+    kind = f"{model.memory.kind}, {count_in_millions(counts.tables)} in tables" if model.memory else "dense"
     chosen = resolve(train.kernels, {}, run.groups.device.type)
     context = f"context {layout.context} x " if layout.context > 1 else ""
     kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""
     return (
-        f"{run.config.name}: {counts.total / 1e6:.1f}M parameters ({kind}), {counts.active / 1e6:.2f}M active per "
-        "token\n"
-        f"{run.groups.world_size} ranks (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data "
+        f"{run.config.name}: {count_in_millions(counts.total)} parameters ({kind}), {count_in_millions(counts.active)} "
+        "active per token\n"
+        f"{plural(run.groups.world_size, 'rank')} (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data "
         f"{run.groups.data_size}), {train.precision}, "
-        f"{train.num_steps} steps of {run.tokens_per_step:,} tokens{kernels}" + (f"\n{offload}" if offload else "")
+        f"{plural(train.num_steps, 'step')} of {run.tokens_per_step:,} tokens{kernels}"
+        + (f"\n{offload}" if offload else "")
     )
+
+
+def _prompt(run: Run) -> str:
+    """The first words of a held-out document, as a prompt to try."""
+    if not len(run.held_out):
+        return ""
+    text = run.tokenizer.detokenize(run.held_out[0]["labels"][:40].numpy())
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    words = " ".join(line.split()[:4])[:40]
+    return f" --prompt {shlex.quote(words)}" if words else ""
 
 
 def _closing(run: Run) -> str:
@@ -139,6 +152,6 @@ def _closing(run: Run) -> str:
     return (
         f"{result}run folder: {path} (config.yaml, metrics.jsonl, checkpoints/, logs/)\n"
         f"next: megamem eval {path}\n"
-        f"      megamem generate {path} --prompt 'def __init__(self'\n"
+        f"      megamem generate {path}{_prompt(run)}\n"
         f"      megamem train ... train.num_steps={2 * run.config.train.num_steps} goes on with this run"
     )

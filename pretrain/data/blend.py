@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megamem.config import ModelConfig
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.manifest import open_dataset
+from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, DataError
 
@@ -31,6 +31,21 @@ def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
 
 def _describe(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.kind}, {tokenizer.vocab_size} ids, {tokenizer.fingerprint[:12]}"
+
+
+def check_fits(dataset: PreparedDataset, sequence_length: int) -> None:
+    """Refuse a data set with less than one sample.
+
+    Raises:
+        DataError: naming the longest sequence that it has.
+    """
+    num_tokens = dataset.manifest.splits[TRAIN].num_tokens
+    if num_tokens < sequence_length + 1:
+        raise DataError(
+            f"{dataset.path} has {num_tokens} training tokens, and a sequence of {sequence_length} needs "
+            f"{sequence_length + 1}. Lower train.sequence_length to {max(1, num_tokens - 1)} or less, "
+            "or prepare more data."
+        )
 
 
 def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:

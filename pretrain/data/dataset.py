@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset, vocabulary_error
+from pretrain.data.blend import check_fits
+from pretrain.data.manifest import TRAIN, open_dataset, vocabulary_error
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -178,7 +179,9 @@ def build_train_dataset(
     """
     datasets = [open_dataset(entry.path) for entry in entries]
     for dataset in datasets:
-        _check_fits(dataset, sequence_length)
+        # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
+        dataset.open_split(TRAIN)
+        check_fits(dataset, sequence_length)
     total_weight = sum(entry.weight for entry in entries)
     smallest_share = min(entry.weight for entry in entries) / total_weight
     config = StreamConfig(
@@ -203,15 +206,3 @@ def build_train_dataset(
     assert config.path_to_cache is None
     samples = BlendedMegatronDatasetBuilder(StreamDataset, [num_samples, 0, 0], lambda: True, config).build()[0]
     return TrainDataset(samples, num_samples)
-
-
-def _check_fits(dataset: PreparedDataset, sequence_length: int) -> None:
-    # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
-    dataset.open_split(TRAIN)
-    num_tokens = dataset.manifest.splits[TRAIN].num_tokens
-    if num_tokens < sequence_length + 1:
-        raise DataError(
-            f"{dataset.path} has {num_tokens} training tokens, and a sequence of {sequence_length} needs "
-            f"{sequence_length + 1}. Lower train.sequence_length to {max(1, num_tokens - 1)} or less, "
-            "or prepare more data."
-        )

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from parallel.atomic_write import atomic_write
 from pretrain.data.boundaries import boundary_near
@@ -47,6 +46,7 @@ from pretrain.data.staging import LOCK_FILE, PROGRESS_FILE, recover_replaced, st
 from pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
+from pretrain.progress import Progress
 
 _OUR_FILES = frozenset(
     {MANIFEST_FILE, TOKENIZER_FILE, LOCK_FILE, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx"))}
@@ -314,13 +314,8 @@ class _Job:
     def _records(self, progress: _Progress, writers: dict[str, IndexedWriter]) -> Iterator[None]:
         """Write the documents of one record after the other, counting them in `progress`, under a progress bar."""
         records = itertools.islice(read_records(self.files, self.tokenizing.field_name), progress.num_records, None)
-        with tqdm(
-            total=self.file_bytes,
-            initial=progress.file_bytes,
-            unit="B",
-            unit_scale=True,
-            desc="tokenising",
-            disable=None,
+        with Progress(
+            "tokenising", total=self.file_bytes, initial=progress.file_bytes, is_bytes=True, leave=False
         ) as bar:
             for record in tokenize_records(records, self.tokenizing, self.num_workers):
                 if record.bad_reason is not None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from parallel.atomic_write import atomic_write
 from pretrain.errors import DataError
+from pretrain.progress import Progress
 
 BYTES = "bytes"
 """Kind of the built-in byte tokenizer, and its spec."""
@@ -273,8 +273,7 @@ def train_bpe(
 
 
 def _with_progress(documents: Iterable[str], total_bytes: int | None) -> Iterator[str]:
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+    with Progress("reading", total=total_bytes or 0, is_bytes=True, leave=False) as bar:
         for text in documents:
             yield text
             bar.update(len(text.encode("utf-8")))
-        bar.set_description("merging")

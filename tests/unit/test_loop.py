@@ -23,7 +23,7 @@ import pretrain.loop as loop
 import pretrain.run as run_module
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.callbacks import Callback, MetricsFile, ProgressLine, TensorBoard, default_callbacks
+from pretrain.callbacks import Callback, MetricsFile, TensorBoard, default_callbacks
 from pretrain.config.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -103,7 +103,7 @@ class World:
 
     def train(self) -> None:
         # The progress line writes to the terminal; nothing depends on it.
-        loop.train(self.run, [c for c in default_callbacks(self.run) if not isinstance(c, ProgressLine)])
+        loop.train(self.run, default_callbacks(self.run))
 
     def step(self, chunks: Any, optimizer: Any, iterators: Any, groups: Any, **arguments: Any) -> StepResult:
         assert (chunks, optimizer, groups) == (self.run.chunks, self.run.optimizer, self.run.groups)

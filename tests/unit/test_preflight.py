@@ -52,7 +52,7 @@ def test_what_can_run_can_run_here(config_file: Path, tmp_path: Path, capsys: py
     [
         (["data.datasets.0.path=nowhere"], 3, "nowhere: no such data set. Make it with `megamem data prepare"),
         (["data.datasets=[]"], 3, "The configuration names no data"),
-        (["train.sequence_length=100000"], 3, "one sample of train.sequence_length 100,000 needs 100,001"),
+        (["train.sequence_length=100000"], 3, "a sequence of 100000 needs 100001"),
         (["model.vocab_size=100"], 2, "model.vocab_size is 100, but the data sets' tokenizer has 257 ids"),
         (["model.hidden_size=1000000000000", "model.num_attention_heads=4"], 2, "and this machine has"),
         (

@@ -17,45 +17,79 @@ from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_worl
 _EPILOG = """\
 examples:
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml
-  megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 2
-  megamem bench configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --vary parallel.memory=1,2,4 --nproc 4
-  megamem bench step configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 1 --pair
-  megamem bench kernels --tokens 2048 --dtypes bf16
+  megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=2 --nproc 2
+  megamem bench configs/quickstart.yaml --vary parallel.memory=1,2,4 --nproc 4
+  megamem bench step --help
+  megamem bench kernels --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
 apply to each. Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and
 for attention across cut sequences (parallel.context, but for Transformer Engine's), per optimizer step.
-`step` before the configurations says where the time of a step goes: its phases, and each part of the memory.
-`kernels` in place of the configurations times the memory kernels beside PyTorch's own operations and a copy, after
-checking them against their twins.
 """
-
-_READ_BY = {
-    "step": ("pair", "peak_tflops"),
-    "kernels": ("shapes", "tokens", "rows", "dtypes", "kernels", "compile_naive"),
-}
-"""Options that have an effect with one of these words alone."""
+_STEP_EPILOG = """\
+examples:
+  megamem bench step configs/quickstart.yaml --nproc 1
+  megamem bench step configs/quickstart.yaml parallel.memory=2 --nproc 2 --pair
+"""
+_KERNELS_EPILOG = """\
+examples:
+  megamem bench kernels
+  megamem bench kernels --shapes 227m 1b --tokens 2048 --dtypes bf16
+"""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `bench` to the commands of `megamem`."""
-    parser = subparsers.add_parser(
+    """Adds `bench`, `bench step` and `bench kernels` to the commands of `megamem`."""
+    parser = _add_command(
+        subparsers,
         "bench",
-        help="training speed of configurations, side by side",
-        description="Time optimizer steps of one or more configurations on the same ranks, taking turns; "
-        "or the parts of a step; or the memory kernels.",
-        epilog=_EPILOG,
+        "training speed of configurations, side by side",
+        "Time optimizer steps of one or more configurations on the same ranks, taking turns.",
+        _EPILOG,
+    )
+    _add_configs(parser)
+    parser.set_defaults(func=run_bench)
+    parser = _add_command(
+        subparsers,
+        "bench step",
+        "where the time of a step goes",
+        "Time the phases of an optimizer step, and each part of the memory.",
+        _STEP_EPILOG,
+    )
+    _add_configs(parser)
+    _add_step_options(parser)
+    parser.set_defaults(func=run_bench_step)
+    parser = _add_command(
+        subparsers,
+        "bench kernels",
+        "the memory kernels beside PyTorch's own operations",
+        "Time the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.",
+        _KERNELS_EPILOG,
+    )
+    _add_rounds(parser)
+    _add_kernel_options(parser)
+    parser.set_defaults(func=run_bench_kernels)
+
+
+def _add_command(subparsers: Any, name: str, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "configs",
-        metavar="CONFIG",
-        nargs="+",
-        help="YAML files; then key=value overrides; the word step before them; or the word kernels alone",
-    )
+
+
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="figures of each (default: 5)")
+
+
+def _add_configs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files; then key=value overrides")
     parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
     add_nproc(parser, "as `megamem train`")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="figures per configuration (default: 5)")
+    _add_rounds(parser)
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps per figure (default: 2)")
     parser.add_argument(
         "--vocab-size",
@@ -64,20 +98,16 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="token ids where model.vocab_size is not set (default: 4096)",
     )
-    _add_step_options(parser)
-    _add_kernel_options(parser)
-    parser.set_defaults(func=run_bench)
 
 
 def _add_step_options(parser: argparse.ArgumentParser) -> None:
-    options = parser.add_argument_group("megamem bench step")
-    options.add_argument(
+    parser.add_argument(
         "--pair",
         action="store_true",
         help="also measure, for each configuration, a dense model of equal forward FLOPs per token, and a mixture of "
         "experts of as many active and all parameters",
     )
-    options.add_argument(
+    parser.add_argument(
         "--peak-tflops",
         type=float,
         metavar="X",
@@ -86,62 +116,49 @@ def _add_step_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
-    options = parser.add_argument_group("megamem bench kernels")
-    options.add_argument(
+    parser.add_argument(
         "--shapes",
         nargs="+",
         choices=("227m", "1b", "shard"),
         metavar="NAME",
         help="tables and retrievals of models: 227m, 1b, shard (default: 227m)",
     )
-    options.add_argument(
+    parser.add_argument(
         "--tokens", nargs="+", type=int, metavar="N", help="tokens per call (default: 1 2048; 32768 too on a GPU)"
     )
-    options.add_argument("--rows", type=int, metavar="N", help="rows of the table, instead of the shape's own")
-    options.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], help="of the table (default: both)")
-    options.add_argument(
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of the table, instead of the shape's own")
+    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], help="of the table (default: both)")
+    parser.add_argument(
         "--kernels",
         choices=("auto", "triton", "cpu", "torch"),
         help="implementation, as for train.kernels (default: auto)",
     )
-    options.add_argument(
+    parser.add_argument(
         "--compile-naive", action="store_true", help="also time the naive twin under torch.compile (minutes on a CPU)"
     )
 
 
+def run_bench_kernels(args: argparse.Namespace) -> int:
+    """Measures the kernels and prints."""
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds is {args.rounds}: nothing is measured with less than 1")
+    from tools.bench.kernels import run_kernel_bench
+
+    return run_kernel_bench(args)
+
+
 def run_bench(args: argparse.Namespace) -> int:
-    """Measures and prints."""
-    of_step, of_kernels = args.configs[0] == "step", args.configs == ["kernels"]
-    if not of_step and (unread := _given(args, "step")):
-        raise ConfigError(
-            f"{', '.join(unread)} has no effect without `step`: megamem bench step CONFIG {unread[0]} ..."
-        )
-    if not of_kernels and (unread := _given(args, "kernels")):
-        raise ConfigError(f"{', '.join(unread)} has no effect without `kernels`: megamem bench kernels {unread[0]} ...")
-    if of_kernels:
-        if args.rounds < 1:
-            raise ConfigError("nothing to measure: use --rounds of at least 1")
-        from tools.bench.kernels import run_kernel_bench
-
-        return run_kernel_bench(args)
-    configs = _load_configs(args, args.configs[of_step:])
-    return _run_step_bench(args, configs) if of_step else _run_throughput_bench(args, configs)
-
-
-def _given(args: argparse.Namespace, word: str) -> list[str]:
-    """Those of a word's options that were given."""
-    values = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _READ_BY[word]}
-    return [option for option, value in values.items() if value is not None and value is not False]
-
-
-def _run_throughput_bench(args: argparse.Namespace, configs: dict[str, RunConfig]) -> int:
+    """Measures training speed and prints."""
+    configs = _load_configs(args)
     num_ranks = _num_ranks(args, configs.values())
     from tools.bench.throughput import bench_rank
 
     return run_on_ranks(lambda: bench_rank(configs, args.rounds, args.steps), num_ranks)
 
 
-def _run_step_bench(args: argparse.Namespace, configs: dict[str, RunConfig]) -> int:
+def run_bench_step(args: argparse.Namespace) -> int:
+    """Measures the parts of a step and prints."""
+    configs = _load_configs(args)
     if args.peak_tflops is not None and args.peak_tflops <= 0:
         raise ConfigError(f"--peak-tflops is {args.peak_tflops:g}: it must be above 0")
     from tools.bench.step import Contender, bench_steps_rank, with_pairs
@@ -154,10 +171,10 @@ def _run_step_bench(args: argparse.Namespace, configs: dict[str, RunConfig]) -> 
     return run_on_ranks(lambda: bench_steps_rank(contenders, args.rounds, args.steps, args.peak_tflops), num_ranks)
 
 
-def _load_configs(args: argparse.Namespace, words: list[str]) -> dict[str, RunConfig]:
+def _load_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
     """The configurations by name, with overrides and with each value of `--vary`."""
-    overrides = [word for word in words if "=" in word]
-    paths = [word for word in words if "=" not in word]
+    overrides = [word for word in args.configs if "=" in word]
+    paths = [word for word in args.configs if "=" not in word]
     if not paths or args.rounds < 1 or args.steps < 1:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds and --steps of at least 1")
     if args.vocab_size < 1:

@@ -154,7 +154,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (ConfigError("a"), 2, "megamem: error: a\n"),
         (DataError("b"), 3, "megamem: error: b\n"),
         (CheckpointError("c"), 4, "megamem: error: c\n"),
-        (StoppedEarly("d"), 75, "megamem: error: d\n"),
+        (StoppedEarly("d"), 75, "megamem: d\n"),
         (KeyboardInterrupt(), 130, "megamem: interrupted\n"),
         (SystemExit(5), 5, ""),
         (RuntimeError("broken"), 1, "Traceback (most recent call last):"),
