@@ -26,11 +26,15 @@ def nearest_keys(unknown: str, keys: Iterable[str]) -> list[str]:
     segments = unknown.split(".")
     pattern = ".".join(ELEMENT if segment.isdecimal() else segment for segment in segments)
     section, _, name = pattern.rpartition(".")
+    keys = list(keys)
+    # Whoever names a section that there is means a key of it, or one of exactly this name that stands elsewhere.
+    knows_section = any(key.startswith(f"{section}.") for key in keys)
     scores = {}
     for key in keys:
         key_section, _, key_name = key.rpartition(".")
         similarity = _ratio(name, key_name)
-        if similarity >= _LEAST_SIMILARITY:
+        least = 1.0 if knows_section and key_section != section else _LEAST_SIMILARITY
+        if similarity >= least:
             scores[key] = similarity + _SECTION_WEIGHT * _ratio(section, key_section)
     best = max(scores.values(), default=0.0)
     numbers = [segment for segment in segments if segment.isdecimal()]

@@ -137,6 +137,22 @@ def test_usage_errors_name_the_nearest_word(
         assert part in message
 
 
+def test_what_the_examples_of_the_help_name_is_there() -> None:
+    """Configurations and documents; runs and data sets are the reader's own."""
+    parser = cli.build_parser()
+    pages = [parser.format_help()]
+    waiting = [parser]
+    while waiting:
+        for action in waiting.pop()._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                waiting += action.choices.values()
+                pages += [child.format_help() for child in action.choices.values()]
+    named = {path for page in pages for path in re.findall(r"(?:configs|docs|tests)/[\w./*-]+", page)}
+    assert len(named) > 5
+    for path in named - {"docs/comparison.md"}:
+        assert list(REPOSITORY.glob(path.rstrip("."))), path
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out

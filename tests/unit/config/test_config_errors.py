@@ -46,6 +46,10 @@ def refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
         ),
         ("optimiser: {lr: 3}", "a.yaml:1: unknown key optimiser: did you mean optimizer?"),
         (
+            "model: {memory: {kind: ultramem_v2, sharing: {mode: ring}}}",
+            "a.yaml:1: unknown key model.memory.sharing.mode: model.memory.sharing has pattern, group, window",
+        ),
+        (
             "data: {datasets: [{path: x}, {pth: y, path: z}]}",
             "a.yaml:1: unknown key data.datasets.1.pth: did you mean data.datasets.1.path?",
         ),
