@@ -25,7 +25,7 @@ _EPILOG = """\
 examples:
   megamem train configs/quickstart.yaml
   megamem train configs/quickstart.yaml train.num_steps=50 model.memory=null --run-dir runs/dense
-  megamem train configs/quickstart.yaml parallel.tensor=1 parallel.pipeline=1 --nproc 2
+  megamem train configs/quickstart.yaml data.datasets.0.path=data/mine --run-dir runs/mine --nproc 2
   torchrun --nproc-per-node 8 -m tools.cli train CONFIG
 
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,30 @@ def test_running_a_finished_run_again_says_so(run: Path, megamem: Megamem, confi
     assert result.code == 0
     assert "is finished: 20 steps done" in result.output
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_is_shorter_than_what_is_done_says_what_that_means(
+    saved_run: Path, megamem: Megamem, config_file: Path
+) -> None:
+    result = megamem("train", config_file, "--run-dir", saved_run, "train.num_steps=4", "checkpoint.every_steps=3")
+    assert result.code == 0, result.output
+    assert "has 6 steps done, and train.num_steps is 4: there is nothing left to train. Raise it" in result.output
+
+
+def test_what_a_run_says_of_itself(megamem: Megamem, config_file: Path, corpus: Path, tmp_path: Path) -> None:
+    """In a file: no carriage returns, nothing twice, one of a thing in the singular, and a prompt of its own data."""
+    run = tmp_path / "run"
+    said = megamem("train", config_file, "--run-dir", run, "train.num_steps=1", "optimizer.warmup_steps=0").output
+    assert "1 rank (tensor 1" in said
+    assert "1 step of 256 tokens" in said
+    assert "0.0M" not in said
+    assert "\r" not in said
+    lines = [line for line in said.splitlines() if line]
+    assert len(set(lines)) == len(lines)
+    prompt = re.search(r"megamem generate \S+ --prompt (.*)", said)
+    assert prompt is not None
+    (words,) = shlex.split(prompt[1])
+    assert any(words.split()[0] in path.read_text() for path in (corpus.parent / "sources").iterdir())
 
 
 def test_two_runs_are_identical(run: Path, megamem: Megamem, config_file: Path, tmp_path: Path) -> None:

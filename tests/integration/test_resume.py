@@ -207,7 +207,8 @@ def test_a_command_that_is_asked_to_stop_saves_and_can_go_on(
     result = command.wait()
     assert result.code == 75, result.output
     step = last_step(tmp_path / "run")
-    assert f"stopped at step {step} of 20 as asked" in result.last_line
+    assert f"megamem: stopped at step {step} of 20 as asked" in result.last_line
+    assert "error" not in result.last_line
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}"]
     assert_no_orphans(command)
     result = megamem("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")

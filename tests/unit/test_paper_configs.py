@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
@@ -111,6 +112,17 @@ def test_a_gpu_holds_as_many_bytes_as_its_layout_states(name: str) -> None:
         held = (counts.total - split + split / int(group)) / layout.pipeline
         assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(gigabytes) * 1e9, abs=0.5e9)
     assert len(others) == text.count("parallel.memory: ")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "configs" / "ultramemv2").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_choice_in_comments_can_be_made(path: Path, tmp_path: Path) -> None:
+    chosen = path.read_text().replace("# initialisation:", "initialisation:").replace("# key_balance", "key_balance")
+    (tmp_path / "a.yaml").write_text(chosen.replace("base: ..", f"base: {path.parents[1]}"))
+    memory = load_config(tmp_path / "a.yaml").model.memory
+    assert isinstance(memory, UltraMemV2Config)
+    assert (memory.initialisation, memory.key_balance_weight) == ("matched", 0.3)
 
 
 def test_the_common_recipe_loads() -> None:
