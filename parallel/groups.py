@@ -8,7 +8,6 @@ and data parallelism they are; parameters with `allreduce = False` are reduced o
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel.cpu import cuda_on_cpu
+from parallel.devices import gpu_of
+from parallel.environment import settle_environment
 from parallel.ranks import RankEnvironment
 
 
@@ -72,7 +73,8 @@ def parallel_context(
 ) -> Iterator[ParallelGroups]:
     """Join the world, build the groups, and leave in order.
 
-    On a GPU machine this is NCCL on device `ranks.local_rank`; elsewhere gloo under `parallel.cpu.cuda_on_cpu`.
+    On a GPU machine this is NCCL on the device of `ranks.local_rank`; elsewhere gloo under
+    `parallel.cpu.cuda_on_cpu`. CUDA must not have been touched: what it reads from the environment is settled here.
 
     Args:
         sizes: the layout; the product of tensor, pipeline and context must divide the number of ranks.
@@ -81,20 +83,23 @@ def parallel_context(
         seed: of Megatron's random states.
     """
     with ExitStack() as stack:
+        settle_environment(tensor=sizes.tensor, context=sizes.context)
         on_gpu = torch.cuda.is_available()
+        device = torch.device("cpu")
         if on_gpu:
-            torch.cuda.set_device(ranks.local_rank)
+            device = torch.device("cuda", gpu_of(ranks.local_rank, torch.cuda.device_count()))
+            torch.cuda.set_device(device)
         else:
             stack.enter_context(cuda_on_cpu())
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        device = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
+        # Without `device_id`: with it, every one of the hundreds of groups would be split off the world by all ranks at
+        # once, instead of being connected by its members when it is first used, and messages between stages that are
+        # not sent as one batch would wait for each other.
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
             init_method=ranks.init_method,
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(minutes=timeout_minutes),
-            device_id=device if on_gpu else None,
         )
         yield initialise_groups(sizes, device=device, timeout_minutes=timeout_minutes, seed=seed)
         # Not after an error: the other ranks may be anywhere, and leaving would wait for them. A rank that left early

@@ -67,11 +67,12 @@ def launch_ranks(
 
     `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others
     write to `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function
-    returns. SIGINT and SIGTERM are passed on to the ranks as one SIGTERM, to finish their step and save; a second one
+    returns. SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks as one SIGTERM, to finish their step and save; a second one
     kills them. One that this process ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
 
     Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA
-    before it (`torch.cuda.is_available()` may, and nothing can tell afterwards).
+    before it. `torch.cuda.is_available()` is one, unless `ask_for_gpus_without_starting_cuda` (parallel.devices) came
+    before torch was imported; nothing can tell afterwards but the forks themselves, which then say so.
 
     Args:
         main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by
@@ -116,7 +117,7 @@ def _check_forkable() -> None:
         raise RuntimeError(
             "this process already has a process group, which a fork would break: start the ranks before it is made"
         )
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
         raise RuntimeError(
             "this process has already used the GPU, which its forks then cannot: start the ranks before that"
         )

@@ -28,7 +28,8 @@ from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""They ask a run to save and stop; the last one is what Slurm is told to send ahead of its time limit."""
 
 _OMP_PAUSE_SOFT = 1
 # Of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
@@ -70,6 +71,11 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
     signal_on_parent_death(signal.SIGKILL, parent_pid)
     _enter(plan)
     try:
+        if torch.cuda._is_in_bad_fork():
+            raise RuntimeError(
+                "the process that started this rank has touched the GPU before, which no fork of it can use then: call "
+                "parallel.devices.ask_for_gpus_without_starting_cuda() before torch is imported"
+            )
         try:
             result = main()
         except SystemExit as stop:
@@ -106,7 +112,8 @@ def _enter(plan: RankPlan) -> None:
     gc.freeze()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.environ |= {
         "RANK": str(plan.rank),

@@ -12,6 +12,7 @@ from megatron.core import tensor_parallel
 
 from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.parameters import GroupName
+from parallel.rank_process import STOP_SIGNALS
 from pretrain.callbacks import Callback, Row
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run import Run
@@ -19,16 +20,19 @@ from pretrain.schedule import apply_schedule, group_settings
 from pretrain.step import Batch, StepResult, train_step
 
 
-def train(run: Run, callbacks: Sequence[Callback]) -> None:
+def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = None) -> None:
     """Train to the configured number of steps.
 
+    Args:
+        stop: heeded from before the run was opened; None: from now on.
+
     Raises:
-        StoppedEarly: a rank was told to stop (SIGTERM or SIGINT); a checkpoint was saved.
+        StoppedEarly: a rank was told to stop (SIGTERM, SIGINT or SIGUSR1); a checkpoint was saved.
         UserError: too many steps in a row had no finite gradient, the data is damaged, or a checkpoint cannot be
             written.
     """
     config = run.config
-    stop = StopRequest()
+    stop = stop or StopRequest()
     batches = run.batches()
     for callback in callbacks:
         callback.on_start(run)
@@ -128,14 +132,14 @@ def _check_progress(run: Run) -> None:
 
 
 class StopRequest:
-    """Whether this rank was told to stop: SIGTERM and SIGINT let the step finish and the run save.
+    """Whether this rank was told to stop: SIGTERM, SIGINT and SIGUSR1 let the step finish and the run save.
 
     One that is ignored stays so: a shell asks for that with SIGINT when it starts a job in the background.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 from megamem.config import ModelConfig
-from parallel.devices import num_visible_gpus
+from parallel.devices import built_without_cuda, num_visible_gpus
 from pretrain.checkpoint.folder import list_checkpoints, read_state
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import count_parameters
@@ -31,13 +32,17 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
 
     Raises:
         DataError: a data set is missing or damaged, or they do not go together.
-        ConfigError: the vocabulary or the machine's memory is too small.
+        ConfigError: the vocabulary or the machine's memory is too small, or torch cannot use the GPUs.
         CheckpointError: the folder holds another run.
     """
     tokenizer = check_blend(config.data.datasets)
     for entry in config.data.datasets:
         check_fits(open_dataset(entry.path), config.train.sequence_length)
     vocab_size = model_vocab_size(config.model, tokenizer)
+    if num_visible_gpus() and version("torch").endswith("+cpu"):
+        raise ConfigError(
+            f"this machine has GPUs that cannot be used: {built_without_cuda()}. To leave them idle, add --device cpu"
+        )
     if local and not num_visible_gpus():
         _check_memory(replace(config.model, vocab_size=vocab_size), config, num_ranks)
     _check_same_run(config, folder)

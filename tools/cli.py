@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from parallel.devices import ask_for_gpus_without_starting_cuda
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.quiet import quiet_engine
 
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 a defect.
     """
     quiet_engine()
+    ask_for_gpus_without_starting_cuda()
     try:
         args = build_parser().parse_args(argv)
         code = int(args.func(args) or 0)

@@ -29,7 +29,7 @@ from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.preflight import check_start
 from tools.parameter_table import parameter_tables
-from tools.ranks import default_num_ranks
+from tools.ranks import add_device, default_num_ranks
 from tools.words import plural
 
 _WIDTH = 100
@@ -93,6 +93,7 @@ def add_parser(subparsers: Any) -> None:
         help="leave out what this machine decides: its data, folders and memory, and the number of ranks unless --ranks "
         "says it",
     )
+    add_device(check)
     check.set_defaults(func=run_check)
     _add_width_parser(actions)
     table = actions.add_parser(

@@ -7,8 +7,9 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from parallel.devices import num_visible_gpus
+from parallel.devices import hide_gpus, num_visible_gpus
 from parallel.ranks import current_ranks
 from pretrain.config.schema import ParallelConfig
 from pretrain.errors import ConfigError, StoppedEarly
@@ -34,10 +35,31 @@ def at_least_one_rank(text: str) -> int:
 def add_nproc(
     parser: argparse.ArgumentParser, meaning: str, *, what: str = "ranks to start here", default: int | None = None
 ) -> None:
-    """Adds `--nproc`; where it is not given, it is `default`, and `meaning` says what that means."""
+    """Adds `--nproc` and `--device`; where `--nproc` is not given, it is `default`, and `meaning` says what that means."""
     parser.add_argument(
         "--nproc", type=at_least_one_rank, default=default, metavar="N", help=f"{what} (default: {meaning})"
     )
+    add_device(parser)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds `--device`, which has taken effect when the arguments are parsed."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        action=_DeviceAction,
+        help="auto: the GPUs if there are any, which must work then; cpu: leave them idle (default: auto)",
+    )
+
+
+class _DeviceAction(argparse.Action):
+    """Hides the GPUs while the arguments are parsed: before anybody has imported torch."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, value)
+        if value == "cpu":
+            hide_gpus()
 
 
 def started_world_size() -> int | None:

@@ -29,8 +29,8 @@ examples:
   torchrun --nproc-per-node 8 -m tools.cli train CONFIG
 
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes
-on from there, bit for bit as if it had never stopped; the layout may differ. Ctrl-C or SIGTERM ends the step, saves and
-exits with 75: run the same command again.
+on from there, bit for bit as if it had never stopped; the layout may differ. Ctrl-C, SIGTERM or SIGUSR1 ends the step, saves
+and exits with 75: run the same command again.
 """
 
 
@@ -78,10 +78,12 @@ def run_train(args: argparse.Namespace) -> int:
 def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> None:
     """What one rank does; `quiet` leaves out what is said before and after."""
     from pretrain.callbacks import default_callbacks
-    from pretrain.loop import train
+    from pretrain.loop import StopRequest, train
     from pretrain.run import open_run, owning
     from pretrain.session import session
 
+    # Loading a large checkpoint takes minutes, in which a run can be asked to stop too.
+    stop = StopRequest()
     with session(config) as groups, owning(folder, groups) as owner:
         run = open_run(config, folder, groups)
         finished = run.state.step >= config.train.num_steps
@@ -89,7 +91,7 @@ def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> 
         if speaks:
             print(_finished(run) if finished else _headline(run), flush=True)
         if not finished:
-            train(run, default_callbacks(run, owner))
+            train(run, default_callbacks(run, owner), stop)
         if speaks:
             print(_closing(run), flush=True)
 

@@ -482,7 +482,7 @@ def test_a_stop_signal_reaches_every_rank_once(tmp_path: Path, number: int) -> N
 @pytest.mark.parametrize("ignored", STOP_SIGNALS)
 def test_a_stop_signal_that_is_ignored_stays_so(tmp_path: Path, ignored: int) -> None:
     """As SIGINT is for a job in the background. One that counted would be the first of two, which kill."""
-    (heeded,) = set(STOP_SIGNALS) - {ignored}
+    heeded = next(number for number in STOP_SIGNALS[::-1] if number != ignored)
 
     def launch() -> None:
         try:
@@ -491,7 +491,7 @@ def test_a_stop_signal_that_is_ignored_stays_so(tmp_path: Path, ignored: int) ->
             handlers = signal.getsignal(ignored), signal.getsignal(heeded)
             (tmp_path / "restored").write_text(repr(handlers == before))
 
-    before = signal.SIG_IGN, signal.SIG_DFL if heeded == signal.SIGTERM else signal.default_int_handler
+    before = signal.SIG_IGN, signal.default_int_handler if heeded == signal.SIGINT else signal.SIG_DFL
     parent = fork_parent(launch, ignored=[ignored])
     wait_until(lambda: len(pids_in(tmp_path)) == 2, "the ranks to start")
     os.kill(parent, ignored)

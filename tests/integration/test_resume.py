@@ -203,7 +203,7 @@ def test_a_command_that_is_asked_to_stop_saves_and_can_go_on(
 ) -> None:
     command = start("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
     wait_until(lambda: last_step(tmp_path / "run") >= 2, "step 2")
-    os.kill(command.pid, signal.SIGTERM if layout.num_ranks > 1 else signal.SIGINT)
+    os.kill(command.pid, signal.SIGUSR1 if layout.num_ranks > 1 else signal.SIGINT)
     result = command.wait()
     assert result.code == 75, result.output
     step = last_step(tmp_path / "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_a_folder_of_another_run_is_found_before_it_starts(
     for command in (["config", "check"], ["train"]):
         assert cli.main([*command, str(config_file), "--run-dir", str(folder.path), "model.hidden_size=64"]) == 4
         assert "is of another run: model.hidden_size: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="torch has CUDA here")
+def test_gpus_without_a_torch_for_them_are_told_at_once(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert check(config_file) == 2
+    assert "this machine has GPUs that cannot be used: torch" in capsys.readouterr().err
+    assert check(config_file, "--device", "cpu") == 0
+    assert "can run on 1 rank here" in capsys.readouterr().out
 
 
 MISTAKES = [

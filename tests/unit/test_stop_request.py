@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask a run to stop, unless the process was started with one of them ignored."""
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop, unless the process was started with one of them ignored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.loop import StopRequest
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def unheeded(number: int, _: object) -> None:

@@ -1,0 +1,57 @@
+"""What CUDA, torch and Triton read from the environment, settled by the layout before CUDA is touched.
+
+Each is read once, when the library that reads it starts: setting it later has no effect, and nobody says so. What a
+person has set stays.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The name since torch 2.9, and the one before, which is still read."""
+
+
+def settle_environment(*, tensor: int, context: int, environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+    """Set what is not set yet.
+
+    Args:
+        tensor, context: sizes of these axes.
+        environ: the environment of this process.
+
+    Returns:
+        What was set, by name.
+    """
+    settled: dict[str, str] = {}
+    if tensor > 1 or context > 1:
+        # One hardware queue: kernels start in the order in which they were launched, so that a collective which was
+        # launched first is not held up by the product that it is meant to run beside. Without these collectives more
+        # queues are better: copies and exchanges of the tables run beside the rest.
+        settled["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if not any(name in environ for name in ALLOCATOR_VARIABLES):
+        # Tables and their gradients are few and large beside activations of changing sizes: fixed segments fragment.
+        settled[ALLOCATOR_VARIABLES[1]] = "expandable_segments:True"
+    if (folder := local_cache_folder()) is not None:
+        # In the home directory, where Triton has it, hundreds of ranks would meet in one folder of a network disk.
+        settled["TRITON_CACHE_DIR"] = str(folder / "triton")
+    settled = {name: value for name, value in settled.items() if name not in environ}
+    environ.update(settled)
+    return settled
+
+
+def local_cache_folder() -> Path | None:
+    """A folder of this user's on a disk of this machine; None where somebody else has taken the name.
+
+    Compiled kernels are run from it, so nobody else may write there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"megamem-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_ours = folder.is_dir() and not folder.is_symlink() and status.st_uid == os.getuid()
+    return folder if is_ours and not status.st_mode & 0o022 else None

@@ -1,0 +1,143 @@
+"""GPUs that are visible, usable, and a rank's own; and what is settled before CUDA is touched. Without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel import environment as environment_module
+from parallel.devices import gpu_of, num_visible_gpus, why_gpus_are_unusable
+from parallel.environment import local_cache_folder, settle_environment
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+from pretrain.session import session
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("visible", "number"),
+    [
+        ("", 0),
+        ("0", 1),
+        ("0,3", 2),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        (" ", 0),
+        ("1,,2", 1),
+        ("GPU-8932f937,GPU-2", 2),
+        ("MIG-a/1/0", 1),
+    ],
+)
+def test_visible_gpus_are_those_up_to_the_first_that_is_none(visible: str, number: int) -> None:
+    assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == number
+
+
+def test_a_rank_uses_what_it_sees() -> None:
+    assert [gpu_of(rank, 8) for rank in range(8)] == list(range(8))
+    assert [gpu_of(rank, 1) for rank in range(8)] == 8 * [0]
+    with pytest.raises(ValueError, match="local rank 2 sees 2 GPUs"):
+        gpu_of(2, 2)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")
+def test_gpus_that_this_torch_cannot_use_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match=r"GPUs that cannot be used: torch .* was built without CUDA.*--device cpu"):
+        session(RunConfig())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert why_gpus_are_unusable() is None
+
+
+def test_a_driver_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", start)
+    assert "CUDA 13.0 of torch" in str(why_gpus_are_unusable())
+    assert "does not start: The NVIDIA driver on your system is too old" in str(why_gpus_are_unusable())
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert why_gpus_are_unusable() is None
+
+
+# What Megatron asks while it is imported. Each of these starts the driver in this process, whose forks then cannot use it;
+# `is_available` does unless it was told to ask the management library.
+IMPORT_UNDER_WATCH = """
+import os
+from parallel.devices import ask_for_gpus_without_starting_cuda
+ask_for_gpus_without_starting_cuda()
+import torch
+asked, started = [], []
+def is_available():
+    asked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+    return False
+torch.cuda.is_available = is_available
+for name in ("init", "_lazy_init", "device_count", "current_device", "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, lambda *_, name=name: started.append(name) or 0)
+from tools.ranks import import_engine
+import_engine()
+print(len(asked), set(asked), started)
+"""
+
+
+def test_the_engines_import_does_not_start_cuda() -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORT_UNDER_WATCH],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    number, rest = result.stdout.split(maxsplit=1)
+    assert int(number) > 0, "nobody asked: this test could not fail"
+    assert rest == "{'1'} []\n"
+
+
+def test_one_queue_only_where_collectives_run_beside_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    for sizes, queues in (((1, 1), None), ((2, 1), "1"), ((1, 2), "1")):
+        environ: dict[str, str] = {}
+        settled = settle_environment(tensor=sizes[0], context=sizes[1], environ=environ)
+        assert environ == settled
+        assert environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+        assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert environ["TRITON_CACHE_DIR"] == str(tmp_path / f"megamem-{os.getuid()}" / "triton")
+
+
+@pytest.mark.parametrize("allocator", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_what_is_set_stays(allocator: str) -> None:
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", allocator: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/mine"}
+    before = dict(environ)
+    assert settle_environment(tensor=2, context=1, environ=environ) == {}
+    assert environ == before
+
+
+def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = local_cache_folder()
+    assert folder is not None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert local_cache_folder() is None
+    folder.rmdir()
+    (tmp_path / "theirs").mkdir()
+    folder.symlink_to(tmp_path / "theirs")
+    assert local_cache_folder() is None
+    environ: dict[str, str] = {}
+    assert "TRITON_CACHE_DIR" not in settle_environment(tensor=1, context=1, environ=environ)
