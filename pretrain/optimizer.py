@@ -204,6 +204,10 @@ class GradientNorms:
         return math.isfinite(self.main) and (self.tables is None or math.isfinite(self.tables))
 
 
+NORM_PART_ELEMENTS = 1 << 22
+"""Of a gradient whose squares are summed at once: 32 MB in fp64."""
+
+
 class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
 
@@ -236,8 +240,7 @@ class MemoryOptimizer(ChainedOptimizer):
         squares = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for optimizer in self.chained_optimizers:
             for group, gradient in optimizer.gradients(counted_once=True):
-                square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-                squares[int(self._is_clipped_apart(group))] += square
+                squares[int(self._is_clipped_apart(group))] += sum_of_squares(gradient)
         torch.distributed.all_reduce(squares)
         # Host sync: the norms decide whether there is an update at all.
         main, tables = squares.sqrt().tolist()
@@ -281,6 +284,15 @@ class MemoryOptimizer(ChainedOptimizer):
 
     def _is_clipped_apart(self, group: GroupName) -> bool:
         return self._value_clip_grad is not None and group in TABLE_GROUPS
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """[] fp64 of a contiguous gradient of any size.
+
+    In parts: PyTorch makes an fp64 copy of what it is given, twice the size of the largest shard of a table.
+    """
+    parts = gradient.view(-1).split(NORM_PART_ELEMENTS)
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
 
 
 def _scale_to(gradients: list[Tensor], norm: float, max_norm: float) -> None:

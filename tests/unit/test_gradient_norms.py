@@ -1,0 +1,38 @@
+"""Squares of gradients are summed in fp64, without an fp64 copy of a large one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import pretrain.optimizer as optimizer_module
+from pretrain.optimizer import sum_of_squares
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_is_that_of_fp64(numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "NORM_PART_ELEMENTS", 8)
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).mul(1e-4).to(dtype)
+    found = sum_of_squares(gradient)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(math.fsum(value * value for value in gradient.double().tolist()), rel=1e-15)
+
+
+def test_no_more_than_a_part_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "NORM_PART_ELEMENTS", 1 << 12)
+    gradient = torch.ones(1 << 16)
+
+    def largest_allocation(parted: bool) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            if parted:
+                sum_of_squares(gradient)
+            else:
+                torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        return max(event.self_cpu_memory_usage for event in profiler.events())
+
+    assert largest_allocation(parted=False) >= 8 << 16
+    assert largest_allocation(parted=True) <= 2 * (8 << 12)
