@@ -30,6 +30,7 @@ COMMAND_MODULES = (
     "tools.compare.command",
     "tools.recall",
     "tools.config",
+    "tools.doctor",
 )
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
 when that is called, so that `--help` is fast."""
