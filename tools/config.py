@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from megamem.memory_config import MemoryConfig
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
+from pretrain.config.advice import advice
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
 from pretrain.config.loader import load_config, to_dict, to_yaml
@@ -168,6 +170,8 @@ def run_check(args: argparse.Namespace) -> int:
         check_start(config, num_ranks, folder, local=True)
         folder.check_writable()
     where = "" if num_ranks is None else f" on {plural(num_ranks, 'rank')}"
+    for sentence in advice(config):
+        print(f"note: {sentence}", file=sys.stderr)
     print(f"{args.config} can run{where}{'' if args.elsewhere else ' here'}.")
     return 0
 

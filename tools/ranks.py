@@ -75,6 +75,12 @@ def started_world_size() -> int | None:
     return None if ranks is None else ranks.world_size
 
 
+def current_rank_is_first() -> bool:
+    """Whether this process is the one that speaks for all: the only one so far, or rank 0 of those that were started."""
+    ranks = current_ranks()
+    return ranks is None or ranks.rank == 0
+
+
 def import_engine() -> None:
     """Import what ranks need, once, before they are forked: each would take seconds to import it by itself."""
     from pretrain import callbacks, generate, loop, restore  # noqa: F401

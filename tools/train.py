@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel.devices import num_visible_gpus
+from pretrain.config.advice import advice
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
@@ -15,7 +18,7 @@ from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.preflight import check_start
 from tools.metrics import read_metrics
-from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, current_rank_is_first, default_num_ranks, run_on_ranks, started_world_size
 from tools.words import count_in_millions, plural
 
 if TYPE_CHECKING:
@@ -71,6 +74,9 @@ def run_train(args: argparse.Namespace) -> int:
     validate(config, num_ranks)
     folder = RunFolder(args.run_dir or Path("runs") / config.name)
     check_start(config, num_ranks, folder, local=started is None)
+    if num_visible_gpus() and current_rank_is_first():
+        for sentence in advice(config):
+            print(f"note: {sentence}", file=sys.stderr)
     folder.make()
     return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
 
