@@ -32,7 +32,8 @@ class Tuning:
         num_trials: runs per model, the first with its own settings.
         num_steps: of each.
         seed: of their weights.
-        values: by key, in the order in which they are tried.
+        values: by key, in the order in which they are tried. Several keys joined by commas are set together, and each of
+            their values is a list of as many.
     """
 
     num_trials: int
@@ -76,10 +77,13 @@ def read_tuning(path: Path) -> Tuning:
     for key, values in content["keys"].items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{path}: {key} is {values!r}, expected a list of the values to try")
-        if key.split(".")[0] not in ("model", "optimizer"):
+        names = _names(key)
+        if any(name.split(".")[0] not in ("model", "optimizer") for name in names):
             raise ConfigError(
                 f"{path}: {key} cannot be tuned: only keys of model and optimizer can, as all models see the same tokens"
             )
+        if len(names) > 1 and not all(isinstance(value, list) and len(value) == len(names) for value in values):
+            raise ConfigError(f"{path}: {key} is {values!r}, expected a list of lists, each with {len(names)} values")
     values = {key: tuple(values) for key, values in content["keys"].items()}
     return Tuning(content["trials"], content["steps"], content["seed"], values)
 
@@ -116,7 +120,7 @@ class Search:
         """Every value of every key that the best of now does not have, and that was not tried beside its other ones."""
         for key, values in self._tuning.values.items():
             for value in values:
-                changes = {**self.best.changes, key: value}
+                changes = {**self.best.changes, **changes_of(key, value)}
                 config = self.config(changes)
                 if config is not None and config not in [trial.config for trial in self.trials]:
                     yield changes, config
@@ -152,10 +156,20 @@ def check_keys(tuning: Tuning, path: Path, searches: Iterable[Search]) -> None:
     """
     for key, values in tuning.values.items():
         for value in values:
-            if all(search.config({key: value}) is None for search in searches):
+            if all(search.config(changes_of(key, value)) is None for search in searches):
                 raise ConfigError(
                     f"{path}: no model of the comparison takes {key}={value}: correct it, or leave it out"
                 )
+
+
+def changes_of(key: str, value: Any) -> dict[str, Any]:
+    """What a value of a tuning file sets, by key."""
+    names = _names(key)
+    return {key: value} if len(names) == 1 else dict(zip(names, value, strict=True))
+
+
+def _names(key: str) -> list[str]:
+    return [name.strip() for name in key.split(",")]
 
 
 def in_words(value: Any) -> str:
