@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
-from kernels.common.cpp import cache_folder
 from kernels.implementations import compiler, unavailable
 from parallel.devices import num_visible_gpus, why_gpus_are_unusable
 from parallel.environment import local_cache_folder
@@ -185,6 +184,8 @@ def look_at_gpus() -> Iterator[Finding]:
 
 def look_at_kernels() -> Iterator[Finding]:
     """What `train.kernels: auto` will find."""
+    from kernels.common.cpp import cache_folder  # imports torch
+
     if num_visible_gpus():
         reason = unavailable("triton", "cuda")
         yield Finding("kernels on GPUs", "note" if reason else "ok", f"triton {reason}" if reason else "triton")

@@ -56,7 +56,7 @@ def test_what_changes_the_training_shows(run: Path, megamem: Megamem) -> None:
 def test_what_cannot_be_replayed(run: Path, megamem: Megamem) -> None:
     for options, code, words in (
         (("--step", 6), 4, "no step after 6, so there is nothing to compare with: choose an earlier --step"),
-        (("--step", 5), 4, "step_00000005 is not a complete checkpoint"),
+        (("--step", 5), 4, "has no checkpoint of step 5: there are 3, 6"),
         (("model.memory.top_k=2",), 4, "is of another run: model.memory.top_k: 4 -> 2"),
         (("parallel.tensor=3",), 2, "parallel.tensor"),
     ):
