@@ -67,8 +67,8 @@ def launch_ranks(
 
     `main` finds its place with `parallel.ranks.current_ranks()`. Rank 0 writes where this process writes; the others
     write to `log_dir/rank_<k>.log`, and whatever happens, all of them and their children are gone when this function
-    returns. SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks as one SIGTERM, to finish their step and save; a second one
-    kills them. One that this process ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
+    returns. SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks as one SIGTERM, to finish their step and save; a
+    second one kills them. One that this process ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
 
     Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA
     before it. `torch.cuda.is_available()` is one, unless `ask_for_gpus_without_starting_cuda` (parallel.devices) came

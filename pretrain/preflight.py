@@ -12,8 +12,7 @@ from parallel.devices import built_without_cuda, num_visible_gpus
 from pretrain.checkpoint.folder import list_checkpoints, read_state
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import count_parameters
-from pretrain.data.blend import check_blend, check_fits, model_vocab_size
-from pretrain.data.manifest import open_dataset
+from pretrain.data.blend import check_fits, model_vocab_size, open_blend
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.saved_run import check_resumable
@@ -35,17 +34,20 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
         ConfigError: the vocabulary or the machine's memory is too small, or torch cannot use the GPUs.
         CheckpointError: the folder holds another run.
     """
-    tokenizer = check_blend(config.data.datasets)
-    for entry in config.data.datasets:
-        check_fits(open_dataset(entry.path), config.train.sequence_length)
-    vocab_size = model_vocab_size(config.model, tokenizer)
+    datasets = open_blend(config.data.datasets)
+    for dataset in datasets:
+        check_fits(dataset, config.train.sequence_length)
+    vocab_size = model_vocab_size(config.model, datasets[0].tokenizer)
     if num_visible_gpus() and version("torch").endswith("+cpu"):
         raise ConfigError(
             f"this machine has GPUs that cannot be used: {built_without_cuda()}. To leave them idle, add --device cpu"
         )
     if local and not num_visible_gpus():
         _check_memory(replace(config.model, vocab_size=vocab_size), config, num_ranks)
-    _check_same_run(config, folder)
+    if local:
+        # Ranks that were started elsewhere leave this to rank 0, when they open the run: each would look at every file
+        # of a checkpoint, of which there are as many as ranks.
+        _check_same_run(config, folder)
 
 
 def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None:

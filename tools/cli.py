@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from parallel.devices import ask_for_gpus_without_starting_cuda
-from pretrain.errors import StoppedEarly, UserError
+from pretrain.errors import UserError
 from pretrain.quiet import quiet_engine
+from tools.words import ending
 
 COMMAND_MODULES = (
     "tools.train",
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # From argparse, which exits with a number.
         return int(request.code or 0)
     except UserError as error:
-        print(f"megamem: {'' if isinstance(error, StoppedEarly) else 'error: '}{error}", file=sys.stderr)
+        print(ending(error, error.exit_code), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("megamem: interrupted", file=sys.stderr)

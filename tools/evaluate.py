@@ -11,8 +11,8 @@ from typing import Any
 from parallel.devices import num_visible_gpus
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
-from pretrain.data.blend import check_blend
-from pretrain.data.manifest import VALIDATION, open_dataset, open_saved_tokenizer
+from pretrain.data.blend import check_blend, open_blend
+from pretrain.data.manifest import VALIDATION, open_saved_tokenizer
 from pretrain.data.tokenizer import TOKENIZER_FILE
 from pretrain.errors import ConfigError, DataError
 from pretrain.folder import RunFolder
@@ -104,17 +104,14 @@ def _overrides(words: Sequence[str], data: Sequence[str] | None) -> list[str]:
 def _check_data(config: RunConfig, folder: RunFolder, *, moved: bool) -> None:
     """Refuse data that is not there, or of another tokenizer; `moved`: the run's own, which may be elsewhere now."""
     try:
-        tokenizer = check_blend(config.data.datasets)
+        datasets = open_blend(config.data.datasets)
     except DataError as error:
         hint = f" If it is elsewhere now: `megamem eval {folder.path} --data DIR`." if moved else ""
         raise DataError(f"{error}{hint}") from error
-    if not any(open_dataset(entry.path).manifest.splits[VALIDATION].num_documents for entry in config.data.datasets):
-        raise DataError(
-            f"{', '.join(entry.path for entry in config.data.datasets)}: prepared without held-out documents. Name a "
-            "data set that has some with --data DIR."
-        )
-    if tokenizer.fingerprint != open_saved_tokenizer(folder.tokenizer).fingerprint:
-        paths = ", ".join(entry.path for entry in config.data.datasets)
+    paths = ", ".join(str(dataset.path) for dataset in datasets)
+    if not any(dataset.manifest.splits[VALIDATION].num_documents for dataset in datasets):
+        raise DataError(f"{paths}: prepared without held-out documents. Name a data set that has some with --data DIR.")
+    if datasets[0].tokenizer.fingerprint != open_saved_tokenizer(folder.tokenizer).fingerprint:
         raise DataError(
             f"{paths}: prepared with another tokenizer than the run's. Prepare it with `megamem data prepare "
             f"--tokenizer {folder.tokenizer / TOKENIZER_FILE}`, or with bytes if the run has no such file."

@@ -12,7 +12,8 @@ from typing import Any
 from parallel.devices import hide_gpus, num_visible_gpus
 from parallel.ranks import current_ranks
 from pretrain.config.schema import ParallelConfig
-from pretrain.errors import ConfigError, StoppedEarly
+from pretrain.errors import ConfigError
+from tools.words import ending
 
 
 def default_num_ranks(parallel: ParallelConfig) -> int:
@@ -103,7 +104,6 @@ def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | No
     except LaunchError as error:
         sys.stdout.flush()
         # A progress line may have been left open.
-        said = "" if error.exit_code == StoppedEarly.exit_code else "error: "
-        print(f"\nmegamem: {said}{error}", file=sys.stderr)
+        print(f"\n{ending(error, error.exit_code)}", file=sys.stderr)
         return error.exit_code
     return 0

@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N,N",
         help="numbers of facts (default: 1024,4096,16384)",
     )
-    add_folders(parser, "recall")
+    add_folders(parser, "recall", "recall")
     add_nproc(parser, "1", default=1)
     parser.set_defaults(func=run_recall)
 

@@ -77,7 +77,9 @@ def run_train(args: argparse.Namespace) -> int:
     if num_visible_gpus() and current_rank_is_first():
         for sentence in advice(config):
             print(f"note: {sentence}", file=sys.stderr)
-    folder.make()
+    if started is None:
+        # Of ranks that were started elsewhere, rank 0 does so when it takes the folder.
+        folder.make()
     return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
 
 

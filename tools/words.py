@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from pretrain.errors import StoppedEarly
+
+
+def ending(message: object, exit_code: int) -> str:
+    """The last line of a command that did not come to its end; one that stopped as it was asked to made no error."""
+    return f"megamem: {'' if exit_code == StoppedEarly.exit_code else 'error: '}{message}"
+
 
 def plural(number: int, noun: str) -> str:
     """ "1 rank", "1,024 ranks"."""

@@ -12,7 +12,12 @@ from pretrain.errors import ConfigError, DataError
 
 
 def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
-    """Open every data set of a blend and return the tokenizer that they share.
+    """The tokenizer that the data sets of a blend share; see `open_blend`."""
+    return open_blend(entries)[0].tokenizer
+
+
+def open_blend(entries: Sequence[DatasetEntry]) -> list[PreparedDataset]:
+    """Open every data set of a blend, of which there is at least one.
 
     Raises:
         DataError: no data sets, one that does not open, or different tokenizers.
@@ -26,7 +31,7 @@ def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
                 f"{other.path} and {first.path} were made with different tokenizers "
                 f"({_describe(other.tokenizer)} and {_describe(first.tokenizer)}). Prepare both with the same one."
             )
-    return first.tokenizer
+    return [first, *others]
 
 
 def _describe(tokenizer: Tokenizer) -> str:

@@ -144,14 +144,8 @@ def prepare(
     folder = Path(os.path.abspath(output))
     all_inputs = [*inputs, *hold_out.inputs]
     files = list_files(all_inputs)
-    request = [FORMAT_VERSION, tokenizer.fingerprint, field_name, hold_out.fraction, hold_out.seed]
-    request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns] for file in files]
-    # What was asked for less often came later: requests without it have the fingerprints that they had.
-    if hold_out.inputs:
-        request.append({"first_validation_input": len(inputs)})
-    if cut_documents is not None:
-        request.append({"cut_documents": cut_documents})
-    request_fingerprint = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+    tokenizing = Tokenizing(tokenizer, field_name, cut_documents)
+    request_fingerprint = _fingerprint(files, len(inputs), tokenizing, hold_out)
     recover_replaced(folder)
     existing = _existing(folder, request_fingerprint, overwrite)
     if existing is not None:
@@ -165,7 +159,7 @@ def prepare(
             all_inputs,
             len(inputs),
             files,
-            Tokenizing(tokenizer, field_name, cut_documents),
+            tokenizing,
             hold_out,
             left_out,
             num_workers,
@@ -198,6 +192,19 @@ def prepare(
         )
         (staging / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return PreparationResult(open_dataset(folder), was_already_there=False)
+
+
+def _fingerprint(files: Sequence[SourceFile], num_inputs: int, tokenizing: Tokenizing, hold_out: HoldOut) -> str:
+    """sha256 over everything that decides what is written."""
+    request: list[object] = [FORMAT_VERSION, tokenizing.tokenizer.fingerprint, tokenizing.field_name]
+    request += [hold_out.fraction, hold_out.seed]
+    request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns] for file in files]
+    # What was asked for less often came later: requests without it have the fingerprints that they had.
+    if hold_out.inputs:
+        request.append({"first_validation_input": num_inputs})
+    if tokenizing.cut_documents is not None:
+        request.append({"cut_documents": tokenizing.cut_documents})
+    return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
 
 def _existing(folder: Path, request_fingerprint: str, overwrite: bool) -> PreparedDataset | None:
@@ -323,9 +330,10 @@ class _Job:
                 elif not record.documents:
                     self.left_out.num_empty += 1
                 for ids, text_bytes in record.documents:
-                    self._check_ids(ids, record.origin)
                     held_out = self.hold_out.takes(progress.num_documents, record.input_index, self.num_inputs)
-                    writers[VALIDATION if held_out else TRAIN].add(ids, text_bytes)
+                    writer = writers[VALIDATION if held_out else TRAIN]
+                    writer.add(ids, text_bytes)
+                    self._check_ids(writer.written.max_token_id, record.origin)
                     progress.num_documents += 1
                     progress.num_documents_per_input[record.input_index] += 1
                 progress.num_records += 1
@@ -333,8 +341,8 @@ class _Job:
                 bar.update(record.file_bytes)
                 yield
 
-    def _check_ids(self, ids: NDArray[Any], origin: str) -> None:
-        if (largest := int(ids.max())) >= self.tokenizer.vocab_size:
+    def _check_ids(self, largest: int, origin: str) -> None:
+        if largest >= self.tokenizer.vocab_size:
             raise DataError(
                 f"{origin}: the tokenizer gave id {largest}, past its own vocabulary of {self.tokenizer.vocab_size}. "
                 "Mend its tokenizer.json."

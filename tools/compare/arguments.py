@@ -22,8 +22,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
 
 
-def add_folders(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds `--run-dir` and `--report` of the command of this name."""
+def add_folders(parser: argparse.ArgumentParser, name: str, part: str) -> None:
+    """Adds `--run-dir` and `--report` of the command of this name, whose part of a page is called `part`."""
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -35,14 +35,8 @@ def add_folders(parser: argparse.ArgumentParser, name: str) -> None:
         "--report",
         type=Path,
         metavar="FILE",
-        help="markdown file to write, or to fill between its marks; the plot goes beside it (default: "
-        f"DIR/{report_part(name)}.md)",
+        help=f"markdown file to write, or to fill between its marks; the plot goes beside it (default: DIR/{part}.md)",
     )
-
-
-def report_part(name: str) -> str:
-    """What a command's report is called in a page: a noun."""
-    return {"compare": "comparison"}.get(name, name)
 
 
 def refuse_launcher(name: str) -> None:
@@ -57,13 +51,12 @@ def refuse_launcher(name: str) -> None:
         )
 
 
-def open_page(args: argparse.Namespace, name: str) -> Page:
-    """The page of the report.
+def open_page(args: argparse.Namespace, part: str) -> Page:
+    """The page of the report, and its part of it.
 
     Raises:
         ConfigError: it is there, and is none of ours.
     """
-    part = report_part(name)
     page = Page(args.report or args.run_dir / f"{part}.md", part)
     page.check()
     return page

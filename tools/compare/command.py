@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
         "--seeds", type=seed_list, default=(2, 3, 4), metavar="N,N", help="seeds of the weights (default: 2,3,4)"
     )
     parser.add_argument("--tune", type=Path, metavar="FILE", help="choose each model's settings first: what to try")
-    add_folders(parser, "compare")
+    add_folders(parser, "compare", "comparison")
     add_nproc(parser, "as `megamem train`")
     parser.set_defaults(func=run_compare)
 
@@ -71,7 +71,7 @@ def run_compare(args: argparse.Namespace) -> int:
     refuse_launcher("compare")
     configs = load_configs(args.configs, args.overrides)
     num_ranks = _num_ranks(configs, args.nproc)
-    page = open_page(args, "compare")
+    page = open_page(args, "comparison")
     options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
     command = command_line(args, "compare", *options)
     comparison = Comparison(list(configs.values()), args.seeds, num_ranks, args.run_dir, page, command)
