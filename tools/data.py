@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import DataError
+from tools.parsers import add_command
 from tools.words import plural
 
 if TYPE_CHECKING:
@@ -58,16 +59,6 @@ def add_parser(subparsers: Any) -> None:
     _add_inspect(commands)
 
 
-def _add_command(commands: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=_INPUTS_HELP)
     parser.add_argument("--field", default="text", help="JSON field or parquet column with the text (default: text)")
@@ -82,7 +73,7 @@ def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prepare(commands: Any) -> None:
-    parser = _add_command(commands, "prepare", "tokenise documents into a data set to train on", _PREPARE_EPILOG)
+    parser = add_command(commands, "prepare", "tokenise documents into a data set to train on", _PREPARE_EPILOG)
     _add_input_arguments(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
     parser.add_argument(
@@ -126,7 +117,7 @@ def _add_prepare(commands: Any) -> None:
 
 
 def _add_tokenizer(commands: Any) -> None:
-    parser = _add_command(commands, "tokenizer", "train a byte-level BPE tokenizer on documents", _TOKENIZER_EPILOG)
+    parser = add_command(commands, "tokenizer", "train a byte-level BPE tokenizer on documents", _TOKENIZER_EPILOG)
     _add_input_arguments(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json to write")
     parser.add_argument(
@@ -141,7 +132,7 @@ def _add_tokenizer(commands: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = _add_command(commands, "inspect", "show what a prepared data set holds, and check it", _INSPECT_EPILOG)
+    parser = add_command(commands, "inspect", "show what a prepared data set holds, and check it", _INSPECT_EPILOG)
     parser.add_argument("path", type=Path, metavar="DIR", help="prepared data set")
     parser.add_argument(
         "--verify", action="store_true", help="read every byte and compare with the hashes of the manifest"

@@ -25,6 +25,7 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, UserError
 from pretrain.folder import RunFolder
 from pretrain.preflight import check_start, machine_memory_bytes
+from tools.parsers import add_command
 from tools.ranks import add_device, default_num_ranks
 from tools.words import plural
 
@@ -72,12 +73,12 @@ class Finding:
 
 def add_parser(subparsers: Any) -> None:
     """Adds `doctor` to the commands of `megamem`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "doctor",
-        help="what this machine has and lacks, with the fix beside each line",
-        description="Look at packages, GPUs, compilers, limits and folders of this machine, and say what to mend.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "what this machine has and lacks, with the fix beside each line",
+        _EPILOG,
+        "Look at packages, GPUs, compilers, limits and folders of this machine, and say what to mend.",
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file: say whether it can run here, too")
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="set keys of CONFIG")

@@ -12,6 +12,7 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tools.parsers import add_command
 from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
 _EPILOG = """\
@@ -40,45 +41,35 @@ examples:
 
 def add_parser(subparsers: Any) -> None:
     """Adds `bench`, `bench step` and `bench kernels` to the commands of `megamem`."""
-    parser = _add_command(
+    parser = add_command(
         subparsers,
         "bench",
         "training speed of configurations, side by side",
-        "Time optimizer steps of one or more configurations on the same ranks, taking turns.",
         _EPILOG,
+        "Time optimizer steps of one or more configurations on the same ranks, taking turns.",
     )
     _add_configs(parser)
     parser.set_defaults(func=run_bench)
-    parser = _add_command(
+    parser = add_command(
         subparsers,
         "bench step",
         "where the time of a step goes",
-        "Time the phases of an optimizer step, and each part of the memory.",
         _STEP_EPILOG,
+        "Time the phases of an optimizer step, and each part of the memory.",
     )
     _add_configs(parser)
     _add_step_options(parser)
     parser.set_defaults(func=run_bench_step)
-    parser = _add_command(
+    parser = add_command(
         subparsers,
         "bench kernels",
         "the memory kernels beside PyTorch's own operations",
-        "Time the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.",
         _KERNELS_EPILOG,
+        "Time the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.",
     )
     _add_rounds(parser)
     _add_kernel_options(parser)
     parser.set_defaults(func=run_bench_kernels)
-
-
-def _add_command(subparsers: Any, name: str, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def _add_rounds(parser: argparse.ArgumentParser) -> None:
