@@ -21,7 +21,7 @@ class RunFolder:
         self.data_cache = path / "data_cache"
         self.tokenizer = path / "tokenizer"
         self.tensorboard = path / "tensorboard"
-        self.owner = path / "owner.json"
+        self.owner = path / "owner"
 
     def check_writable(self) -> None:
         """See whether the folder could be made and written, without making it.

@@ -1,10 +1,15 @@
 """One owner of a run folder at a time, on one machine or many.
 
-Two runs in one folder overwrite each other's checkpoints and metrics. So a run puts down a claim, `owner.json`, and
-beats: a thread counts up in it as long as the run lives. Whoever finds a claim asks whether its owner is alive. Where
-the process can be looked for (same machine, same container) that is certain and immediate; elsewhere the claim is
-watched with the watcher's own clock, and lapses when it has not moved for `LAPSE_S`. No file lock is trusted, as
-network file systems keep them for one node, or not at all; what is trusted is that a link or a rename happens once.
+Two runs in one folder overwrite each other's checkpoints and metrics. So a run puts down a claim and beats: a thread
+counts up in it as long as the run lives. Whoever finds a claim asks whether its owner is alive. Where the process can be
+looked for (same machine, same container) that is certain and immediate; elsewhere the claim is watched with the
+watcher's own clock, and lapses when it has not moved for `LAPSE_S`. No file lock is trusted, as network file systems
+keep them for one node, or not at all; what is trusted is that only one of many can make a file of a given name.
+
+Claims are numbered, `owner/000001.json` and on, and the highest number owns. Who finds the highest dead or ended makes
+the next one, which only one of many can, and owns if there is still no higher one: there is, if others had come and gone
+since it looked. Only the owner removes claims, those before its own; the last one stays, marked as ended, so that no
+number is given out twice. Hence there is no moment at which a claim that counts is away, and nothing to put back.
 
 An owner that was believed dead and was only held up (a machine asleep, a file system that hung) finds another's claim
 before it writes the next time, and stops.
@@ -33,7 +38,7 @@ BEAT_S = 10.0
 LAPSE_S = 60.0
 """Seconds without a beat after which an owner that cannot be looked for counts as dead."""
 _WATCH_EVERY_S = 1.0
-_ASIDE_S = 1.0
+_ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,37 @@ class Claim:
         return _start_of(self.pid) == self.started
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A claim's file as it was read: its bytes, whose it is if they can be understood, and whether that has ended."""
+
+    path: Path
+    content: bytes
+    claim: Claim | None
+    ended: bool
+
+    def is_alive(self, seen_by: Claim) -> bool:
+        if self.ended:
+            return False
+        alive = self.claim.is_alive(seen_by) if self.claim else None
+        return self._moves() if alive is None else alive
+
+    def _moves(self) -> bool:
+        """Whether the claim changes while it is watched."""
+        print(
+            f"{self.path.parent.parent} was claimed by {self.claim or 'somebody'}, who cannot be seen from here: watching "
+            f"for up to {LAPSE_S:.0f} s whether that run is alive",
+            flush=True,
+        )
+        until = time.monotonic() + LAPSE_S
+        while time.monotonic() < until:
+            time.sleep(min(_WATCH_EVERY_S, LAPSE_S / 10))
+            now = _read(self.path)
+            if now is None or now.content != self.content:
+                return now is not None and not now.ended
+        return False
+
+
 class Owner:
     """The claim of this process on a folder, as long as `owned` lasts."""
 
@@ -104,15 +140,12 @@ class Owner:
         Raises:
             ConfigError: somebody else owns the folder now.
         """
-        found, _ = _read(self._path)
-        if found is None:
-            # For a moment it may be aside, while somebody who meant the claim before it puts it back.
-            time.sleep(_ASIDE_S)
-            found, _ = _read(self._path)
-        if found is None or found.token != self._claim.token:
-            now = f"{found} owns it now" if found else f"somebody removed {self._path}"
+        found = _highest(self._path.parent)
+        if found is None or found.claim is None or found.claim.token != self._claim.token:
+            folder = self._path.parent.parent
+            now = f"{found.claim or 'somebody'} owns it now" if found else f"somebody removed {self._path}"
             raise ConfigError(
-                f"{self._path.parent} no longer belongs to this run: {now}. This run was held up for so long that it "
+                f"{folder} no longer belongs to this run: {now}. This run was held up for so long that it "
                 "counted as dead, and stops without writing; its checkpoints are intact"
             )
 
@@ -120,19 +153,20 @@ class Owner:
         """End the claim."""
         self._ended.set()
         self._thread.join()
+        self._write(_ENDED)
         os.close(self._descriptor)
-        found, _ = _read(self._path)
-        if found is not None and found.token == self._claim.token:
-            self._path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
             self._beats += 1
-            # In place, not by a rename: that would put this claim back over one that has followed it. A full disk or a
-            # server that is away is no reason to end a run.
-            with contextlib.suppress(OSError):
-                os.pwrite(self._descriptor, _content(self._claim, self._beats), 0)
-                os.fsync(self._descriptor)
+            self._write(str(self._beats))
+
+    def _write(self, life: str) -> None:
+        # In place, not by a rename: that would put this claim back when its successor has removed it. A full disk or a
+        # server that is away is no reason to end a run.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, _content(self._claim, life), 0)
+            os.fsync(self._descriptor)
 
 
 @contextlib.contextmanager
@@ -143,6 +177,7 @@ def owned(folder: RunFolder) -> Iterator[Owner]:
         ConfigError: somebody who is alive owns it, or it cannot be written.
     """
     folder.make()
+    folder.owner.mkdir(exist_ok=True)
     owner = _claim(folder.owner)
     try:
         yield owner
@@ -150,30 +185,33 @@ def owned(folder: RunFolder) -> Iterator[Owner]:
         owner.release()
 
 
-def _claim(path: Path) -> Owner:
+def _claim(claims: Path) -> Owner:
     mine = Claim.of_this_process()
-    while not _put_down(path, mine):
-        theirs, content = _read(path)
-        if not path.exists():
-            continue
-        alive = theirs.is_alive(mine) if theirs else None
-        if alive is None:
-            alive = _moves(path, theirs, content)
-        if alive:
+    while True:
+        theirs = _highest(claims)
+        if theirs and theirs.is_alive(mine):
             raise ConfigError(
-                f"{path.parent} is in use by {theirs or 'somebody'}: two runs would overwrite each other's checkpoints. Wait until it has "
-                "ended, stop it, or use another --run-dir"
+                f"{claims.parent} is in use by {theirs.claim or 'somebody'}: two runs would overwrite each other's "
+                "checkpoints. Wait until it has ended, stop it, or use another --run-dir"
             )
-        _take_away(path, content)
-    return Owner(path, mine)
+        path = claims / f"{_number(theirs.path) + 1 if theirs else 1:06d}.json"
+        if not _put_down(path, mine):
+            continue
+        numbers = {_number(other): other for other in _numbered(claims)}
+        if max(numbers) == _number(path):
+            for number, older in numbers.items():
+                if number < _number(path):
+                    older.unlink(missing_ok=True)
+            return Owner(path, mine)
+        path.unlink(missing_ok=True)
 
 
 def _put_down(path: Path, claim: Claim) -> bool:
     """Make the claim's file, whole; False if there is one."""
-    temporary = path.with_name(f".{path.name}.{claim.token}")
+    temporary = path.with_name(f".{claim.token}")
     try:
         with temporary.open("xb") as stream:
-            stream.write(_content(claim, 0))
+            stream.write(_content(claim, "0"))
             stream.flush()
             os.fsync(stream.fileno())
         try:
@@ -186,7 +224,7 @@ def _put_down(path: Path, claim: Claim) -> bool:
             # A file system without hard links has at least exclusive creation.
             try:
                 with path.open("xb") as stream:
-                    stream.write(_content(claim, 0))
+                    stream.write(_content(claim, "0"))
             except FileExistsError:
                 return False
         return True
@@ -194,54 +232,46 @@ def _put_down(path: Path, claim: Claim) -> bool:
         temporary.unlink(missing_ok=True)
 
 
-def _moves(path: Path, theirs: Claim | None, content: bytes) -> bool:
-    """Whether a claim changes while it is watched."""
-    print(
-        f"{path.parent} was claimed by {theirs or 'somebody'}, who cannot be seen from here: watching for up to "
-        f"{LAPSE_S:.0f} s whether that run is alive",
-        flush=True,
-    )
-    until = time.monotonic() + LAPSE_S
-    while time.monotonic() < until:
-        time.sleep(min(_WATCH_EVERY_S, LAPSE_S / 10))
-        if _read(path)[1] != content:
-            return path.exists()
-    return False
+def _numbered(claims: Path) -> list[Path]:
+    """The files of claims, in any order."""
+    return [claims / name for name in os.listdir(claims) if name.endswith(".json") and name[:-5].isdecimal()]
 
 
-def _take_away(path: Path, content: bytes) -> None:
-    """Remove a claim that has lapsed, and no other one."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    if _read(path)[1] != content:
-        return
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    if _read(aside)[1] != content:
-        # Somebody was faster, and this is already the next claim: back with it, unless there is yet another.
-        with contextlib.suppress(FileExistsError):
-            os.link(aside, path)
-    aside.unlink()
+def _number(path: Path) -> int:
+    return int(path.stem)
 
 
-def _content(claim: Claim, beats: int) -> bytes:
-    """As it is in the file: of one length whatever the beat, so that it can be written in place."""
-    return json.dumps({**asdict(claim), "beats": f"{beats:012d}"}, indent=1).encode()
+def _highest(claims: Path) -> _Found | None:
+    """The claim that counts; None if there is none."""
+    while True:
+        try:
+            numbered = _numbered(claims)
+        except FileNotFoundError:
+            return None
+        if not numbered:
+            return None
+        # Gone between the two: whoever removed it has a higher one.
+        if found := _read(max(numbered, key=_number)):
+            return found
 
 
-def _read(path: Path) -> tuple[Claim | None, bytes]:
-    """The claim in a file and the file's bytes; None and what there is, if it is no claim."""
+def _content(claim: Claim, life: str) -> bytes:
+    """As it is in the file: of one length whatever its life, so that it can be written in place."""
+    return json.dumps({**asdict(claim), "life": f"{life:>12}"}, indent=1).encode()
+
+
+def _read(path: Path) -> _Found | None:
+    """A claim's file; None if there is none."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return None, b""
+        return None
     try:
         fields = json.loads(content)
-        fields.pop("beats")
-        return Claim(**fields), content
+        ended = fields.pop("life").strip() == _ENDED
+        return _Found(path, content, Claim(**fields), ended)
     except (ValueError, TypeError, AttributeError, KeyError):
-        return None, content
+        return _Found(path, content, None, False)
 
 
 def _machine() -> str:

@@ -230,7 +230,8 @@ def test_a_second_run_in_the_same_folder_is_told_of_the_first(
 ) -> None:
     first = start("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
     wait_until(lambda: last_step(tmp_path / "run") >= 2, "step 2")
-    owner = json.loads((tmp_path / "run" / "owner.json").read_text())
+    (claim,) = (tmp_path / "run" / "owner").iterdir()
+    owner = json.loads(claim.read_text())
     for process in first.ranks():
         process.suspend()
     result = megamem("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
@@ -241,7 +242,7 @@ def test_a_second_run_in_the_same_folder_is_told_of_the_first(
         process.resume()
     assert first.wait().code == 0
     assert_same_run(tmp_path / "run", straight.path)
-    assert not (tmp_path / "run" / "owner.json").exists()
+    assert json.loads(claim.read_text()) == {**owner, "life": "       ended"}
 
 
 @pytest.mark.parametrize(

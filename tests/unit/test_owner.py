@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,36 +54,40 @@ def other_process(folder: RunFolder) -> Iterator[Any]:
     process.join()
 
 
-def leave_claim(folder: RunFolder, **changes: Any) -> bytes:
+def claim_file(folder: RunFolder) -> Path:
+    """The one file of claims that there is."""
+    (path,) = folder.owner.iterdir()
+    return path
+
+
+def leave_claim(folder: RunFolder, **changes: Any) -> None:
     """The claim of an owner that does not beat."""
     with owned(folder):
-        fields = json.loads(folder.owner.read_bytes())
-    content = json.dumps({**fields, **changes}).encode()
-    folder.owner.write_bytes(content)
-    return content
+        fields = json.loads(claim_file(folder).read_bytes())
+    claim_file(folder).write_text(json.dumps({**fields, **changes}))
 
 
 def test_a_claim_lasts_as_long_as_its_block(folder: RunFolder) -> None:
     with owned(folder) as owner:
-        claim = json.loads(folder.owner.read_bytes())
+        claim = json.loads(claim_file(folder).read_bytes())
         assert claim["pid"] == os.getpid()
+        assert claim["life"].strip().isdecimal()
         owner.check()
-    assert not list(folder.path.iterdir())
+    assert json.loads(claim_file(folder).read_bytes()) == {**claim, "life": "       ended"}
     with owned(folder):
-        assert json.loads(folder.owner.read_bytes())["token"] != claim["token"]
+        assert json.loads(claim_file(folder).read_bytes())["token"] != claim["token"]
 
 
 def test_an_error_ends_the_claim_too(folder: RunFolder) -> None:
     with pytest.raises(ZeroDivisionError), owned(folder):
         1 / 0  # noqa: B018
-    assert not folder.owner.exists()
+    assert b"ended" in claim_file(folder).read_bytes()
 
 
 def test_the_second_is_told_who_the_first_is(folder: RunFolder, other_process: Any) -> None:
     with pytest.raises(ConfigError, match=rf"mine is in use by process {other_process.pid} on .* another --run-dir"):
         owned(folder).__enter__()
-    assert json.loads(folder.owner.read_bytes())["pid"] == other_process.pid
-    assert [path.name for path in folder.path.iterdir()] == ["owner.json"]
+    assert json.loads(claim_file(folder).read_bytes())["pid"] == other_process.pid
 
 
 def test_a_killed_owner_holds_nobody_up(
@@ -128,8 +134,8 @@ def test_an_owner_out_of_sight_is_alive_when_it_beats(folder: RunFolder, monkeyp
 
 def test_what_is_no_claim_is_watched_like_one(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_module, "LAPSE_S", 0.2)
-    folder.make()
-    folder.owner.write_text("{")
+    folder.owner.mkdir(parents=True)
+    (folder.owner / "000001.json").write_text("{")
     with owned(folder) as owner:
         owner.check()
 
@@ -148,7 +154,7 @@ def test_slurm_starts_a_job_again_when_it_has_ended(folder: RunFolder, monkeypat
 def test_who_was_taken_for_dead_stops_before_it_writes(folder: RunFolder) -> None:
     with ExitStack() as second_block:
         with owned(folder) as first:
-            folder.owner.unlink()
+            claim_file(folder).unlink()
             with pytest.raises(ConfigError, match="no longer belongs to this run: somebody removed"):
                 first.check()
             second = second_block.enter_context(owned(folder))
@@ -183,7 +189,48 @@ def test_of_many_that_find_a_dead_owner_one_wins(folder: RunFolder, attempt: int
     for thread in threads:
         thread.join()
     assert (len(won), len(lost)) == (1, 7)
-    assert not list(folder.path.iterdir())
+    assert b"ended" in claim_file(folder).read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_owners_that_come_and_go_never_meet(folder: RunFolder, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens between two steps of a contender: each waits for a random while before it."""
+    dice = random.Random(seed)
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            time.sleep(dice.choice([0, 0, 0.0005, 0.003]))
+            return function(*arguments)
+
+        return call
+
+    for name in ("_numbered", "_read", "_put_down"):
+        monkeypatch.setattr(owner_module, name, late(getattr(owner_module, name)))
+    inside = threading.Lock()
+    wins: list[int] = []
+    met: list[int] = []
+
+    def come_and_go(number: int) -> None:
+        for _ in range(25):
+            try:
+                with owned(folder) as owner:
+                    if not inside.acquire(blocking=False):
+                        met.append(number)
+                        continue
+                    owner.check()
+                    wins.append(number)
+                    inside.release()
+            except ConfigError as error:
+                if "is in use" not in str(error):
+                    met.append(number)
+
+    threads = [threading.Thread(target=come_and_go, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not met
+    assert wins
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
