@@ -15,11 +15,14 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The name since torch 2.9, and the one before, which is still read."""
 
 
-def settle_environment(*, tensor: int, context: int, environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+def settle_environment(
+    *, tensor: int, context: int, deterministic: bool, environ: MutableMapping[str, str] = os.environ
+) -> dict[str, str]:
     """Set what is not set yet.
 
     Args:
         tensor, context: sizes of these axes.
+        deterministic: see `parallel.determinism`; what the libraries below PyTorch need for it.
         environ: the environment of this process.
 
     Returns:
@@ -37,6 +40,10 @@ def settle_environment(*, tensor: int, context: int, environ: MutableMapping[str
     if (folder := local_cache_folder()) is not None:
         # In the home directory, where Triton has it, hundreds of ranks would meet in one folder of a network disk.
         settled["TRITON_CACHE_DIR"] = str(folder / "triton")
+    if deterministic:
+        # Products that run at once on several streams would share workspaces, and take turns as it happens.
+        settled["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        settled["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     settled = {name: value for name, value in settled.items() if name not in environ}
     environ.update(settled)
     return settled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel.cpu import cuda_on_cpu
 from parallel.devices import gpu_of
-from parallel.environment import settle_environment
+from parallel.failure_watch import failures_shared
 from parallel.ranks import RankEnvironment
 
 
@@ -68,22 +68,37 @@ class ParallelGroups:
 
 
 @contextmanager
+def meeting(ranks: RankEnvironment, *, timeout_minutes: float) -> Iterator[dist.Store]:
+    """The store where the ranks of a job meet; until the block ends, the failure of one is known to all.
+
+    Args:
+        ranks: this process's place among them.
+        timeout_minutes: how long to wait for the others.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    store, _, _ = next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    with nullcontext() if ranks.are_watched else failures_shared(store, ranks.rank, ranks.world_size):
+        yield store
+
+
+@contextmanager
 def parallel_context(
-    sizes: ParallelSizes, ranks: RankEnvironment, *, timeout_minutes: float, seed: int
+    sizes: ParallelSizes, ranks: RankEnvironment, store: dist.Store, *, timeout_minutes: float, seed: int
 ) -> Iterator[ParallelGroups]:
     """Join the world, build the groups, and leave in order.
 
     On a GPU machine this is NCCL on the device of `ranks.local_rank`; elsewhere gloo under
-    `parallel.cpu.cuda_on_cpu`. CUDA must not have been touched: what it reads from the environment is settled here.
+    `parallel.cpu.cuda_on_cpu`. What CUDA reads from the environment must be settled (`parallel.environment`).
 
     Args:
         sizes: the layout; the product of tensor, pipeline and context must divide the number of ranks.
         ranks: this process's place among them.
+        store: where they have met.
         timeout_minutes: longest wait in a collective.
         seed: of Megatron's random states.
     """
     with ExitStack() as stack:
-        settle_environment(tensor=sizes.tensor, context=sizes.context)
         on_gpu = torch.cuda.is_available()
         device = torch.device("cpu")
         if on_gpu:
@@ -96,7 +111,7 @@ def parallel_context(
         # not sent as one batch would wait for each other.
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
-            init_method=ranks.init_method,
+            store=dist.PrefixStore("world", store),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(minutes=timeout_minutes),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RENDEZVOUS_VARIABLE = "MEGAMEM_RENDEZVOUS"
 
@@ -32,7 +32,9 @@ class RankEnvironment:
     local_rank: int
     """Number of this process on its machine, from 0: the index of its GPU."""
     init_method: str
-    """URL for `torch.distributed.init_process_group(init_method=..., rank=..., world_size=...)`."""
+    """URL of the store where the ranks meet, for `torch.distributed.rendezvous`."""
+    are_watched: bool = False
+    """Whether a process watches over the ranks and ends all of them when one fails: our own launcher does."""
 
 
 def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -51,7 +53,7 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
     """
     environ = os.environ if environ is None else environ
     if RENDEZVOUS_VARIABLE in environ:
-        return _from_variables(environ, environ[RENDEZVOUS_VARIABLE])
+        return replace(_from_variables(environ, environ[RENDEZVOUS_VARIABLE]), are_watched=True)
     if "RANK" in environ:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):

@@ -144,15 +144,22 @@ def unwrap(chunk: Chunk) -> MemoryGPTModel:
     return module
 
 
-def wrap_chunks(chunks: Sequence[MemoryGPTModel], groups: ParallelGroups) -> list[DistributedDataParallel]:
+def wrap_chunks(
+    chunks: Sequence[MemoryGPTModel], config: RunConfig, groups: ParallelGroups
+) -> list[DistributedDataParallel]:
     """Put the chunks under bf16 conversion (if they are bf16) and Megatron's DDP."""
     wrapped = []
     for index, chunk in enumerate(chunks):
         module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
         wrapped.append(
             DistributedDataParallel(
-                chunk.config, ddp_config(), module, disable_bucketing=index > 0, pg_collection=groups.megatron
+                chunk.config, ddp_config(config), module, disable_bucketing=index > 0, pg_collection=groups.megatron
             )
         )
+    if config.parallel.overlap_grad_reduce:
+        # Only the last microbatch's backward pass makes gradients that are complete: the schedules ask for this.
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        for chunk in wrapped:
+            chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     # No broadcast from the first replica: all replicas drew the same weights.
     return wrapped

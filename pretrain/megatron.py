@@ -59,6 +59,10 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         # Interleaved schedules with batched p2p exchange the messages of two chunks without a word of warning.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        # For a defect of torch before 2.0: the host would wait for the device at every message.
+        batch_p2p_sync=False,
+        # Of Megatron's own code that is the lookup of embeddings.
+        deterministic_mode=config.train.deterministic,
         # Layers carry their global number in checkpoint names, whatever stage they are on.
         hetereogenous_dist_checkpoint=True,
         calculate_per_token_loss=True,
@@ -121,9 +125,13 @@ def _experts(config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
-def ddp_config() -> DistributedDataParallelConfig:
-    """Gradients in fp32 buffers, reduced at the end of the step, with optimizer state split over the replicas."""
-    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+def ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+    """Gradients in fp32 buffers, reduced once per step, with optimizer state split over the replicas."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+    )
 
 
 def optimizer_config(config: RunConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:

@@ -117,7 +117,7 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start
     )
     held_out = HeldOutDataset(config.data.datasets, train.sequence_length, config.evaluation.max_sequences)
     build = build_chunks if saved is None else build_unset_chunks
-    chunks = wrap_chunks(build(config, groups, vocab_size=vocab_size), groups)
+    chunks = wrap_chunks(build(config, groups, vocab_size=vocab_size), config, groups)
     run = Run(
         config=config,
         folder=folder,

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
+from parallel.determinism import deterministic_algorithms
 from parallel.devices import why_gpus_are_unusable
-from parallel.groups import ParallelGroups, close_groups, initialise_groups, parallel_context
+from parallel.environment import settle_environment
+from parallel.groups import ParallelGroups, close_groups, initialise_groups, meeting, parallel_context
 from parallel.ranks import current_ranks
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.megatron import parallel_sizes
 
 
-def session(config: RunConfig) -> AbstractContextManager[ParallelGroups]:
+@contextmanager
+def session(config: RunConfig) -> Iterator[ParallelGroups]:
     """This rank's groups, for as long as the context lasts.
 
     Raises:
         RuntimeError: nobody has started ranks (see `parallel.launch`).
         ConfigError: there are GPUs, and they cannot be used.
     """
+    layout, deterministic = config.parallel, config.train.deterministic
     ranks = current_ranks()
     if ranks is None:
         raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
-    if reason := why_gpus_are_unusable():
-        raise ConfigError(
-            f"this machine has GPUs that cannot be used: {reason}. To leave them idle, add --device cpu, or set "
-            "CUDA_VISIBLE_DEVICES to nothing"
+    # Before anybody asks for the GPU, which is next.
+    settle_environment(tensor=layout.tensor, context=layout.context, deterministic=deterministic)
+    with ExitStack() as stack:
+        store = stack.enter_context(meeting(ranks, timeout_minutes=layout.timeout_minutes))
+        if reason := why_gpus_are_unusable():
+            raise ConfigError(
+                f"this machine has GPUs that cannot be used: {reason}. To leave them idle, add --device cpu, or set "
+                "CUDA_VISIBLE_DEVICES to nothing"
+            )
+        if deterministic:
+            stack.enter_context(deterministic_algorithms())
+        yield stack.enter_context(
+            parallel_context(
+                parallel_sizes(config), ranks, store, timeout_minutes=layout.timeout_minutes, seed=config.seed
+            )
         )
-    return parallel_context(
-        parallel_sizes(config), ranks, timeout_minutes=config.parallel.timeout_minutes, seed=config.seed
-    )
 
 
 def relaid(config: RunConfig, groups: ParallelGroups) -> ParallelGroups:

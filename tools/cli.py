@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from parallel.devices import ask_for_gpus_without_starting_cuda
 from pretrain.errors import UserError
 from pretrain.quiet import quiet_engine
+from tools.ranks import end_ranks_that_wait
 from tools.words import ending
 
 COMMAND_MODULES = (
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     quiet_engine()
     ask_for_gpus_without_starting_cuda()
+    args = argparse.Namespace()
     try:
         args = build_parser().parse_args(argv)
         code = int(args.func(args) or 0)
@@ -65,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(request.code or 0)
     except UserError as error:
         print(ending(error, error.exit_code), file=sys.stderr)
+        end_ranks_that_wait(args, error)
         return error.exit_code
     except KeyboardInterrupt:
         print("megamem: interrupted", file=sys.stderr)
@@ -73,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return EXIT_BROKEN_PIPE
         traceback.print_exc()
+        end_ranks_that_wait(args, error)
         return 1
 
 

@@ -82,6 +82,22 @@ def current_rank_is_first() -> bool:
     return ranks is None or ranks.rank == 0
 
 
+def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
+    """After an error of a command: tell the other ranks, if torchrun or Slurm started some and they do not know it."""
+    # A command without ranks of its own may be started under srun too: nobody waits for it.
+    if not hasattr(args, "nproc"):
+        return
+    try:
+        ranks = current_ranks()
+    except ValueError:
+        return
+    if ranks is not None:
+        from parallel.failure_watch import tell_who_waits
+
+        sys.stderr.flush()
+        tell_who_waits(ranks, error)
+
+
 def import_engine() -> None:
     """Import what ranks need, once, before they are forked: each would take seconds to import it by itself."""
     from pretrain import callbacks, generate, loop, restore  # noqa: F401

@@ -32,8 +32,8 @@ examples:
   torchrun --nproc-per-node 8 -m tools.cli train CONFIG
 
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes
-on from there, bit for bit as if it had never stopped; the layout may differ. Ctrl-C, SIGTERM or SIGUSR1 ends the step, saves
-and exits with 75: run the same command again.
+on from there as if it had never stopped (bit for bit on CPUs, and on GPUs with train.deterministic=true); the layout may
+differ. Ctrl-C, SIGTERM or SIGUSR1 ends the step, saves and exits with 75: run the same command again.
 """
 
 

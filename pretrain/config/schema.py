@@ -50,6 +50,9 @@ class ParallelConfig(Config):
     overlap_memory: Annotated[bool, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = True
     """On GPUs, run the memory of split tables on a CUDA stream of its own beside the feed-forward; false: one after
     the other."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients over the replicas in parts, each as soon as the last microbatch's backward pass has it; false:
+    all of them after that pass."""
     timeout_minutes: PositiveFloat = 10.0
     """How long a collective may wait before the run ends with an error."""
 
@@ -70,6 +73,9 @@ class TrainConfig(Config):
     """bf16: bf16 weights and activations with fp32 main weights, gradients and optimizer state."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation recomputation: every block (full), or the attention core only (selective)."""
+    deterministic: bool = False
+    """On GPUs, the same bits whenever the same run is repeated or resumed: attention and embeddings sum their gradients
+    in a fixed order, which takes longer. On CPUs that is always so."""
     max_skipped_steps: PositiveInt = 20
     """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
     kernels: Implementation = "auto"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from keys_table import BASE, Subject, Table, set_key, with_model
-from tiny_runs import VOCAB_SIZE, tiny_run
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from tiny_runs import VOCAB_SIZE, TinyRun, tiny_run
 
+from parallel.ranks import RankEnvironment
 from pretrain.build import build_unset_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.session import relaid, session
 
 LAYOUTS, STAND_INS = Table(), Table()
+
+NOWHERE = RankEnvironment(rank=0, world_size=1, local_rank=0, init_method="file:///nowhere", are_watched=True)
 
 FOUR_BLOCKS = replace(with_model(num_layers=4), train=replace(BASE.train, global_batch_size=8))
 STAGES = set_key(FOUR_BLOCKS, "parallel.pipeline", 2)
@@ -32,12 +35,15 @@ class OnRank:
         shapes: of the parameters of its first chunk, by name.
         hidden: [s, b, D] of what its first block gets, per microbatch.
         loss: of the step, nats per target.
+        reduced_early: parts of the gradients whose reduction had started when the backward pass of the next step ended,
+            and all parts.
     """
 
     blocks: list[list[int]]
     shapes: dict[str, tuple[int, ...]]
     hidden: list[tuple[int, ...]]
     loss: float
+    reduced_early: tuple[int, int]
 
 
 def on_rank(config: RunConfig) -> OnRank:
@@ -49,12 +55,29 @@ def on_rank(config: RunConfig) -> OnRank:
             with_kwargs=True,
         )
         ((loss, _),) = run.train(1)
+        hidden_of_step = list(hidden)
         return OnRank(
             [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in run.bare],
             {name: tuple(p.shape) for name, p in run.bare[0].named_parameters()},
-            hidden,
+            hidden_of_step,
             loss,
+            reduced_early(run),
         )
+
+
+def reduced_early(run: TinyRun) -> tuple[int, int]:
+    """Take a step; see `OnRank`. The first step of a run finds out which gradients come, and reduces all at its end."""
+    parts = [part for chunk in run.chunks for part in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    when_finished: list[int] = []
+
+    def finalise(*arguments: Any, **keywords: Any) -> None:
+        when_finished.append(sum(part.grad_reduce_handle is not None for part in parts))
+        finalize_model_grads(*arguments, **keywords)
+
+    run.bare[0].config.finalize_model_grads_func = finalise
+    run.train(1)
+    (early,) = when_finished
+    return early, len(parts)
 
 
 def same_losses(base: list[OnRank], second: list[OnRank]) -> None:
@@ -120,6 +143,15 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
         assert rank.hidden == before.hidden
 
 
+@LAYOUTS.key("parallel.overlap_grad_reduce", False, FOUR_BLOCKS)
+def _(base: list[OnRank], second: list[OnRank]) -> None:
+    """Not one part is reduced before the backward pass has ended, instead of all; dense parameters and tables alike."""
+    assert [rank.loss for rank in second] == [rank.loss for rank in base]
+    for before, rank in zip(base, second, strict=True):
+        assert before.reduced_early == (2, 2)
+        assert rank.reduced_early == (0, 2)
+
+
 @STAND_INS.key("parallel.overlap_memory", False, set_key(BASE, "parallel.memory", 2))
 def _(base: Subject, second: Subject) -> None:
     """On a GPU, the memory of a block starts before its feed-forward runs, or after it."""
@@ -136,20 +168,39 @@ def _(base: Subject, second: Subject) -> None:
 @STAND_INS.key("parallel.timeout_minutes", 7.0)
 def _(base: Subject, second: Subject) -> None:
     """Of the world, and of every group of Megatron's in it, also of those that take the place of others."""
-    ranks = SimpleNamespace(rank=0, world_size=1, local_rank=0, init_method="file:///nowhere")
     for subject, minutes in ((base, 10), (second, 7)):
         with (
             patch("parallel.groups.dist") as dist,
             patch("parallel.groups.parallel_state") as state,
             patch("parallel.groups.tensor_parallel"),
             patch("parallel.groups.ProcessGroupCollection"),
-            patch("pretrain.session.current_ranks", return_value=ranks),
+            patch("pretrain.session.current_ranks", return_value=NOWHERE),
         ):
+            dist.rendezvous.return_value = iter([(MagicMock(), 0, 1)])
             dist.distributed_c10d._world.pg_map = {}
             with session(subject.config) as groups:
                 relaid(subject.config, groups)
+        assert dist.rendezvous.call_args.kwargs["timeout"] == timedelta(minutes=minutes)
         assert dist.init_process_group.call_args.kwargs["timeout"] == timedelta(minutes=minutes)
         made: list[Any] = [
             call.kwargs["distributed_timeout_minutes"] for call in state.initialize_model_parallel.mock_calls
         ]
         assert made == [minutes, minutes]
+
+
+@STAND_INS.key("train.deterministic", True)
+def _(base: Subject, second: Subject) -> None:
+    """PyTorch and Megatron take only algorithms that repeat their bits, as long as the session lasts."""
+    for subject, expected in ((base, False), (second, True)):
+        with (
+            patch("pretrain.session.meeting"),
+            patch("pretrain.session.parallel_context"),
+            patch("pretrain.session.settle_environment") as settle,
+            patch("pretrain.session.current_ranks", return_value=NOWHERE),
+            session(subject.config),
+        ):
+            assert torch.are_deterministic_algorithms_enabled() == expected
+            assert settle.call_args.kwargs["deterministic"] == expected
+        assert not torch.are_deterministic_algorithms_enabled()
+        (model,) = build_unset_chunks(subject.config, subject.groups, vocab_size=VOCAB_SIZE)
+        assert model.embedding.word_embeddings.deterministic_mode == expected

@@ -39,7 +39,9 @@ def train(layout: Layout) -> list[Shard]:
     sizes = config.train
     with joined(config) as groups:
         bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE, dtype=torch.float64)
-        in_fp64 = replace(ddp_config(), grad_reduce_in_fp32=False, use_distributed_optimizer=False)
+        in_fp64 = replace(
+            ddp_config(config), grad_reduce_in_fp32=False, use_distributed_optimizer=False, overlap_grad_reduce=False
+        )
         wrap = partial(DistributedDataParallel, pg_collection=groups.megatron)
         chunks = [wrap(c.config, in_fp64, c, disable_bucketing=i > 0) for i, c in enumerate(bare)]
         batches = [random_batches(config, groups) for _ in chunks]

@@ -182,7 +182,7 @@ def build(
 ) -> TinyRun:
     """Build a run on a layout whose groups are there."""
     bare = build_model(config, groups, vocab_size=VOCAB_SIZE)
-    chunks = wrap_chunks(bare, groups)
+    chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
     # What reads data sets or folders is not asked for.
     nothing: Any = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Megamem, checkpoint, steps
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,49 @@ def test_torchrun_gives_the_ranks(config_file: Path, tmp_path: Path, megamem: Me
     for key in ("loss", "grad_norm"):
         expected = [row[key] for row in steps(tmp_path / "own")]
         assert [row[key] for row in steps(tmp_path / "torchrun")] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("only_rank_1", "exit_code", "message"),
+    [
+        # Before the ranks have met: its data is not there. After: its GPU cannot be used.
+        (("data.datasets.0.path=/nowhere",), 3, "/nowhere"),
+        (("train.num_steps=9",), 2, "GPUs that cannot be used"),
+    ],
+    ids=["before they meet", "after they met"],
+)
+def test_what_one_rank_fails_at_ends_the_others(
+    config_file: Path, tmp_path: Path, only_rank_1: tuple[str, ...], exit_code: int, message: str
+) -> None:
+    """Ranks that nobody watches over, as srun starts them. The others would wait for ten minutes."""
+    if torch.version.cuda is not None and exit_code == 2:
+        pytest.skip("torch has CUDA here")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+
+    def start(rank: int, *more: str) -> subprocess.Popen[str]:
+        gpus = "0" if rank == 1 and exit_code == 2 else ""
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return subprocess.Popen(
+            [sys.executable, "-m", "tools.cli", "train", str(config_file), "--run-dir", str(tmp_path / "run"), *more],
+            cwd=ROOT,
+            env={**os.environ, **{name: str(value) for name, value in place.items()}, "CUDA_VISIBLE_DEVICES": gpus},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    ranks = [start(0), start(1, *only_rank_1)]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [exit_code, exit_code], outputs
+    assert "rank 0 ends because rank 1 failed" in outputs[0]
+    assert message in outputs[0]
+    assert message in outputs[1]
 
 
 def test_a_number_of_ranks_that_contradicts_the_launcher(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:

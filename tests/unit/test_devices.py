@@ -13,6 +13,7 @@ import torch
 from parallel import environment as environment_module
 from parallel.devices import gpu_of, num_visible_gpus, why_gpus_are_unusable
 from parallel.environment import local_cache_folder, settle_environment
+from parallel.ranks import RankEnvironment
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.session import session
@@ -46,15 +47,16 @@ def test_a_rank_uses_what_it_sees() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")
-def test_gpus_that_this_torch_cannot_use_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_this_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(
+        "pretrain.session.current_ranks", lambda: RankEnvironment(0, 1, 0, f"file://{tmp_path}/rendezvous")
+    )
+    settled: list[str] = []
+    monkeypatch.setattr("pretrain.session.settle_environment", lambda **_: settled.append("before CUDA is asked for"))
     with pytest.raises(ConfigError, match=r"GPUs that cannot be used: torch .* was built without CUDA.*--device cpu"):
-        session(RunConfig())
+        session(RunConfig()).__enter__()
+    assert settled
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert why_gpus_are_unusable() is None
 
@@ -113,18 +115,30 @@ def test_one_queue_only_where_collectives_run_beside_products(tmp_path: Path, mo
     monkeypatch.setattr(environment_module.tempfile, "gettempdir", lambda: str(tmp_path))
     for sizes, queues in (((1, 1), None), ((2, 1), "1"), ((1, 2), "1")):
         environ: dict[str, str] = {}
-        settled = settle_environment(tensor=sizes[0], context=sizes[1], environ=environ)
+        settled = settle_environment(tensor=sizes[0], context=sizes[1], deterministic=False, environ=environ)
         assert environ == settled
         assert environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
         assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
         assert environ["TRITON_CACHE_DIR"] == str(tmp_path / f"megamem-{os.getuid()}" / "triton")
 
 
+def test_what_a_deterministic_run_needs() -> None:
+    environ: dict[str, str] = {}
+    settle_environment(tensor=1, context=1, deterministic=True, environ=environ)
+    assert (environ["CUBLAS_WORKSPACE_CONFIG"], environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"]) == (":4096:8", "0")
+
+
 @pytest.mark.parametrize("allocator", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_what_is_set_stays(allocator: str) -> None:
-    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", allocator: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/mine"}
+    environ = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        allocator: "max_split_size_mb:64",
+        "TRITON_CACHE_DIR": "/mine",
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1",
+    }
     before = dict(environ)
-    assert settle_environment(tensor=2, context=1, environ=environ) == {}
+    assert settle_environment(tensor=2, context=1, deterministic=True, environ=environ) == {}
     assert environ == before
 
 
@@ -140,4 +154,4 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: 
     folder.symlink_to(tmp_path / "theirs")
     assert local_cache_folder() is None
     environ: dict[str, str] = {}
-    assert "TRITON_CACHE_DIR" not in settle_environment(tensor=1, context=1, environ=environ)
+    assert "TRITON_CACHE_DIR" not in settle_environment(tensor=1, context=1, deterministic=False, environ=environ)

@@ -47,7 +47,7 @@ def test_torchrun_without_local_world_size_is_one_machine() -> None:
 
 def test_our_launcher_wins_over_what_it_inherited() -> None:
     found = current_ranks(TORCHRUN | SLURM | MEGAMEM)
-    assert found == RankEnvironment(1, 2, 1, "file:///scratch/rendezvous")
+    assert found == RankEnvironment(1, 2, 1, "file:///scratch/rendezvous", are_watched=True)
 
 
 def test_slurm_step() -> None:

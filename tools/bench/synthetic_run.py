@@ -26,7 +26,7 @@ class SyntheticRun:
         self.config, self.groups = config, groups
         vocab_size = config.model.vocab_size
         assert vocab_size is not None, "nothing says how many token ids there are"
-        self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), groups)
+        self.chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), config, groups)
         self.optimizer = build_optimizer(config, self.chunks, groups)
         self.batches = [on_device(_random_batches(config, vocab_size), groups.device) for _ in self.chunks]
 
