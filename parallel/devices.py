@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Makes `torch.cuda.is_available()` ask the driver's management library, which starts nothing in this process.
 _ASK_WITHOUT_STARTING = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# Without a daemon that keeps the driver loaded it takes seconds.
+_NVIDIA_SMI_PATIENCE_S = 30.0
 
 
 def num_visible_gpus(environ: Mapping[str, str] | None = None) -> int:
@@ -58,6 +62,42 @@ def why_gpus_are_unusable() -> str | None:
     except (RuntimeError, AssertionError) as error:
         return f"CUDA {torch.version.cuda} of torch {torch.__version__} does not start: {error}"
     return None
+
+
+def smallest_gpu_bytes() -> int | None:
+    """Memory of the smallest visible GPU, by the driver's own program; None where that does not say. Starts nothing."""
+    lines = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits", *_visible_ids())
+    sizes = [int(line) for line in lines if line.isdecimal()]
+    return min(sizes) * 1024**2 if sizes else None
+
+
+def gpu_links() -> str | None:
+    """How the GPUs of this machine reach each other, as `nvidia-smi topo -m` has it; None with one, or if unknown.
+
+    NV and a number are so many NVLinks; PIX, PXB, PHB, NODE and SYS are ways over PCIe, from the shortest to the
+    longest.
+    """
+    rows = [line.split() for line in _nvidia_smi("topo", "-m") if line.startswith("GPU")]
+    # Below the diagonal, beside which columns of network cards stand. The line that names the columns is indented.
+    links = {kind for number, row in enumerate(rows) for kind in row[1 : number + 1]}
+    return ", ".join(sorted(links)) or None
+
+
+def _visible_ids() -> tuple[str, ...]:
+    visible = os.environ.get(_VISIBLE)
+    return () if visible is None else (f"--id={','.join(visible.split(',')[: num_visible_gpus()])}",)
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """What it prints, by lines; nothing if it is missing or fails."""
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_NVIDIA_SMI_PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    # Columns are marked with escape codes.
+    return re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).splitlines() if result.returncode == 0 else []
 
 
 def built_without_cuda() -> str:

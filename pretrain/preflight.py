@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from megamem.config import ModelConfig
-from parallel.devices import built_without_cuda, num_visible_gpus
+from parallel.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
 from pretrain.checkpoint.folder import list_checkpoints, read_state
 from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
 from pretrain.costs.formulas import count_parameters
+from pretrain.costs.held import held_bytes
 from pretrain.data.blend import check_fits, model_vocab_size, open_blend
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
@@ -42,8 +45,12 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
         raise ConfigError(
             f"this machine has GPUs that cannot be used: {built_without_cuda()}. To leave them idle, add --device cpu"
         )
-    if local and not num_visible_gpus():
-        _check_memory(replace(config.model, vocab_size=vocab_size), config, num_ranks)
+    if local:
+        sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
+        if not num_visible_gpus():
+            _check_memory(sized.model, config, num_ranks)
+        elif gpu_bytes := smallest_gpu_bytes():
+            check_gpu_memory(sized, num_ranks, gpu_bytes)
     if local:
         # Ranks that were started elsewhere leave this to rank 0, when they open the run: each would look at every file
         # of a checkpoint, of which there are as many as ranks.
@@ -62,13 +69,50 @@ def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None
     if needed > available:
         raise ConfigError(
             f"the model has {counts.total:,} parameters ({counts.tables:,} in tables), which with their gradients and "
-            f"optimizer state need at least {_gigabytes(needed)} on {num_ranks} ranks, and this machine has "
-            f"{_gigabytes(available)}: make it smaller, or train on more machines"
+            f"optimizer state need at least {gigabytes(needed)} on {num_ranks} ranks, and this machine has "
+            f"{gigabytes(available)}: make it smaller, or train on more machines"
         )
 
 
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"
+def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: int) -> None:
+    """Refuse what a GPU cannot hold even without activations.
+
+    Args:
+        config: without `model.vocab_size`, embeddings are not counted.
+        gpu_bytes: of a rank's GPU.
+
+    Raises:
+        ConfigError: naming what a rank would hold, and a layout that fits if there is one.
+    """
+    held = held_bytes(config, num_ranks)
+    if held.total <= gpu_bytes:
+        return
+    fits = next(_splits_that_fit(config, num_ranks, gpu_bytes), None)
+    fix = f"parallel.memory={fits[0]} splits tables and experts so that it is {gigabytes(fits[1])}" if fits else ""
+    raise ConfigError(
+        f"a rank would hold at least {gigabytes(held.total)} ({gigabytes(held.model)} of weights and gradients, "
+        f"{gigabytes(held.optimizer)} as its share of the optimizer's state) on {num_ranks} ranks, and a GPU has "
+        f"{gigabytes(gpu_bytes)}, of which activations need some: "
+        + (fix or "raise parallel.pipeline, use more GPUs, or make the model smaller")
+    )
+
+
+def _splits_that_fit(config: RunConfig, num_ranks: int, gpu_bytes: int) -> Iterator[tuple[int, float]]:
+    """Larger memory groups that this layout can have, with what a rank would hold."""
+    for size in range(config.parallel.memory + 1, num_ranks + 1):
+        other = replace(config, parallel=replace(config.parallel, memory=size))
+        if (held := held_bytes(other, num_ranks).total) > gpu_bytes:
+            continue
+        try:
+            validate(other, num_ranks)
+        except ConfigError:
+            continue
+        yield size, held
+
+
+def gigabytes(num_bytes: float) -> str:
+    """In words."""
+    return f"{num_bytes / 1e9:,.3g} GB" if num_bytes < 100e9 else f"{num_bytes / 1e9:,.0f} GB"
 
 
 def machine_memory_bytes() -> int:

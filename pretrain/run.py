@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
@@ -29,6 +30,7 @@ from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.owner import Owner, owned
+from pretrain.preflight import check_gpu_memory
 from pretrain.saved_run import check_resumable
 from pretrain.state import RunState
 
@@ -106,6 +108,10 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start
     saved = _find_resumable(config, folder, groups, start)
     state = RunState() if saved is None else saved.run
     vocab_size = model_vocab_size(config.model, tokenizer)
+    model = replace(config.model, vocab_size=vocab_size)
+    if groups.device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(groups.device).total_memory
+        check_gpu_memory(replace(config, model=model), groups.world_size, gpu_bytes)
     train_data = build_train_dataset(
         config.data.datasets,
         sequence_length=train.sequence_length,
@@ -128,7 +134,7 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start
         chunks=chunks,
         optimizer=build_optimizer(config, chunks, groups),
         state=state,
-        flops_per_token=training_flops_per_token(replace(config.model, vocab_size=vocab_size), train.sequence_length),
+        flops_per_token=training_flops_per_token(model, train.sequence_length),
     )
     if saved is not None:
         restore_run(saved, run.chunks, run.optimizer)

@@ -27,9 +27,10 @@ from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs
+from pretrain.costs.held import held_bytes
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from pretrain.preflight import check_start
+from pretrain.preflight import check_gpu_memory, check_start, gigabytes
 from tools.parameter_table import parameter_tables
 from tools.ranks import add_device, default_num_ranks
 from tools.words import plural
@@ -94,6 +95,12 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="leave out what this machine decides: its data, folders and memory, and the number of ranks unless --ranks "
         "says it",
+    )
+    check.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of a GPU elsewhere: refuse a layout that it cannot hold (needs --elsewhere and --ranks)",
     )
     add_device(check)
     check.set_defaults(func=run_check)
@@ -162,9 +169,16 @@ def run_check(args: argparse.Namespace) -> int:
     """Validates a configuration and says so."""
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks is {args.ranks}: it must be at least 1")
+    if args.gpu_memory is not None and not (args.elsewhere and args.ranks and args.gpu_memory > 0):
+        raise ConfigError(
+            f"--gpu-memory is {args.gpu_memory}: it is the memory of a GPU elsewhere, above 0, and needs --elsewhere and "
+            "--ranks; here the GPUs are asked"
+        )
     config = load_config(args.config, args.overrides)
     num_ranks = args.ranks if args.elsewhere else args.ranks or default_num_ranks(config.parallel)
     validate(config, num_ranks)
+    if args.gpu_memory is not None:
+        check_gpu_memory(config, args.ranks, int(args.gpu_memory * 1e9))
     if not args.elsewhere:
         folder = RunFolder(args.run_dir or Path("runs") / config.name)
         check_start(config, num_ranks, folder, local=True)
@@ -173,6 +187,12 @@ def run_check(args: argparse.Namespace) -> int:
     for sentence in advice(config):
         print(f"note: {sentence}", file=sys.stderr)
     print(f"{args.config} can run{where}{'' if args.elsewhere else ' here'}.")
+    if num_ranks is not None:
+        held = held_bytes(config, num_ranks)
+        print(
+            f"Each rank holds {gigabytes(held.model)} of weights and gradients and {gigabytes(held.optimizer)} of the "
+            "optimizer's state; activations come on top."
+        )
     return 0
 
 

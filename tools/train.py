@@ -22,6 +22,8 @@ from tools.ranks import add_nproc, current_rank_is_first, default_num_ranks, run
 from tools.words import count_in_millions, plural
 
 if TYPE_CHECKING:
+    import torch
+
     from pretrain.run import Run
 
 _EPILOG = """\
@@ -128,13 +130,27 @@ def _headline(run: Run) -> str:
     chosen = resolve(train.kernels, {}, run.groups.device.type)
     context = f"context {layout.context} x " if layout.context > 1 else ""
     kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""
+    gpu = f"\n{described_gpu(run.groups.device)}" if run.groups.device.type == "cuda" else ""
     return (
         f"{run.config.name}: {count_in_millions(counts.total)} parameters ({kind}), {count_in_millions(counts.active)} "
         "active per token\n"
         f"{plural(run.groups.world_size, 'rank')} (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data "
         f"{run.groups.data_size}), {train.precision}, "
-        f"{plural(train.num_steps, 'step')} of {run.tokens_per_step:,} tokens{kernels}"
+        f"{plural(train.num_steps, 'step')} of {run.tokens_per_step:,} tokens{gpu}{kernels}"
         + (f"\n{offload}" if offload else "")
+    )
+
+
+def described_gpu(device: torch.device) -> str:
+    """A rank's GPU, its memory, and how it reaches the others of its machine."""
+    import torch
+
+    from parallel.devices import gpu_links
+
+    properties = torch.cuda.get_device_properties(device)
+    links = gpu_links()
+    return f"on {properties.name}, {properties.total_memory / 1e9:.0f} GB each" + (
+        f", linked by {links}" if links else ""
     )
 
 

@@ -16,7 +16,7 @@ from megamem.slots import Slot
 from parallel.layout import padded_size
 
 # Fields of `ParameterCounts` that count a share of another field.
-_SHARES = ("read_values", "idle_experts")
+_SHARES = ("read_values", "experts", "idle_experts")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class ParameterCounts:
         memory_projections: value and pre-value projections, and gates.
         tables: values and pre-values of all banks.
         read_values: table elements that one token reads.
-        idle_experts: parameters of the experts that one token does not use.
+        experts: parameters of all experts.
+        idle_experts: of those, the ones that one token does not use.
     """
 
     embedding: int
@@ -43,6 +44,7 @@ class ParameterCounts:
     memory_projections: int
     tables: int
     read_values: int
+    experts: int
     idle_experts: int
 
     @property
@@ -72,7 +74,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     memory, own = model.memory, memory_layer_costs(model)
     per_row = memory.row_width if memory is not None else 0
     reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
-    ffn, idle = _ffn_parameters(model)
+    ffn, experts, idle = _ffn_parameters(model)
     # An inserted block has neither an output projection nor a second norm.
     inserted = _count_memories(model, Slot.BLOCK)
     projections = 2 * depth * (model.num_attention_heads + model.query_groups) - inserted * model.num_attention_heads
@@ -85,6 +87,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         memory_projections=own.projections,
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
         read_values=reads * per_row,
+        experts=experts,
         idle_experts=idle,
     )
 
@@ -93,15 +96,16 @@ def _embedding_size(model: ModelConfig) -> int:
     return padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
 
 
-def _ffn_parameters(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of all feed-forwards, and of those the ones that a token does not use."""
+def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
+    """Parameters of all feed-forwards; of those, all experts'; of those, the ones that a token does not use."""
     depth = model.num_layers - _count_memories(model, Slot.INSTEAD, Slot.BLOCK)
     if model.moe is None:
-        return depth * 3 * model.hidden_size * model.ffn_hidden_size, 0
+        return depth * 3 * model.hidden_size * model.ffn_hidden_size, 0, 0
     expert = 3 * model.hidden_size * model.moe.expert_ffn_hidden_size
     router = model.hidden_size * model.moe.num_experts
     idle = (model.moe.num_experts - model.moe.top_k) * expert
-    return depth * (model.moe.num_experts * expert + router), depth * idle
+    experts = model.moe.num_experts * expert
+    return depth * (experts + router), depth * experts, depth * idle
 
 
 def _count_memories(model: ModelConfig, *slots: Slot) -> int:

@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallel import environment as environment_module
-from parallel.devices import gpu_of, num_visible_gpus, why_gpus_are_unusable
+from parallel.devices import gpu_links, gpu_of, num_visible_gpus, smallest_gpu_bytes, why_gpus_are_unusable
 from parallel.environment import local_cache_folder, settle_environment
 from parallel.ranks import RankEnvironment
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.session import session
+from tools.train import described_gpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +76,63 @@ def test_a_driver_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatc
     assert "does not start: The NVIDIA driver on your system is too old" in str(why_gpus_are_unusable())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     assert why_gpus_are_unusable() is None
+
+
+def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> Path:
+    """Put a program in the place of the driver's that says this, and writes down what it was asked."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho \"$@\" > {folder}/asked\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder / "asked"
+
+
+def test_the_smallest_visible_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(tmp_path, monkeypatch, "81559\n40960")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-8f1,-1,3")
+    assert smallest_gpu_bytes() == 40960 * 1024**2
+    assert asked.read_text().split() == ["--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=2,GPU-8f1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert smallest_gpu_bytes() == 40960 * 1024**2
+    assert "--id" not in asked.read_text()
+
+
+@pytest.mark.parametrize(("text", "code"), [("[N/A]", 0), ("81559", 9), ("", 0)])
+def test_a_driver_that_says_nothing_decides_nothing(
+    text: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(tmp_path, monkeypatch, text, code)
+    assert smallest_gpu_bytes() is None
+    assert gpu_links() is None
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert smallest_gpu_bytes() is None
+
+
+TOPOLOGY = """\
+\t\033[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\033[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-51\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\tNODE\t0-51\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tNODE\t52-103\t1\t\tN/A
+NIC0\tPIX\tNODE\tNODE\t X
+
+Legend:
+"""
+
+
+def test_links_between_gpus_are_read_from_the_drivers_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(tmp_path, monkeypatch, TOPOLOGY)
+    assert gpu_links() == "NV18, SYS"
+    lines = TOPOLOGY.splitlines()
+    answer(tmp_path, monkeypatch, "\n".join([lines[0].replace("GPU1\tGPU2\t", ""), "GPU0\t X \tPIX\t0-51"]))
+    assert gpu_links() is None
+
+
+def test_the_headline_names_gpu_memory_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=150_000_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for links, said in (("NV18", "on NVIDIA H200, 150 GB each, linked by NV18"), (None, "on NVIDIA H200, 150 GB each")):
+        monkeypatch.setattr("parallel.devices.gpu_links", lambda links=links: links)
+        assert described_gpu(torch.device("cuda", 0)) == said
 
 
 # What Megatron asks while it is imported. Each of these starts the driver in this process, whose forks then cannot use it;

@@ -20,6 +20,7 @@ from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
 from pretrain.costs.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width
 from pretrain.costs.formulas import count_parameters
+from pretrain.costs.held import held_bytes
 from tests.unit.test_formulas import BuiltModel, built_models, check_costs
 from tools import cli
 from tools.parameter_table import PAPER, memory_share
@@ -110,7 +111,10 @@ def test_a_gpu_holds_as_many_bytes_as_its_layout_states(name: str) -> None:
     others = re.findall(r"With parallel\.memory: (\d+) it would be (\d+) GB", text)
     for group, gigabytes in [(layout.memory, stated), *others]:
         held = (counts.total - split + split / int(group)) / layout.pipeline
-        assert 6 * held + 12 * counts.total / int(gpus) == pytest.approx(float(gigabytes) * 1e9, abs=0.5e9)
+        num_bytes = 6 * held + 12 * counts.total / int(gpus)
+        assert num_bytes == pytest.approx(float(gigabytes) * 1e9, abs=0.5e9)
+        other = replace(config, parallel=replace(layout, memory=int(group)))
+        assert held_bytes(other, int(gpus)).total == pytest.approx(num_bytes, rel=1e-12)
     assert len(others) == text.count("parallel.memory: ")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -17,6 +18,8 @@ from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.folder import RunFolder
 from tools import cli
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,11 @@ def check(config_file: Path, *words: object) -> int:
 
 def test_what_can_run_can_run_here(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(config_file, "--run-dir", tmp_path / "runs" / "new", "--ranks", 1) == 0
-    assert capsys.readouterr().out == f"{config_file} can run on 1 rank here.\n"
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{config_file} can run on 1 rank here."
+    assert re.fullmatch(
+        r"Each rank holds [\d.]+ GB of weights and gradients and [\d.]+ GB of the optimizer's .*", second
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -90,6 +97,48 @@ def test_replicas_need_memory_of_their_own(
         needed.append(float(words[words.index("least") + 1]))
         total, tables = int(words[words.index("parameters") - 1]), int(words[words.index("tables)") - 2].strip("("))
         assert needed[-1] == pytest.approx((16 * tables + (8 + 8 * ranks) * (total - tables)) / 1e9, abs=0.051)
+
+
+LARGE = "configs/ultramemv2/2.5b_25b.yaml"
+
+
+def elsewhere(ranks: int, gpu_gigabytes: float, *overrides: str) -> int:
+    words = ["--elsewhere", "--ranks", str(ranks), "--gpu-memory", str(gpu_gigabytes), *overrides]
+    return cli.main(["config", "check", str(REPOSITORY / LARGE), *words])
+
+
+def test_a_layout_that_a_gpu_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """25B parameters as shipped are for 128 GPUs: 6 bytes of a quarter of them, and 12 of an eighth, on eight."""
+    assert elsewhere(128, 80) == 0
+    assert "Each rank holds 37.9 GB of weights and gradients and 2.37 GB of" in capsys.readouterr().out
+    assert elsewhere(8, 70) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "hold at least 75.8 GB (37.9 GB of weights and gradients, 37.9 GB as its share" in said
+    assert "on 8 ranks, and a GPU has 70 GB, of which activations need some: parallel.memory=2 splits tables" in said
+    assert elsewhere(8, 70, "parallel.memory=2") == 0
+    assert elsewhere(8, 30) == 2
+    assert "raise parallel.pipeline, use more GPUs, or make the model smaller" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert cli.main(["config", "check", str(REPOSITORY / LARGE), "--gpu-memory", "80"]) == 2
+    assert "needs --elsewhere and --ranks" in " ".join(capsys.readouterr().err.split())
+
+
+def test_tables_that_are_stepped_on_the_host_leave_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert elsewhere(8, 70, "optimizer.value_offload=cpu") == 0
+    said = capsys.readouterr().out
+    assert "37.9 GB of weights and gradients and 4.1" in said
+
+
+def test_the_gpus_of_this_machine_are_asked(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight_module, "num_visible_gpus", lambda: 1)
+    monkeypatch.setattr(preflight_module, "version", lambda _: "2.13.0+cu130")
+    for size, code in ((80 * 10**9, 0), (10**6, 2)):
+        monkeypatch.setattr(preflight_module, "smallest_gpu_bytes", lambda size=size: size)
+        assert check(config_file, "--run-dir", tmp_path / "run", "--ranks", 1) == code
+    assert "a GPU has 0.001 GB" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_of_another_run_is_found_before_it_starts(
