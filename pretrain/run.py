@@ -109,9 +109,6 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start
     state = RunState() if saved is None else saved.run
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
-    if groups.device.type == "cuda":
-        gpu_bytes = torch.cuda.get_device_properties(groups.device).total_memory
-        check_gpu_memory(replace(config, model=model), groups.world_size, gpu_bytes)
     train_data = build_train_dataset(
         config.data.datasets,
         sequence_length=train.sequence_length,
@@ -122,6 +119,9 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start
         cache_dir=folder.data_cache,
     )
     held_out = HeldOutDataset(config.data.datasets, train.sequence_length, config.evaluation.max_sequences)
+    if groups.device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(groups.device).total_memory
+        check_gpu_memory(replace(config, model=model), groups.world_size, gpu_bytes)
     build = build_chunks if saved is None else build_unset_chunks
     chunks = wrap_chunks(build(config, groups, vocab_size=vocab_size), config, groups)
     run = Run(

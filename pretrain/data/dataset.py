@@ -1,13 +1,14 @@
-"""Training samples: Megatron's `GPTDataset` and blends over prepared data sets.
+"""Training samples: Megatron's `GPTDataset`, and blends of them, over prepared data sets.
 
-We keep Megatron's builder, storage, compiled index code and item format, and replace how a data set is ordered, for
-three reasons:
+We keep Megatron's storage, compiled index code and item format, and replace how a data set is ordered and blended, for
+these reasons:
 
 - Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a
   checkpoint. Here sample i depends on the seed, the sequence length and i alone.
 - Its index cache is keyed by the path, so it survives a data set that was prepared anew. Here the key is the content.
-- A cache file that a killed run left half-written counts as whole there. Here files appear complete, written by any
-  rank that misses them, so node-local and shared folders both work.
+- A cache file that a killed run left half-written counts as whole there. Here files appear complete.
+- Its ranks wait for the one that builds in a collective, which ends after minutes, and with our order, which Megatron's
+  cache cannot hold, each would keep the blend's index in its own memory. Here all indices are mapped from disk.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
+from parallel.ranks import current_ranks
+from parallel.turns import in_turns
 from pretrain.config.schema import DatasetEntry
 from pretrain.data.blend import check_fits
+from pretrain.data.blended import BlendedSamples, BlendIndex
+from pretrain.data.index_files import open_index
 from pretrain.data.manifest import TRAIN, open_dataset, vocabulary_error
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
@@ -58,19 +63,15 @@ class StreamDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
+
+        def make(paths: list[Path]) -> None:
+            for path, array in zip(paths, self._build_indices(), strict=True):
+                with atomic_write(path) as stream:
+                    np.save(stream, array, allow_pickle=False)
+
+        names = ("documents", "samples", "order")
         folder = self.config.index_folder
-        paths = [folder / f"{self._index_key()}-{name}.npy" for name in ("documents", "samples", "order")]
-        try:
-            if not all(path.is_file() for path in paths):
-                for path, array in zip(paths, self._build_indices(), strict=True):
-                    with atomic_write(path) as stream:
-                        np.save(stream, array, allow_pickle=False)
-            documents, samples, order = (np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder}: the index of {self.dataset_path} cannot be kept there ({error}). "
-                f"Free space, or remove the folder if it is damaged: it is rebuilt."
-            ) from error
+        documents, samples, order = open_index(folder, self._index_key(), names, make, self.dataset_path)
         return documents, samples, order
 
     def _index_key(self) -> str:
@@ -142,7 +143,7 @@ class StreamDataset(GPTDataset):
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A run's samples: `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each [sequence_length]."""
 
-    def __init__(self, samples: Sequence[dict[str, Any]], num_samples: int) -> None:
+    def __init__(self, samples: Sequence[dict[str, Any]] | BlendedSamples, num_samples: int) -> None:
         self._samples = samples
         self._num_samples = num_samples
 
@@ -152,7 +153,7 @@ class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
-        return {name: value for name, value in self._samples[index].items() if name != "dataset_id"}
+        return dict(self._samples[index])
 
 
 def build_train_dataset(
@@ -178,31 +179,36 @@ def build_train_dataset(
         DataError: a data set that does not open or is too short for a sample, or a cache that cannot be written.
     """
     datasets = [open_dataset(entry.path) for entry in entries]
+    # Opened first, for their checks: nothing is built for data that cannot be read.
+    files = [dataset.open_split(TRAIN) for dataset in datasets]
     for dataset in datasets:
-        # Opened here for its checks: Megatron's builder opens the files again and would fail on damage with an assertion.
-        dataset.open_split(TRAIN)
         check_fits(dataset, sequence_length)
-    total_weight = sum(entry.weight for entry in entries)
-    smallest_share = min(entry.weight for entry in entries) / total_weight
+    prefixes = [dataset.prefix(TRAIN) for dataset in datasets]
     config = StreamConfig(
         random_seed=seed,
         sequence_length=sequence_length,
-        blend_per_split=[
-            ([dataset.prefix(TRAIN) for dataset in datasets], [entry.weight for entry in entries]),
-            None,
-            None,
-        ],
+        # For Megatron's checks: nothing else reads it.
+        blend_per_split=[(prefixes, None), None, None],
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        # Blending rounds every share up, then may draw one more than its share of the larger total from any data set.
-        mid_level_dataset_surplus=(len(entries) + 2 / smallest_share) / num_samples + 1e-3,
         index_folder=Path(cache_dir),
-        content_fingerprints={dataset.prefix(TRAIN): dataset.manifest.content_fingerprint for dataset in datasets},
+        content_fingerprints=dict(
+            zip(prefixes, (dataset.manifest.content_fingerprint for dataset in datasets), strict=True)
+        ),
     )
-    # Without a Megatron cache folder the blend's own index is computed in memory; ours are in index_folder.
-    assert config.path_to_cache is None
-    samples = BlendedMegatronDatasetBuilder(StreamDataset, [num_samples, 0, 0], lambda: True, config).build()[0]
-    return TrainDataset(samples, num_samples)
+
+    def stream(number: int, num_samples: int) -> StreamDataset:
+        documents = np.arange(len(files[number]), dtype=np.int32)
+        return StreamDataset(files[number], prefixes[number], documents, max(1, num_samples), Split.train, config)
+
+    def build() -> Sequence[dict[str, Any]] | BlendedSamples:
+        if len(entries) == 1:
+            return stream(0, num_samples)
+        index = BlendIndex([entry.weight for entry in entries], num_samples, config.index_folder)
+        return BlendedSamples(index, [stream(number, count) for number, count in enumerate(index.num_samples)])
+
+    ranks = current_ranks()
+    return TrainDataset(in_turns(build, is_first_of_machine=ranks is None or ranks.local_rank == 0), num_samples)

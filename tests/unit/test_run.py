@@ -33,7 +33,7 @@ from pretrain.config.schema import (
     TrainConfig,
 )
 from pretrain.costs.formulas import training_flops_per_token
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.run import Run, open_run
 from pretrain.saved_run import check_resumable
@@ -186,7 +186,15 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     return parts
 
 
-GROUPS: Any = SimpleNamespace(is_main=False, data_size=2)
+GROUPS: Any = SimpleNamespace(is_main=False, data_size=2, world_size=2, device=torch.device("cpu"))
+
+
+def test_a_run_that_its_gpu_cannot_hold(parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = SimpleNamespace(**{**vars(GROUPS), "device": torch.device("cuda", 0)})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1_000_000))
+    with pytest.raises(ConfigError, match=r"on 2 ranks, and a GPU has 0\.001 GB"):
+        open_run(CONFIG, RunFolder(tmp_path), on_gpu)
+    assert "build_chunks" not in parts.calls
 
 
 def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
@@ -211,7 +219,7 @@ def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
     )
     assert parts.calls["HeldOutDataset"] == ((CONFIG.data.datasets, 32, 5), {})
     assert parts.calls["build_chunks"] == ((CONFIG, GROUPS), {"vocab_size": 257})
-    assert parts.calls["wrap_chunks"] == (("new chunks", GROUPS), {})
+    assert parts.calls["wrap_chunks"] == (("new chunks", CONFIG, GROUPS), {})
     assert parts.calls["build_optimizer"] == ((CONFIG, ["wrapped chunks"], GROUPS), {})
     # 257 ids are padded to 272.
     assert run.flops_per_token == training_flops_per_token(replace(CONFIG.model, vocab_size=272), 32)

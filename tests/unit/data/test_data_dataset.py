@@ -13,8 +13,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import pretrain.data.blended as blended_module
 from pretrain.config.schema import DatasetEntry
 from pretrain.data.blend import check_blend
+from pretrain.data.blended import BlendIndex
 from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.prepare import prepare
@@ -114,6 +116,40 @@ def test_blend_follows_weights_and_keeps_its_order_when_lengthened(tmp_path: Pat
     assert long[:40] == short
     assert abs(sum(ord("a") in row for row in long) - 90) <= 1
     assert "dataset_id" not in build(entries, tmp_path / "cache")[0]
+
+
+def greedy(weights: list[float], num_samples: int) -> list[tuple[int, int]]:
+    """From which stream each sample comes, and its number there: always the one farthest behind its share."""
+    served, chosen = [0] * len(weights), []
+    for i in range(num_samples):
+        behind = [weight / sum(weights) * max(i, 1) - done for weight, done in zip(weights, served, strict=True)]
+        stream = behind.index(max(behind))
+        chosen.append((stream, served[stream]))
+        served[stream] += 1
+    return chosen
+
+
+def test_the_index_of_a_blend_is_on_disk_and_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each rank of a long run would hold gigabytes of it."""
+    weights = [3.0, 1.0, 0.0625]
+    index = BlendIndex(weights, 100, tmp_path)
+    assert [index[i] for i in range(100)] == greedy(weights, 100)
+    assert index.num_samples == [sum(stream == k for stream, _ in greedy(weights, 100)) for k in range(3)]
+    assert isinstance(index._streams, np.memmap)
+    assert isinstance(index._numbers, np.memmap)
+    monkeypatch.setattr(blended_module, "_make", lambda *_: pytest.fail("it is there"))
+    assert [BlendIndex([6.0, 2.0, 0.125], 100, tmp_path)[i] for i in range(100)] == greedy(weights, 100)
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
+    num_samples=st.integers(1, 50),
+    part=st.integers(1, 60),
+)
+def test_samples_of_each_stream_are_counted_from_the_end(weights: list[float], num_samples: int, part: int):
+    chosen = np.array(greedy(weights, num_samples))
+    counts = blended_module._counts(chosen[:, 0], chosen[:, 1], len(weights), part)
+    assert counts.tolist() == np.bincount(chosen[:, 0], minlength=len(weights)).tolist()
 
 
 @settings(max_examples=10, deadline=None)
@@ -221,6 +257,7 @@ def build_on_rank(rank: int, port: int, entries: list[DatasetEntry], folder: Pat
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     dataset = build(entries, folder / (f"cache{rank}" if local_cache else "cache"), num_samples=50)
     (folder / f"rank{rank}.json").write_text(json.dumps(rows(dataset)))
+    torch.distributed.barrier()  # the store is rank 0's
     torch.distributed.destroy_process_group()
 
 
