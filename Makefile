@@ -16,7 +16,7 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more mutants lock bench-gpu clean
+.PHONY: help quickstart test lint pytest test-more mutants lock bench-gpu gpu-check clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
@@ -92,6 +92,9 @@ bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and
 	"$(PYTHON)" -m tools.cli bench kernels --shapes 227m 1b shard --rounds 20 --compile-naive
 	for size in 227m_1.2b 1b_7b; do \
 	  "$(PYTHON)" -m tools.cli bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done
+
+gpu-check:  ## what this machine's GPUs compute, beside its CPU, and how fast: one page, gpu-check.md, in 20 minutes. PYTHON must have a CUDA build of torch, Triton and megatron-core
+	"$(PYTHON)" -m tools.cli gpu-check
 
 clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf "$(VENV)" "$(VENV)-old" .mutants build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -71,6 +71,11 @@ def smallest_gpu_bytes() -> int | None:
     return min(sizes) * 1024**2 if sizes else None
 
 
+def gpu_names() -> list[str]:
+    """Names of the visible GPUs, by the driver's own program; none where that does not say. Starts nothing."""
+    return [line.strip() for line in _nvidia_smi("--query-gpu=name", "--format=csv,noheader", *_visible_ids())]
+
+
 def gpu_links() -> str | None:
     """How the GPUs of this machine reach each other, as `nvidia-smi topo -m` has it; None with one, or if unknown.
 

@@ -33,6 +33,7 @@ COMMAND_MODULES = (
     "tools.recall",
     "tools.config",
     "tools.doctor",
+    "tools.gpu_check.command",
 )
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
 when that is called, so that `--help` is fast."""

@@ -1,0 +1,90 @@
+"""The check of GPUs from end to end, with ranks on the CPU in the place of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools import cli
+from tools.gpu_check.command import Check
+from tools.gpu_check.plan import Plan, Trial, full_plan, with_keys
+
+TINY = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=48",
+    "model.vocab_size=512",
+    "model.memory.num_keys=12",
+    "model.memory.top_k=4",
+    "model.memory.key_dim=8",
+    "model.memory.value_dim=16",
+    "train.num_steps=6",
+    "train.sequence_length=32",
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    config = with_keys(full_plan().trials[0].config, *TINY)
+    return Plan(
+        trials=(
+            Trial("cpu", config, on_cpu=True),
+            Trial("one", config, like="cpu", holds=True),
+            Trial("two", with_keys(config, "parallel.memory=2"), 2, like="one", tolerance=1e-4),
+            Trial("other", with_keys(config, "optimizer.lr=0.02"), like="one", tolerance=1e-4),
+            Trial("unable", with_keys(config, "model.vocab_size=100"), like="one"),
+            Trial("of unable", config, like="unable"),
+            Trial("many", with_keys(config, "parallel.memory=2"), 4, like="one"),
+        ),
+        commands={
+            "Says": ("platform", "terse"),
+            "Fails": ("tools.cli", "nonsense"),
+            "Missing": ("package_that_is_not_there",),
+        },
+        resumed=replace(config, train=replace(config.train, num_steps=40, global_batch_size=2)),
+    )
+
+
+def test_everything_is_run_judged_and_written_down(
+    plan: Plan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "page.md"
+    check = Check(plan, output, num_gpus=2, minutes=10)
+    assert check.run() == 1
+    states = {verdict.name: verdict.state for verdict in check._verdicts}
+    assert states == {
+        "cpu": "ok",
+        "one": "ok",
+        "two": "ok",
+        "other": "differs",
+        "unable": "failed",
+        "of unable": "skipped",
+        "many": "skipped",
+        "killed and resumed": "ok",
+        "Says": "ok",
+        "Fails": "failed",
+        "Missing": "skipped",
+    }
+    text = output.read_text()
+    assert "- **other**: other losses: " in text
+    assert "| unable | failed | rank 0 failed with " in text
+    assert "$ python -m platform terse\nLinux" in text
+    assert "| many | skipped | needs 4 GPUs |" in text
+    assert "| killed and resumed | ok | the same bits in all 40 steps |" in text
+    assert "3 checks of 11 are not as it should be" in " ".join(capfd.readouterr().out.split())
+
+
+def test_nothing_is_started_when_the_time_is_over(plan: Plan, tmp_path: Path) -> None:
+    check = Check(replace(plan, trials=plan.trials[:1]), tmp_path / "page.md", num_gpus=2, minutes=0.0)
+    assert check.run() == 0
+    assert {verdict.state for verdict in check._verdicts} == {"skipped"}
+    assert "no time was left" in (tmp_path / "page.md").read_text()
+
+
+def test_a_machine_without_gpus_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["gpu-check"]) == 2
+    assert "this machine has no GPU" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["gpu-check", "--device", "cpu", "--minutes", "0"]) == 2

@@ -1,0 +1,131 @@
+"""What the check of GPUs runs and how it judges, without a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pretrain.config.validate import validate
+from pretrain.costs.held import held_bytes
+from tools.gpu_check.judge import Verdict, judge, judge_resumed
+from tools.gpu_check.page import Output, page
+from tools.gpu_check.plan import Plan, Trial, full_plan
+from tools.gpu_check.trial import Observed, RuleOfTokens
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return full_plan()
+
+
+SEEN = Observed((5.0, 4.0, 3.0), (1.0, 0.9, 0.8), 1000.0, 0, 0)
+
+
+@pytest.fixture
+def trial(plan: Plan) -> Trial:
+    return replace(plan.trials[1], tolerance=0.1)
+
+
+def test_every_trial_can_run_and_has_something_to_be_like(plan: Plan) -> None:
+    names: list[str] = []
+    for trial in plan.trials:
+        validate(trial.config, trial.num_ranks)
+        assert trial.name not in names
+        # Something independent: what runs on the CPU alone is like nothing.
+        assert (trial.like is None) == trial.on_cpu
+        assert trial.like is None or trial.like in names
+        names.append(trial.name)
+    assert plan.resumed is not None
+    assert {trial.num_ranks for trial in plan.trials} == {1, 2, 4, 8}
+
+
+def test_layouts_precisions_and_switches_are_in_the_plan(plan: Plan) -> None:
+    keys = ("kernels", "recompute", "deterministic", "precision")
+    trained = [trial.config.train for trial in plan.trials]
+    assert [len({getattr(train, key) for train in trained}) for key in keys] == [2, 2, 2, 2]
+    assert {trial.config.parallel.memory for trial in plan.trials} >= {1, 2, 4, 8}
+    for key in ("tensor", "pipeline", "virtual_pipeline", "context"):
+        assert {getattr(trial.config.parallel, key) for trial in plan.trials} == {1, 2}
+    for key in ("overlap_memory", "overlap_grad_reduce"):
+        assert {getattr(trial.config.parallel, key) for trial in plan.trials} == {True, False}
+    assert {trial.config.optimizer.value_offload for trial in plan.trials} == {"none", "cpu"}
+    # Of a deterministic run and its repetition the same bits are wanted.
+    assert any(not trial.tolerance and trial.like for trial in plan.trials)
+
+
+def test_a_loss_may_be_so_far_off_and_no_further(trial: Trial) -> None:
+    near = replace(SEEN, losses=(5.0, 4.09, 3.0))
+    assert judge(trial, near, SEEN).state == "ok"
+    verdict = judge(trial, replace(SEEN, losses=(5.0, 4.11, 3.0)), SEEN)
+    assert verdict.state == "differs"
+    assert verdict.text.startswith("other losses: loss 5.0000 to 3.0000, 1,000 tokens/s; losses within 1.1e-01 of ")
+
+
+def test_where_the_same_bits_are_wanted_norms_count_too(trial: Trial) -> None:
+    exact = replace(trial, tolerance=0.0)
+    assert judge(exact, SEEN, SEEN).state == "ok"
+    assert judge(exact, replace(SEEN, losses=(5.0, 4.0, math.nextafter(3.0, 4))), SEEN).text.startswith("other losses")
+    assert judge(exact, replace(SEEN, norms=(1.0, 0.9, 0.7)), SEEN).text.startswith("other gradient norms")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_differs(trial: Trial, value: float) -> None:
+    for broken in (replace(SEEN, losses=(5.0, value, 3.0)), replace(SEEN, norms=(1.0, 0.9, value))):
+        assert judge(trial, broken, SEEN).state == "differs"
+        assert judge(trial, broken, None).text.startswith("a loss or a gradient is not finite")
+
+
+def test_who_learns_nothing_differs(trial: Trial) -> None:
+    """Both sides may be wrong alike."""
+    flat = replace(SEEN, losses=(5.0, 5.0, 5.0))
+    assert judge(trial, flat, flat).text.startswith("it has learned nothing")
+
+
+def test_memory_is_held_against_the_formula(trial: Trial) -> None:
+    expected = held_bytes(trial.config, 1).total
+    assert trial.holds
+    for held, state in (
+        (expected, "ok"),
+        (1.05 * expected, "ok"),
+        (0.99 * expected, "differs"),
+        (1.2 * expected + 300 * 2**20, "differs"),
+    ):
+        seen = replace(SEEN, held_bytes=int(held + 1), peak_bytes=int(2 * held))
+        assert judge(trial, seen, SEEN).state == state
+        assert judge(replace(trial, holds=False), seen, SEEN).state == "ok"
+
+
+def test_a_resumed_run_is_the_same_in_every_step() -> None:
+    straight = {1: 5.0, 2: 4.0, 3: 3.0}
+    assert judge_resumed(straight, dict(straight), 3).state == "ok"
+    apart = judge_resumed(straight, {**straight, 2: 4.5}, 3)
+    assert (apart.state, apart.text) == ("differs", "other losses from step 2 on, by up to 5.0e-01")
+    assert judge_resumed(straight, {1: 5.0, 2: 4.0}, 3).state == "differs"
+    assert judge_resumed({}, {}, 3).state == "differs"
+
+
+def test_samples_follow_their_rule_and_differ(plan: Plan) -> None:
+    samples = RuleOfTokens(plan.trials[0].config)
+    first, second = samples[0], samples[1]
+    assert not first["tokens"].equal(second["tokens"])
+    assert samples[0]["tokens"].equal(first["tokens"])
+    step = (first["labels"] - 5 * first["tokens"] - 17) % RuleOfTokens.NUM_IDS
+    assert set(step.tolist()) == {0, 1}
+
+
+def test_the_page_has_the_worst_first_and_everything_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = [
+        Verdict("one", "ok", "fine"),
+        Verdict("two", "differs", "by 0.5"),
+        Verdict("three", "skipped", "2 GPUs"),
+    ]
+    text = page(verdicts, [Output("Speed", "python -m bench", "1 s\n")], minutes=3.21)
+    assert "1 ok, 1 differs, 1 skipped, in 3.2 minutes." in text
+    assert (
+        text.index("- **two**: by 0.5") < text.index("| one | ok | fine |") < text.index("$ python -m bench\n1 s\n```")
+    )
+    assert "| commit | " in text
+    assert "torch 2." in text
+    assert "## What differs" not in page(verdicts[:1], [], minutes=1)

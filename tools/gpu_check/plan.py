@@ -1,0 +1,143 @@
+"""What is run: short trainings that must agree, and commands whose output belongs on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pretrain.config.loader import from_dict, load_config, to_dict
+from pretrain.config.schema import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+NUM_STEPS = 20
+SHORT = (
+    f"train.num_steps={NUM_STEPS}",
+    "train.sequence_length=256",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "train.recompute=none",
+    # At the learning rate that they have after their warm-up.
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+    "optimizer.value_lr_end_multiplier=null",
+    "data.datasets=[]",
+    "logging.memory_every_steps=0",
+)
+FP32_TOLERANCE = 2e-3
+"""Largest difference of a loss, in nats: sums in another order differ by 1e-5 at first, and a retrieval that takes
+another one of two candidates of nearly equal scores by 1e-3."""
+BF16_TOLERANCE = 3e-2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short training.
+
+    Attributes:
+        name: of the trial; others refer to it.
+        config: what is trained, on tokens that follow a rule.
+        num_ranks: one per GPU.
+        on_cpu: on the CPU of the machine, instead of its GPUs.
+        like: the trial whose losses it must have.
+        tolerance: largest difference of a loss; 0: the same bits.
+        holds: whether the memory that stays allocated is held against the formula.
+    """
+
+    name: str
+    config: RunConfig
+    num_ranks: int = 1
+    on_cpu: bool = False
+    like: str | None = None
+    tolerance: float = 0.0
+    holds: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it, in order.
+
+    Attributes:
+        trials: a trial follows the one that it is like.
+        commands: of `python -m`, by title; they are optional where a package of that name is missing.
+        resumed: a configuration that is trained, killed and resumed by the command line.
+    """
+
+    trials: tuple[Trial, ...]
+    commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    resumed: RunConfig | None = None
+
+
+def full_plan() -> Plan:
+    """The quickstart's model, and four blocks of the 227M / 1.2B one, at the lengths that a CPU can follow."""
+    quickstart = load_config(CONFIGS / "quickstart.yaml", [*SHORT, "model.vocab_size=4096"])
+    # With tables of their own, so that pipeline stages may part the blocks.
+    four_blocks = ["model.num_layers=4", "model.memory.sharing={}"]
+    slice_of_227m = load_config(CONFIGS / "ultramemv2" / "227m_1.2b.yaml", [*SHORT, *four_blocks])
+    return Plan(
+        trials=(*trials_of("quickstart", quickstart), *trials_of("227M slice", slice_of_227m)),
+        commands={
+            "Tests on the GPU": ("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"),
+            "Memory kernels": ("tools.cli", "bench", "kernels", "--shapes", "227m", "1b", "--rounds", "10"),
+            "A step of the 227M / 1.2B model": (
+                *("tools.cli", "bench", "step", str(CONFIGS / "ultramemv2" / "227m_1.2b.yaml"), "--pair"),
+                *("train.global_batch_size=8", "--rounds", "3", "--nproc", "1"),
+            ),
+        },
+        resumed=with_keys(quickstart, "train.num_steps=200"),
+    )
+
+
+def trials_of(name: str, model: RunConfig) -> Iterator[Trial]:
+    """One model on the CPU, on one GPU in every way that must not change what it learns, and on more of them."""
+    for precision, tolerance in (("fp32", FP32_TOLERANCE), ("bf16", BF16_TOLERANCE)):
+        config = with_keys(model, f"train.precision={precision}")
+        on_cpu, on_gpu = f"{name}, {precision}, CPU", f"{name}, {precision}"
+        yield Trial(on_cpu, config, on_cpu=True)
+        yield Trial(on_gpu, config, like=on_cpu, tolerance=tolerance, holds=True)
+        for what, keys in {
+            "kernels of PyTorch": ["train.kernels=torch"],
+            "recomputed": ["train.recompute=full"],
+            "tables stepped on the host": ["optimizer.value_offload=cpu"],
+        }.items():
+            yield Trial(f"{on_gpu}, {what}", with_keys(config, *keys), like=on_gpu, tolerance=tolerance)
+        repeatable = with_keys(config, "train.deterministic=true")
+        yield Trial(f"{on_gpu}, deterministic", repeatable, like=on_gpu, tolerance=tolerance)
+        yield Trial(f"{on_gpu}, deterministic again", repeatable, like=f"{on_gpu}, deterministic")
+        yield from _layouts(on_gpu, config, tolerance)
+
+
+def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[Trial]:
+    repeatable = with_keys(config, "train.deterministic=true")
+    for num_ranks, keys in (
+        (2, ()),
+        (2, ("memory=2",)),
+        (2, ("tensor=2", "memory=2")),
+        (2, ("context=2",)),
+        (2, ("pipeline=2",)),
+        (2, ("pipeline=2", "virtual_pipeline=2")),
+        (4, ("tensor=2", "pipeline=2", "memory=2")),
+        (8, ("memory=8",)),
+        (8, ("tensor=2", "context=2", "pipeline=2", "memory=4")),
+    ):
+        if any(key.startswith("pipeline") for key in keys) and not _can_be_cut(config):
+            continue
+        laid_out = with_keys(config, *(f"parallel.{key}" for key in keys))
+        name = f"{on_gpu}, {', '.join(keys) or 'data'} on {num_ranks} GPUs"
+        yield Trial(name, laid_out, num_ranks, like=on_gpu, tolerance=tolerance)
+    for key in ("parallel.overlap_memory", "parallel.overlap_grad_reduce"):
+        beside = with_keys(repeatable, "parallel.memory=2")
+        name = f"{on_gpu}, {key.split('.')[1]}"
+        yield Trial(name, beside, 2, like=on_gpu, tolerance=tolerance)
+        yield Trial(f"{name} off", with_keys(beside, f"{key}=false"), 2, like=name)
+
+
+def _can_be_cut(config: RunConfig) -> bool:
+    """Whether pipeline stages may part the blocks: a table of several must not be parted."""
+    return all(len(bank.layers) == 1 for bank in config.model.memory_plan.banks)
+
+
+def with_keys(config: RunConfig, *overrides: str) -> RunConfig:
+    """The same with keys set, as on the command line."""
+    return from_dict(to_dict(config), "the plan", overrides)
