@@ -1,0 +1,3 @@
+from transformer_engine.common import recipe
+
+__all__ = ["recipe"]

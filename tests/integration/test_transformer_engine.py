@@ -1,0 +1,106 @@
+"""`model.implementation: transformer_engine`, with a stand-in for the package that computes by PyTorch: the specs that
+Megatron fills, the names in checkpoints, tensor parallelism, and going on with the other implementation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as torch_checkpoint
+from commands import Megamem, checkpoint, steps
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).parent / "stand_in_te"
+TE = "model.implementation=transformer_engine"
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="the real Transformer Engine is installed here"
+)
+
+
+MADE = "made.txt"
+
+
+def with_stand_in(run: Path, *arguments: object) -> str:
+    """Train where the stand-in can be imported. What was imported without it cannot learn of it."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tools.cli", "train", *map(str, (*arguments, "--run-dir", run))],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(STAND_IN), "STAND_IN_TE_LOG": str(run / MADE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in steps(folder)]
+
+
+@pytest.fixture(scope="module")
+def local(config_file: Path, tmp_path_factory: pytest.TempPathFactory, megamem: Megamem) -> Path:
+    """A run of 20 steps without Transformer Engine."""
+    folder = tmp_path_factory.mktemp("local") / "run"
+    assert megamem("train", config_file, "--nproc", 1, "--run-dir", folder).code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def halfway(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps with it, on two tensor-parallel ranks."""
+    folder = tmp_path_factory.mktemp("te") / "run"
+    with_stand_in(folder, config_file, TE, "parallel.tensor=2", "--nproc", 2)
+    shutil.rmtree(checkpoint(folder, 20))
+    return folder
+
+
+def entries(folder: Path, step: int) -> set[str]:
+    """Names in a checkpoint."""
+    return set(torch_checkpoint.FileSystemReader(checkpoint(folder, step)).read_metadata().state_dict_metadata)
+
+
+def test_its_modules_are_in_every_slot(halfway: Path) -> None:
+    """Of four blocks on each of two ranks: four norms in each, and one at the end."""
+    made = Counter((halfway / MADE).read_text().split())
+    of_attention = {"TEColumnParallelLinear": 4, "TERowParallelLinear": 4, "TEDotProductAttention": 4}
+    of_ffn = {"TEColumnParallelLinear": 4, "TERowParallelLinear": 4}
+    expected = Counter(of_attention) + Counter(of_ffn) + Counter({"RMSNorm": 17})
+    assert made == {name: 2 * number for name, number in expected.items()}
+
+
+def test_names_in_a_checkpoint_are_those_of_the_other(local: Path, halfway: Path) -> None:
+    """Its modules have extra states, which hold nothing and are left out."""
+    assert entries(halfway, 10) == entries(local, 10)
+
+
+def test_the_same_losses_on_tensor_parallel_ranks(local: Path, halfway: Path) -> None:
+    assert losses(halfway) == pytest.approx(losses(local), rel=1e-5)
+
+
+def test_the_other_implementation_goes_on(
+    local: Path, halfway: Path, config_file: Path, tmp_path: Path, megamem: Megamem
+) -> None:
+    shutil.copytree(halfway, tmp_path / "run")
+    result = megamem("train", config_file, "--nproc", 1, "--run-dir", tmp_path / "run")
+    assert result.code == 0, result.output
+    assert "model.implementation: transformer_engine -> local" in result.output
+    assert losses(tmp_path / "run")[10:] == pytest.approx(losses(local)[10:], rel=1e-5)
+
+
+def test_it_goes_on_with_a_run_of_the_other(local: Path, config_file: Path, tmp_path: Path) -> None:
+    shutil.copytree(local, tmp_path / "run")
+    shutil.rmtree(checkpoint(tmp_path / "run", 20))
+    output = with_stand_in(tmp_path / "run", config_file, TE, "--nproc", 1)
+    assert "model.implementation: local -> transformer_engine" in output
+    assert losses(tmp_path / "run")[10:] == pytest.approx(losses(local)[10:], rel=1e-5)
