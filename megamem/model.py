@@ -156,6 +156,11 @@ class MemoryGPTModel(GPTModel):
             if site.memory_enabled:
                 site.serve(no_token, inputs)
 
+    @property
+    def decomposed_weights(self) -> list[nn.Parameter]:
+        """The weights that `begin_step` reads."""
+        return [layer.cores for layer in self.memory_layers if isinstance(layer.cores, nn.Parameter)]
+
     def begin_step(self) -> None:
         """To be called once per optimizer step, before its first microbatch; see `megamem.layers.layer.begin_step`."""
         assert self.weights_are_set, "neither initial weights nor a checkpoint's are in this chunk"

@@ -31,6 +31,7 @@ from parallel.sharded_bank import make_bank
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
+from pretrain.weight_gathering import wait_before_memories
 
 Chunk: TypeAlias = nn.Module
 """A model chunk, bare or under DDP."""
@@ -156,6 +157,8 @@ def wrap_chunks(
                 chunk.config, ddp_config(config), module, disable_bucketing=index > 0, pg_collection=groups.megatron
             )
         )
+        if config.parallel.overlap_param_gather:
+            wait_before_memories(wrapped[-1], chunk)
     if config.parallel.overlap_grad_reduce:
         # Only the last microbatch's backward pass makes gradients that are complete: the schedules ask for this.
         no_sync = [chunk.no_sync for chunk in wrapped]

@@ -162,6 +162,8 @@ class MemoryUsage(Callback):
 
     def on_step(self, run: Run, row: Row) -> None:
         if observes_usage(run, run.state.step):
+            # The spectrum is that of the updated cores.
+            run.complete_weights()
             for block, metrics in self._collector.finish().items():
                 row.setdefault("memory", {}).setdefault(str(block), {}).update(metrics)
         self._start_if_due(run)

@@ -131,6 +131,7 @@ def ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
     )
 
 

@@ -26,6 +26,7 @@ from pretrain.checkpoint.optimizer_shards import leaves_by_parameter, state_entr
 from pretrain.config.schema import RunConfig
 from pretrain.megatron import optimizer_config
 from pretrain.value_offload import HostAdamW, HostShard, HostTables, host_adamw
+from pretrain.weight_gathering import start_gathering
 
 # Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are
 # reduced over different replicas, so Megatron needs an optimizer for each.
@@ -263,8 +264,7 @@ class MemoryOptimizer(ChainedOptimizer):
         """Update all weights, then gather them from the ranks that own them: once, and not once per optimizer."""
         for optimizer in self.chained_optimizers:
             optimizer.step_with_ready_grads()
-        for chunk in self.model_chunks:
-            chunk.start_param_sync()
+        start_gathering(self.model_chunks)
         return True
 
     def set_num_updates(self, num_updates: int) -> None:

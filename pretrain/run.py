@@ -33,6 +33,7 @@ from pretrain.owner import Owner, owned
 from pretrain.preflight import check_gpu_memory
 from pretrain.saved_run import check_resumable
 from pretrain.state import RunState
+from pretrain.weight_gathering import complete_weights
 
 
 @dataclass
@@ -87,9 +88,14 @@ class Run:
             for _ in self.chunks
         ]
 
+    def complete_weights(self) -> None:
+        """To be called before anybody but a forward pass reads weights. Collective."""
+        complete_weights(self.chunks)
+
     def save(self) -> None:
         """Write a checkpoint, unless this step has one. Collective."""
         if self.last_saved_step != self.state.step:
+            self.complete_weights()
             save_run(self.config, self.state, self.chunks, self.optimizer, self.folder.checkpoints)
             self.last_saved_step = self.state.step
 

@@ -21,6 +21,7 @@ from parallel.groups import ParallelGroups
 from pretrain.auxiliary_losses import auxiliary_means, auxiliary_sums
 from pretrain.build import Chunk, unwrap
 from pretrain.optimizer import GradientNorms, MemoryOptimizer
+from pretrain.weight_gathering import wait_for
 
 Batch = dict[str, Tensor]
 
@@ -81,7 +82,9 @@ def train_step(
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
-        unwrap(chunk).begin_step()
+        model = unwrap(chunk)
+        wait_for(chunk, model.decomposed_weights)
+        model.begin_step()
     optimizer.zero_grad()
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
     norms = _update(optimizer)

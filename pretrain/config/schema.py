@@ -53,6 +53,9 @@ class ParallelConfig(Config):
     overlap_grad_reduce: bool = True
     """Reduce gradients over the replicas in parts, each as soon as the last microbatch's backward pass has it; false:
     all of them after that pass."""
+    overlap_param_gather: bool = True
+    """Gather updated weights from the replicas that step them in parts, each until the next forward pass needs it;
+    false: all of them before it starts."""
     timeout_minutes: PositiveFloat = 10.0
     """How long a collective may wait before the run ends with an error."""
 

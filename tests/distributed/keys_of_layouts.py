@@ -16,6 +16,7 @@ from tiny_runs import VOCAB_SIZE, TinyRun, tiny_run
 from parallel.ranks import RankEnvironment
 from pretrain.build import build_unset_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.loop import take_step
 from pretrain.session import relaid, session
 
 LAYOUTS, STAND_INS = Table(), Table()
@@ -37,6 +38,7 @@ class OnRank:
         loss: of the step, nats per target.
         reduced_early: parts of the gradients whose reduction had started when the backward pass of the next step ended,
             and all parts.
+        gathered_late: parts of the weights that were not gathered yet when that step ended, and all parts.
     """
 
     blocks: list[list[int]]
@@ -44,6 +46,7 @@ class OnRank:
     hidden: list[tuple[int, ...]]
     loss: float
     reduced_early: tuple[int, int]
+    gathered_late: tuple[int, int]
 
 
 def on_rank(config: RunConfig) -> OnRank:
@@ -61,11 +64,11 @@ def on_rank(config: RunConfig) -> OnRank:
             {name: tuple(p.shape) for name, p in run.bare[0].named_parameters()},
             hidden_of_step,
             loss,
-            reduced_early(run),
+            *communicated_beside(run),
         )
 
 
-def reduced_early(run: TinyRun) -> tuple[int, int]:
+def communicated_beside(run: TinyRun) -> tuple[tuple[int, int], tuple[int, int]]:
     """Take a step; see `OnRank`. The first step of a run finds out which gradients come, and reduces all at its end."""
     parts = [part for chunk in run.chunks for part in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     when_finished: list[int] = []
@@ -75,9 +78,10 @@ def reduced_early(run: TinyRun) -> tuple[int, int]:
         finalize_model_grads(*arguments, **keywords)
 
     run.bare[0].config.finalize_model_grads_func = finalise
-    run.train(1)
+    take_step(run.run, run.batches)
+    late = sum(part.param_gather_handle is not None or not part.param_gather_dispatched for part in parts)
     (early,) = when_finished
-    return early, len(parts)
+    return (early, len(parts)), (late, len(parts))
 
 
 def same_losses(base: list[OnRank], second: list[OnRank]) -> None:
@@ -150,6 +154,15 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
     for before, rank in zip(base, second, strict=True):
         assert before.reduced_early == (2, 2)
         assert rank.reduced_early == (0, 2)
+
+
+@LAYOUTS.key("parallel.overlap_param_gather", False, FOUR_BLOCKS)
+def _(base: list[OnRank], second: list[OnRank]) -> None:
+    """All parts are gathered when the step ends, instead of none."""
+    assert [rank.loss for rank in second] == [rank.loss for rank in base]
+    for before, rank in zip(base, second, strict=True):
+        assert before.gathered_late == (2, 2)
+        assert rank.gathered_late == (0, 2)
 
 
 @STAND_INS.key("parallel.overlap_memory", False, set_key(BASE, "parallel.memory", 2))

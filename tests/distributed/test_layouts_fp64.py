@@ -40,7 +40,11 @@ def train(layout: Layout) -> list[Shard]:
     with joined(config) as groups:
         bare = build_chunks(config, groups, vocab_size=VOCAB_SIZE, dtype=torch.float64)
         in_fp64 = replace(
-            ddp_config(config), grad_reduce_in_fp32=False, use_distributed_optimizer=False, overlap_grad_reduce=False
+            ddp_config(config),
+            grad_reduce_in_fp32=False,
+            use_distributed_optimizer=False,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
         )
         wrap = partial(DistributedDataParallel, pg_collection=groups.megatron)
         chunks = [wrap(c.config, in_fp64, c, disable_bucketing=i > 0) for i, c in enumerate(bare)]

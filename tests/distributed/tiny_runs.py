@@ -87,8 +87,9 @@ class TinyRun:
     batches: list[Iterator[Batch]]
 
     def train(self, num_steps: int) -> list[tuple[float, float]]:
-        """Take steps as the training loop does; the loss and the gradient norm of each."""
+        """Take steps as the training loop does, and complete the weights; the loss and the gradient norm of each."""
         rows = [take_step(self.run, self.batches)[1] for _ in range(num_steps)]
+        self.run.complete_weights()
         return [(row["loss"], row["grad_norm"]) for row in rows]
 
     @property

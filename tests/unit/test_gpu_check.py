@@ -48,7 +48,7 @@ def test_layouts_precisions_and_switches_are_in_the_plan(plan: Plan) -> None:
     assert {trial.config.parallel.memory for trial in plan.trials} >= {1, 2, 4, 8}
     for key in ("tensor", "pipeline", "virtual_pipeline", "context"):
         assert {getattr(trial.config.parallel, key) for trial in plan.trials} == {1, 2}
-    for key in ("overlap_memory", "overlap_grad_reduce"):
+    for key in ("overlap_memory", "overlap_grad_reduce", "overlap_param_gather"):
         assert {getattr(trial.config.parallel, key) for trial in plan.trials} == {True, False}
     assert {trial.config.optimizer.value_offload for trial in plan.trials} == {"none", "cpu"}
     # Of a deterministic run and its repetition the same bits are wanted.

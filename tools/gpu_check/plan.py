@@ -126,7 +126,7 @@ def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[Trial
         laid_out = with_keys(config, *(f"parallel.{key}" for key in keys))
         name = f"{on_gpu}, {', '.join(keys) or 'data'} on {num_ranks} GPUs"
         yield Trial(name, laid_out, num_ranks, like=on_gpu, tolerance=tolerance)
-    for key in ("parallel.overlap_memory", "parallel.overlap_grad_reduce"):
+    for key in ("parallel.overlap_memory", "parallel.overlap_grad_reduce", "parallel.overlap_param_gather"):
         beside = with_keys(repeatable, "parallel.memory=2")
         name = f"{on_gpu}, {key.split('.')[1]}"
         yield Trial(name, beside, 2, like=on_gpu, tolerance=tolerance)

@@ -1,0 +1,73 @@
+"""Gathering the updated weights from the ranks that step them, while the next forward pass runs.
+
+Every rank steps its share of the weights. Megatron's DDP then gathers them part by part: a module's forward waits for
+the parts that it reads, and starts the next one. Ours adds what Megatron cannot know: a memory reads a bank, which is
+no part of its layer and has no forward; and it may read on a CUDA stream of its own, while the common one would not
+wait for a part that somebody has waited for elsewhere. So a block waits for all that its memory reads, on the common
+stream, before the memory starts. What is decomposed once per step, for all layers at a time, has been waited for when
+the step starts: the Tucker cores, and with them the parts that they are in. Of a model with such cores it is the tables
+that are gathered beside forward, and little of the backbone.
+
+Between the steps whoever reads weights in another way than by a forward pass completes them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from torch import nn
+
+from megamem.block import MemorySite
+from megamem.layers.layer import MemoryLayer
+from megamem.model import MemoryGPTModel
+
+
+def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> None:
+    """Have every block with a memory wait for the weights that it reads; for DDP that gathers beside forward."""
+    for site in (module for module in model.modules() if isinstance(module, MemorySite)):
+        layer = site.memory
+        assert isinstance(layer, MemoryLayer)
+        bank = model.banks[str(layer.view.bank)]
+        parameters = [*site.parameters(), *bank.parameters()]
+
+        def wait(_module: Any, _inputs: Any, parameters: list[nn.Parameter] = parameters) -> None:
+            wait_for(wrapped, parameters)
+
+        # The memory's own too: what joins the stream after a later block is read without its site's forward.
+        site.register_forward_pre_hook(wait)
+        site.memory.register_forward_pre_hook(wait)
+
+
+def wait_for(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
+    """Have the stream wait until these weights have come, and start with what follows them."""
+    if chunk.ddp_config.overlap_param_gather:
+        # Each part once, in the order of use.
+        for part in dict.fromkeys(chunk.param_to_bucket_group[parameter] for parameter in parameters):
+            part.finish_param_sync()
+
+
+def start_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
+    """After an update: gather all weights, or start with those that the next forward pass reads first."""
+    for chunk in chunks:
+        if not chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync()
+            continue
+        for parts in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+            for part in parts:
+                if part.param_gather_handle is not None:
+                    # Gathered for a forward pass that had no use for it.
+                    part.start_param_sync(force_sync=True)
+            if parts:
+                # Parts are numbered from the end of the model.
+                parts[-1].start_param_sync()
+
+
+def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Have this rank's weights be those of the last update. Collective where gathering is under way."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            for part in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if not part.param_gather_dispatched or part.param_gather_handle is not None:
+                    part.start_param_sync(force_sync=True)

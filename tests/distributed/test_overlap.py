@@ -1,0 +1,143 @@
+"""Communication beside computation: weights that are gathered while forward runs change no bit, and gradients that are
+reduced while backward does change roundings, as they are in other parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
+from torch import Tensor
+
+from megamem.config import MoEConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.memory_config import PlacementConfig
+from pretrain.config.schema import RunConfig
+from pretrain.megatron import ddp_config
+from pretrain.weight_gathering import start_gathering
+from tests.distributed.conftest import RunRanks
+
+STEPS = 4
+PART_ELEMENTS = 1000
+"""Of a part that is communicated at once: a tiny model has many, where Megatron's default leaves one."""
+
+CASES: dict[str, RunConfig] = {
+    "shared tables": SHARED,
+    "private tables": PRIVATE,
+    "recomputed": on(SHARED, recompute="full"),
+    "split tables": on(SHARED, memory=2),
+    "tensor parallel": on(SHARED, tensor=2),
+    "context parallel": on(SHARED, context=2),
+    "two stages": on(SHARED, pipeline=2),
+    "interleaved": on(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2),
+    "skip": replace(
+        PRIVATE,
+        model=replace(
+            PRIVATE.model,
+            memory=UltraMemConfig(
+                num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:1/2:3")
+            ),
+        ),
+    ),
+    "experts": replace(
+        PRIVATE,
+        model=replace(PRIVATE.model, memory=None, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=16)),
+    ),
+}
+
+
+def parts_of(chunk: DistributedDataParallel) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def forget_what_others_step(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Whoever reads a weight of another rank before it has come reads no number."""
+    for part in (part for chunk in chunks for part in parts_of(chunk)):
+        mine = part.intra_distributed_optimizer_instance_rank
+        for bucket in part.buckets:
+            shards = shard_buffer(bucket.param_data, part.intra_distributed_optimizer_instance_size)
+            for rank, shard in enumerate(shards):
+                if rank != mine:
+                    shard.fill_(math.nan)
+    start_gathering(chunks)
+
+
+def small_parts(config: RunConfig) -> Any:
+    return replace(ddp_config(config), bucket_size=PART_ELEMENTS)
+
+
+def trained(
+    config: RunConfig, *, reduce: bool, gather: bool
+) -> tuple[list[tuple[float, float]], dict[str, Tensor], int]:
+    """Losses and norms, weights at the end, and the number of parts."""
+    config = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
+
+    with (
+        patch("pretrain.build.ddp_config", small_parts),
+        patch("pretrain.optimizer.start_gathering", forget_what_others_step),
+        tiny_run(config) as run,
+    ):
+        rows = run.train(STEPS)
+        return rows, weights(run), sum(len(parts_of(chunk)) for chunk in run.chunks)
+
+
+def weights(run: TinyRun) -> dict[str, Tensor]:
+    return {
+        f"{index}.{name}": parameter.detach().clone()
+        for index, chunk in enumerate(run.bare)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+@pytest.fixture(scope="module")
+def compared(run_ranks: RunRanks) -> list[dict[str, Any]]:
+    def main() -> dict[str, Any]:
+        found = {}
+        for name, config in CASES.items():
+            rows, after, parts = trained(config, reduce=True, gather=True)
+            same_rows, same_after, _ = trained(config, reduce=True, gather=False)
+            other_rows, _, _ = trained(config, reduce=False, gather=False)
+            different = [key for key in after if not torch.equal(after[key], same_after[key])]
+            found[name] = (rows, same_rows, other_rows, different, parts)
+        return found
+
+    return run_ranks(main, 2, timeout_s=200)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_losses_stay(compared: list[dict[str, Any]], name: str) -> None:
+    for of_rank in compared:
+        rows, same_rows, other_rows, different, parts = of_rank[name]
+        assert all(math.isfinite(value) for row in rows for value in row)
+        assert rows == same_rows
+        assert different == []
+        assert parts > 2
+        for row, other in zip(rows, other_rows, strict=True):
+            assert row == pytest.approx(other, rel=1e-6)
+
+
+def test_a_checkpoint_knows_nothing_of_parts(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Each part is split over the ranks by itself, behind padding: another number of parts, other shares."""
+
+    def main() -> tuple[Any, Any]:
+        with patch("pretrain.build.ddp_config", small_parts), tiny_run(SHARED) as run:
+            run.train(2)
+            path = run.save(tmp_path)
+            straight = run.train(2)
+        with tiny_run(SHARED) as run:
+            assert sum(len(parts_of(chunk)) for chunk in run.chunks) == 2
+            run.resume(path)
+            return straight, run.train(2)
+
+    for straight, resumed in run_ranks(main, 2):
+        for row, other in zip(straight, resumed, strict=True):
+            assert row == pytest.approx(other, rel=1e-6)
