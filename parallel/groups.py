@@ -78,7 +78,8 @@ def meeting(ranks: RankEnvironment, *, timeout_minutes: float) -> Iterator[dist.
     timeout = timedelta(minutes=timeout_minutes)
     store, _, _ = next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    with nullcontext() if ranks.are_watched else failures_shared(store, ranks.rank, ranks.world_size):
+    alone = ranks.are_watched or ranks.world_size == 1
+    with nullcontext() if alone else failures_shared(store, ranks.rank, ranks.world_size):
         yield store
 
 
