@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -32,6 +33,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 from pretrain.weight_gathering import wait_before_memories
+
+T = TypeVar("T")
 
 Chunk: TypeAlias = nn.Module
 """A model chunk, bare or under DDP."""
@@ -145,6 +148,18 @@ def unwrap(chunk: Chunk) -> MemoryGPTModel:
     return module
 
 
+def _weakly(method: Callable[[], T]) -> Callable[[], T]:
+    """The same without holding the object: a config outlives its model."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> T:
+        living = weak()
+        assert living is not None
+        return living()
+
+    return call
+
+
 def wrap_chunks(
     chunks: Sequence[MemoryGPTModel], config: RunConfig, groups: ParallelGroups
 ) -> list[DistributedDataParallel]:
@@ -161,7 +176,7 @@ def wrap_chunks(
             wait_before_memories(wrapped[-1], chunk)
     if config.parallel.overlap_grad_reduce:
         # Only the last microbatch's backward pass makes gradients that are complete: the schedules ask for this.
-        no_sync = [chunk.no_sync for chunk in wrapped]
+        no_sync = [_weakly(chunk.no_sync) for chunk in wrapped]
         for chunk in wrapped:
             chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     # No broadcast from the first replica: all replicas drew the same weights.

@@ -26,11 +26,14 @@ from megamem.model import MemoryGPTModel
 
 def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> None:
     """Have every block with a memory wait for the weights that it reads; for DDP that gathers beside forward."""
+    for module, hook in wrapped.remove_forward_pre_hook_handles.items():
+        # They wait for nothing. And rotary embeddings stay in a cache of Megatron's for ever, the model with their hook.
+        if not any(True for _ in module.parameters(recurse=False)):
+            hook.remove()
     for site in (module for module in model.modules() if isinstance(module, MemorySite)):
-        layer = site.memory
-        assert isinstance(layer, MemoryLayer)
-        bank = model.banks[str(layer.view.bank)]
-        parameters = [*site.parameters(), *bank.parameters()]
+        layer, parameters = site.memory, list(site.parameters())
+        if isinstance(layer, MemoryLayer):
+            parameters += model.banks[str(layer.view.bank)].parameters()
 
         def wait(_module: Any, _inputs: Any, parameters: list[nn.Parameter] = parameters) -> None:
             wait_for(wrapped, parameters)

@@ -47,6 +47,7 @@ class Poison(Callback):
         run.optimizer.prepare_grads = poisoned
 
     def on_step(self, run: Run, row: Row) -> None:
+        run.complete_weights()
         state = [p.detach().clone() for chunk in run.chunks for p in chunk.parameters()]
         for part in run.optimizer.chained_optimizers:
             for moments in part.optimizer.state.values():

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,10 @@ def test_running_a_finished_run_again_says_so(run: Path, megamem: Megamem, confi
 
 
 def test_a_run_that_is_shorter_than_what_is_done_says_what_that_means(
-    saved_run: Path, megamem: Megamem, config_file: Path
+    saved_run: Path, megamem: Megamem, config_file: Path, tmp_path: Path
 ) -> None:
-    result = megamem("train", config_file, "--run-dir", saved_run, "train.num_steps=4", "checkpoint.every_steps=3")
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    result = megamem("train", config_file, "--run-dir", run, "train.num_steps=4", "checkpoint.every_steps=3")
     assert result.code == 0, result.output
     assert "has 6 steps done, and train.num_steps is 4: there is nothing left to train. Raise it" in result.output
 

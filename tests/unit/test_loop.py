@@ -93,6 +93,7 @@ class World:
         steps: the calls of the step.
         skipped: steps (from 1) without a finite gradient.
         asked: the step (from 1) on which some rank was told to stop.
+        weights_are_complete: since the last step.
     """
 
     run: Run
@@ -100,6 +101,11 @@ class World:
     steps: list[Step] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     asked: int = 0
+    weights_are_complete: bool = False
+
+    def complete_weights(self, chunks: Any) -> None:
+        assert chunks == self.run.chunks
+        self.weights_are_complete = True
 
     def train(self) -> None:
         # The progress line writes to the terminal; nothing depends on it.
@@ -109,6 +115,7 @@ class World:
         assert (chunks, optimizer, groups) == (self.run.chunks, self.run.optimizer, self.run.groups)
         number = self.run.state.step + 1
         self.log.append(f"step {number}")
+        self.weights_are_complete = False
         samples = [
             [next(stream)["number"].tolist() for _ in range(arguments["num_microbatches"])] for stream in iterators
         ]
@@ -161,6 +168,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 run.optimizer,
                 tmp_path / "checkpoints",
             )
+            assert world.weights_are_complete
             world.log.append(f"save {state.step}")
 
         def evaluate(*arguments: Any, **keywords: Any) -> Evaluation:
@@ -177,12 +185,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 world.log.append("observe")
 
             def finish(self) -> dict[int, dict[str, float]]:
+                assert world.weights_are_complete
                 world.log.append("observed")
                 return {3: {"coverage": 0.25}}
 
         monkeypatch.setattr(loop, "train_step", world.step)
         monkeypatch.setattr(loop, "seed_step", lambda seed, step: world.log.append(f"seed {seed} {step}"))
         monkeypatch.setattr(run_module, "save_run", save)
+        monkeypatch.setattr(run_module, "complete_weights", world.complete_weights)
         monkeypatch.setattr(callbacks_module, "evaluate", evaluate)
         monkeypatch.setattr(callbacks_module, "UsageCollector", Collector)
         monkeypatch.setattr(callbacks_module, "unwrap", lambda chunk: SimpleNamespace(memory_layers=[]))
