@@ -51,7 +51,6 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
             _check_memory(sized.model, config, num_ranks)
         elif gpu_bytes := smallest_gpu_bytes():
             check_gpu_memory(sized, num_ranks, gpu_bytes)
-    if local:
         # Ranks that were started elsewhere leave this to rank 0, when they open the run: each would look at every file
         # of a checkpoint, of which there are as many as ranks.
         _check_same_run(config, folder)

@@ -34,9 +34,11 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
         layer, parameters = site.memory, list(site.parameters())
         if isinstance(layer, MemoryLayer):
             parameters += model.banks[str(layer.view.bank)].parameters()
+        parts = _parts(wrapped, parameters)
 
-        def wait(_module: Any, _inputs: Any, parameters: list[nn.Parameter] = parameters) -> None:
-            wait_for(wrapped, parameters)
+        def wait(_module: Any, _inputs: Any, parts: list[Any] = parts) -> None:
+            for part in parts:
+                part.finish_param_sync()
 
         # The memory's own too: what joins the stream after a later block is read without its site's forward.
         site.register_forward_pre_hook(wait)
@@ -46,9 +48,13 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
 def wait_for(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
     """Have the stream wait until these weights have come, and start with what follows them."""
     if chunk.ddp_config.overlap_param_gather:
-        # Each part once, in the order of use.
-        for part in dict.fromkeys(chunk.param_to_bucket_group[parameter] for parameter in parameters):
+        for part in _parts(chunk, parameters):
             part.finish_param_sync()
+
+
+def _parts(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """The parts that weights come in, each once, in the order of use."""
+    return list(dict.fromkeys(chunk.param_to_bucket_group[parameter] for parameter in parameters))
 
 
 def start_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
