@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pretrain.checkpoint.storage import save_tensors
 from torch.distributed.checkpoint import FileSystemReader
 
 from kernels.select import select_kernels
@@ -17,7 +18,6 @@ from megamem.sharing import BankSpec
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.sharded_bank import make_bank
-from pretrain.checkpoint.storage import save_tensors
 
 RANKS = 8
 MIB = 2**20
