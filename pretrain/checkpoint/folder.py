@@ -9,6 +9,7 @@ knows sizes alone, and is read as before. Which checkpoint is the newest is told
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import platform
 import re
@@ -27,6 +28,7 @@ from pretrain.state import RunState
 STATE_FILE = "state.json"
 _FORMAT = 2
 _READABLE_FORMATS = (1, 2)
+_SEAL = "sha256"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _WRITING_PREFIX = ".writing_"
 _PACKAGES = ("megamem", "torch", "megatron-core", "numpy", "triton", "transformer-engine")
@@ -98,11 +100,18 @@ def complete(
 def write_state(path: Path, files: Mapping[str, RecordedFile], content: Mapping[str, Any]) -> None:
     """Write a checkpoint's `state.json`, and wait until it is on disk."""
     listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
-    (path / STATE_FILE).write_text(
-        json.dumps({"format": _FORMAT, **content, "files": listed}, indent=1), encoding="utf-8"
-    )
+    state = sealed({"format": _FORMAT, **content, "files": listed})
+    (path / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     sync(path / STATE_FILE)
     sync(path)
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `state.json` says, with the hash of it that tells whether it still says that."""
+    content = {key: value for key, value in state.items() if key != _SEAL}
+    # As JSON gives it back: lists for tuples, text for keys.
+    text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
+    return {**content, _SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def publish(path: Path, final: Path) -> None:
@@ -135,6 +144,8 @@ def read_state(path: Path) -> SavedState:
             f"{path} has checkpoint format {format_version}, and this version reads the formats "
             f"{' and '.join(map(str, _READABLE_FORMATS))}: use the version that wrote it ({versions})"
         )
+    if format_version == _FORMAT and sealed(content) != content:
+        raise CheckpointError(f"{path} is damaged: its {STATE_FILE} has other contents than were written")
     if name_of_step != path.name:
         raise CheckpointError(f"{path} is damaged: its {STATE_FILE} says that it is of step {saved.step}")
     for name, recorded in files.items():

@@ -56,7 +56,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     contents = {name: (path / name).read_bytes() for name in names}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     assert saved.files == {name: RecordedFile(len(contents[name]), hashes[name]) for name in names}
-    assert json.loads((path / folders.STATE_FILE).read_text()) == {
+    state = json.loads((path / folders.STATE_FILE).read_text())
+    rest = json.dumps({key: value for key, value in state.items() if key != "sha256"}, sort_keys=True)
+    assert state == {
         "format": 2,
         "run": {"step": 7},
         "rng": {"seed": 1},
@@ -64,13 +66,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "versions": {"torch": "2"},
         "weights_dtype": "bfloat16",
         "files": {name: {"bytes": len(contents[name]), "sha256": hashes[name]} for name in names},
+        "sha256": hashlib.sha256(rest.encode()).hexdigest(),
     }
 
 
 def as_format_1(path: Path) -> None:
     """What a checkpoint's `state.json` said before there were hashes."""
     state = json.loads((path / folders.STATE_FILE).read_text())
-    del state["weights_dtype"]
+    del state["weights_dtype"], state["sha256"]
     sizes = {name: entry["bytes"] for name, entry in state["files"].items()}
     (path / folders.STATE_FILE).write_text(json.dumps({**state, "format": 1, "files": sizes}))
 
@@ -145,7 +148,7 @@ def lose_state(path: Path) -> None:
 def edit_state(**changes: object) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
         state = json.loads((path / folders.STATE_FILE).read_text())
-        (path / folders.STATE_FILE).write_text(json.dumps({**state, **changes}))
+        (path / folders.STATE_FILE).write_text(json.dumps(folders.sealed({**state, **changes})))
 
     edit.__name__ = f"state with {changes}"
     return edit
@@ -165,7 +168,15 @@ def plant_code(path: Path) -> None:
     index.write_bytes(b"cos\nsystem\n."[:size].ljust(size, b"\0"))
 
 
+def change_a_counter(path: Path) -> None:
+    """One digit of what a run would go on from, in a file that is JSON still."""
+    text = (path / folders.STATE_FILE).read_text()
+    (path / folders.STATE_FILE).write_text(text.replace('"seed": 1', '"seed": 5'))
+    assert (path / folders.STATE_FILE).read_text() != text
+
+
 DAMAGES = (
+    change_a_counter,
     shorten,
     lengthen,
     lose,
