@@ -148,7 +148,7 @@ BOMBS = {
 def test_an_index_cannot_ask_for_more_memory_than_an_index_needs(saved: Path, name: str) -> None:
     (saved / ".metadata").write_bytes(BOMBS[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match="cannot|can be trusted|it wants"):
+    with pytest.raises(CheckpointError, match="can be trusted"):
         read_index(saved)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
 
