@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,17 @@ from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
 from parallel.cpu import cuda_on_cpu
+from parallel.groups import ParallelSizes, initialise_groups
+from pretrain.build import build_chunks
+from pretrain.checkpoint.megatron_ranks.arguments import arguments_of
+from pretrain.checkpoint.megatron_ranks.folder import write_ranks
 from pretrain.checkpoint.megatron_ranks.layout import RankFile, RankLayout
 from pretrain.checkpoint.megatron_ranks.pairs import extra_states, rank_pairs
 from pretrain.checkpoint.store.paired import shapes_of
 from pretrain.checkpoint.store.tensors import Region
+from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.state import RunState
+from tests.in_memory import InMemory
 
 VOCABULARY = 48
 DENSE = ModelConfig(
@@ -64,7 +72,7 @@ def transformer_config(model: ModelConfig, layout: RankLayout) -> TransformerCon
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.tensor,
             "moe_token_dispatcher_type": "alltoall",
-            "sequence_parallel": False,
+            "moe_router_pre_softmax": not model.moe.renormalise,
         }
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -79,6 +87,8 @@ def transformer_config(model: ModelConfig, layout: RankLayout) -> TransformerCon
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         perform_initialization=False,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
@@ -91,7 +101,7 @@ def transformer_config(model: ModelConfig, layout: RankLayout) -> TransformerCon
 
 
 def megatron_chunks(model: ModelConfig, layout: RankLayout) -> list[GPTModel]:
-    """This rank's models, built with Megatron's parts alone."""
+    """This rank's models, built with Megatron's parts alone, on groups of their own."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -101,6 +111,11 @@ def megatron_chunks(model: ModelConfig, layout: RankLayout) -> list[GPTModel]:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)
+    return models_of_rank(model, layout)
+
+
+def models_of_rank(model: ModelConfig, layout: RankLayout) -> list[GPTModel]:
+    """This rank's models, on the groups that there are."""
     config = transformer_config(model, layout)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=model.qk_norm, normalization="RMSNorm"
@@ -120,6 +135,7 @@ def megatron_chunks(model: ModelConfig, layout: RankLayout) -> list[GPTModel]:
                 post_process=last,
                 share_embeddings_and_output_weights=model.tied_embeddings,
                 position_embedding_type="rope",
+                rotary_base=model.rotary_base,
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
                 vp_stage=stage,
             )
@@ -208,3 +224,50 @@ def test_files_hold_what_megatron_would_write(num_ranks: int, run_ranks: Any) ->
     }
     for by_case in run_ranks(lambda: {name: differences(*case) for name, case in cases.items()}, num_ranks):
         assert by_case == {name: [] for name in cases}
+
+
+def largest_difference(model: ModelConfig, folder: Path) -> float:
+    """Of logits: our model's, and those of Megatron's after it has loaded the file that ours was written to."""
+    layout = RankLayout(implementation="local")
+    config = RunConfig(model=model, train=TrainConfig(sequence_length=16))
+    with cuda_on_cpu():
+        groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)
+        (ours,) = build_chunks(config, groups, vocab_size=VOCABULARY)
+        ours.begin_step()
+        # Gains are ones at the start, which one could mistake for each other.
+        with torch.no_grad():
+            for number, gain in enumerate(each for each in ours.parameters() if each.dim() == 1):
+                gain.mul_(1 + torch.rand(len(gain), generator=torch.Generator().manual_seed(number)))
+        weights = {name.replace(".local_experts.", "."): each.detach() for name, each in ours.named_parameters()}
+        arguments = arguments_of(config, RunState(step=3), layout, vocabulary=VOCABULARY, world_size=1)
+        path = write_ranks(folder, InMemory(weights), arguments=arguments, model=model, layout=layout, iteration=3)
+        # As Megatron-LM loads it.
+        tree = torch.load(path / "mp_rank_00" / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+        (theirs,) = models_of_rank(model, layout)
+        theirs.load_state_dict(tree["model"], strict=True)
+        ids = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(3))
+        places = torch.arange(16).expand(2, -1)
+        masked = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
+        with torch.no_grad():
+            one, two = ours(ids, places), theirs(ids, places, masked)
+        parallel_state.destroy_model_parallel()
+    return float((one - two).abs().max() / two.abs().max())
+
+
+def test_a_plain_megatron_model_computes_the_same(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Megatron's router asks for it by name where there is no Transformer Engine.
+    monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, raising=False)
+    models = {
+        "dense": replace(DENSE, rotary_base=50, norm_epsilon=0.01, vocab_size_multiple=16),
+        "untied": replace(UNTIED, vocab_size_multiple=16),
+        "mixture": replace(MIXTURE, vocab_size_multiple=16),
+    }
+
+    def compare() -> dict[str, float]:
+        return {name: largest_difference(model, tmp_path / name) for name, model in models.items()}
+
+    (found,) = run_ranks(compare, 1)
+    for name, difference in found.items():
+        assert difference < 1e-5, name

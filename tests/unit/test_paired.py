@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
 from pretrain.errors import CheckpointError
-
-
-class InMemory:
-    """Tensors as a checkpoint."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.held = tensors
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(tuple(each.shape), each.dtype) for name, each in self.held.items()}
-
-    def read(self, region: Region) -> Tensor:
-        return part_of(self.held[region.name], region).clone()
-
-
-def part_of(tensor: Tensor, region: Region) -> Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(region.offset, region.shape, strict=True))]
+from tests.in_memory import InMemory, part_of
 
 
 def regions(name: str, shape: tuple[int, ...]) -> st.SearchStrategy[Region]:
