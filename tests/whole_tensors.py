@@ -34,8 +34,7 @@ def whole_tensors(model: Any) -> WholeTensors:
     for _, shard in walk_shards(model.sharded_state_dict()):
         target = held.setdefault(shard.key, torch.zeros(shard.global_shape, dtype=shard.dtype))
         place = tuple(
-            slice(start, start + size)
-            for start, size in zip(shard.global_offset, shard.local_shape, strict=True)
+            slice(start, start + size) for start, size in zip(shard.global_offset, shard.local_shape, strict=True)
         )
         target[place] = shard.data.detach()
     return WholeTensors(held)

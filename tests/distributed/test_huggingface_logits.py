@@ -62,9 +62,7 @@ MODELS: dict[str, ModelConfig] = {
             num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:2/1:1/2:3")
         ),
     ),
-    "memory_plus": replace(
-        BASE, memory=replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all"))
-    ),
+    "memory_plus": replace(BASE, memory=replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all"))),
     "pkm": replace(BASE, memory=PkmConfig(value_dim=HIDDEN, **GRID)),
     "pkm, projected": replace(BASE, memory=PkmConfig(value_dim=16, value_projection=True, query_norm=False, **GRID)),
     "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),

@@ -158,12 +158,24 @@ def open_folder(folder: Path) -> Imported:
     model = imported_config(content, str(path))
     assert model.vocab_size is not None
     source = open_safetensors(folder)
+    _check_size(model, source.tensors, path)
     found = pairs(model, vocab_size=model.vocab_size, tensors={})
     padded = (padded_size(model.vocab_size, model.vocab_size_multiple), model.hidden_size)
     vocabulary = {"embedding.word_embeddings.weight": padded, "output_layer.weight": padded}
     shown = shown_tensors(found, source.tensors, vocabulary)
     _check_all_used(model, source.tensors, shown_tensors(inverted(found), shown), path)
     return Imported(model, RenamedReader(source, found, shown), read_tokenizer(folder, content))
+
+
+def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path) -> None:
+    """Refuse a configuration of a model far larger than the weights: pairs are made of each block and head of it."""
+    key = "model.layers.0.self_attn.k_proj.weight"
+    rows = found[key].shape[0] if key in found and found[key].shape else 0
+    if model.num_layers > len(found) or model.query_groups > rows:
+        raise CheckpointError(
+            f"{path} speaks of {model.num_layers} layers and {model.query_groups} key/value heads, which the weights "
+            "do not have: copy the folder again"
+        )
 
 
 def _check_all_used(
