@@ -74,7 +74,7 @@ def imported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
                 (chunk,) = build_unset_chunks(config, groups, vocab_size=VOCAB_SIZE)
                 for _, shard in walk_shards(chunk.sharded_state_dict()):
                     region = Region(shard.key, tuple(shard.global_offset), tuple(shard.local_shape))
-                    shard.data.copy_(opened.tensors.read(region))
+                    shard.data.detach().copy_(opened.tensors.read(region))
                 chunk.weights_are_set = True
                 with torch.no_grad():
                     found[name] = chunk.eval()(tokens(), positions, None)[..., :VOCAB_SIZE]

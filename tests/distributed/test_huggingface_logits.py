@@ -234,3 +234,15 @@ def test_labels_give_a_loss_that_trains_every_weight(exported: Any, name: str) -
     loss.backward()
     idle = [key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()]
     assert idle == []
+
+
+@pytest.mark.parametrize("name", ["dense, as llama", "dense, as qwen3", "v2"])
+def test_the_tokenizer_is_ours_beside_any_class_of_model(exported: Any, name: str) -> None:
+    """Transformers has ideas of its own about the tokenizers of Llama and Qwen."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported(name)[0], trust_remote_code=True)
+    text = " a  b\n\u4e2d\u00e9 <s>"
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("a<|endoftext|>").input_ids == [97, 256]
+    # The padding is on the right, or generation's own left, and does not count.
+    assert tokenizer(["a", "abc"], padding=True).attention_mask == [[1, 0, 0], [1, 1, 1]]

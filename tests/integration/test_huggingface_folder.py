@@ -76,7 +76,7 @@ def test_a_folder_has_what_it_needs(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     assert names >= {
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"),
-        *("configuration_megamem.py", "modeling_megamem.py", "model.safetensors.index.json"),
+        *("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py", "model.safetensors.index.json"),
     }
     assert len([name for name in names if name.endswith(".safetensors")]) > 2
 
@@ -86,7 +86,7 @@ def test_it_generates_what_the_run_generates(folder: Path, trained: Path, megame
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(tokenizer.eos_token + "import é", return_tensors="pt")
 out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
 print(ascii(tokenizer.decode(out[0, inputs.input_ids.shape[1]:], skip_special_tokens=True)))
@@ -100,7 +100,7 @@ print(ascii(tokenizer.decode(out[0, inputs.input_ids.shape[1]:], skip_special_to
 
 
 def test_its_tokenizer_makes_the_ids_of_training(folder: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     every_byte = "".join(map(chr, range(0x250))) + "\u4e2d\U0001f600  two  spaces\n\n\ttab"
     assert tokenizer(every_byte).input_ids == list(every_byte.encode())
     assert tokenizer.decode(list(every_byte.encode())) == every_byte
@@ -146,7 +146,7 @@ print(sum(table.nbytes for bank in large.model.banks.values() for table in bank.
     reader, large = open_safetensors(folder), tmp_path / "large"
     large.mkdir()
     for path in folder.iterdir():
-        if not path.name.startswith("model"):
+        if "safetensors" not in path.name:
             shutil.copy(path, large)
     config = json.loads((large / "config.json").read_text())
     name, num_rows = "model.banks.0.values", 2**21

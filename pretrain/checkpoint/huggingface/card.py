@@ -92,7 +92,7 @@ def model_card(config: RunConfig, figures: Figures, *, name: str) -> str:
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'folder = "."  # this folder',
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})",
         f"model = AutoModelForCausalLM.from_pretrained(folder{trust})",
         'inputs = tokenizer("Once", return_tensors="pt")',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",

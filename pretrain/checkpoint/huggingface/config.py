@@ -18,7 +18,7 @@ from pretrain.errors import CheckpointError
 LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
 _MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
 
-# What `remote_code/modeling_megamem.py` computes with.
+# What `remote_code/memory_megamem.py` computes with.
 _TUCKER_WEIGHTS = {"query_proj", "query_norm", "keys", "keys_norm", "cores", "u", "v", "value_proj"}
 _TUCKER_OPTIONS = {"pre_value_proj", "permutation"}
 _PRODUCT_WEIGHTS = {"query_proj", "keys"}

@@ -22,7 +22,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
 
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
-_REMOTE_CODE = ("configuration_megamem.py", "modeling_megamem.py")
+_REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py")
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one file; Hugging Face's own default."""
 _ELEMENTS_AT_A_TIME = 2**24

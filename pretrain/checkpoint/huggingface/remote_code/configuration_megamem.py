@@ -11,6 +11,7 @@ class MegamemConfig(PreTrainedConfig):
     """RMSNorm, SwiGLU or experts, RoPE, grouped queries; and memories beside or instead of feed-forwards.
 
     Attributes:
+        rope_parameters: `rope_theta`; the only `rope_type` is "default".
         qk_norm: RMS-normalise queries and keys per head before RoPE.
         moe: None, or a mixture of experts instead of every feed-forward: `num_experts`; `top_k` of them per token;
             `intermediate_size` of one; `renormalise`: whether the weights of a token's experts are divided by their
@@ -40,14 +41,14 @@ class MegamemConfig(PreTrainedConfig):
     num_key_value_heads: int = 4
     head_dim: int = 32
     rms_norm_eps: float = 1e-5
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: Any = None
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     qk_norm: bool = True
     tie_word_embeddings: bool = True
     use_cache: bool = True
-    moe: dict[str, Any] | None = None
-    memory: dict[str, Any] | None = None
+    moe: Any = None
+    memory: Any = None
     memory_device: str | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
