@@ -22,8 +22,8 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)"
 TEST_EXTRAS := dev,gpu,tracking
-# Not te, which compiles for the torch that is there, and not hf, which nothing needs yet.
-LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --python-platform linux --extra dev --extra gpu --extra tracking --extra deepspeed --extra mutants pyproject.toml
+# Not te, which compiles for the torch that is there.
+LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --python-platform linux --extra dev --extra gpu --extra tracking --extra deepspeed --extra mutants --extra hf pyproject.toml
 TOKENIZER := data/stdlib-4096.json
 # A file's tests stay together, as what they share is made once; files in their order, in which the long ones come first.
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -19,11 +19,14 @@ class KeyedShuffle:
     Each round replaces (i, j) by (j, (i + F(j)) mod N) with F a keyed hash; that is invertible for every N, needs no
     table, no loop that depends on the data and no host sync. A stored permutation would cost 8 bytes per entry and
     layer.
+
+    Attributes:
+        round_keys: of F in each round, which with `num_keys` are all there is to it.
     """
 
     def __init__(self, num_keys: int, *, seed: int, name: str) -> None:
         self.num_keys = num_keys
-        self._keys = tuple(key_of(seed, name, "shuffle", str(r)) for r in range(_ROUNDS))
+        self.round_keys = tuple(key_of(seed, name, "shuffle", str(r)) for r in range(_ROUNDS))
 
     def __call__(self, entries: Tensor) -> Tensor:
         """Permuted entries.
@@ -35,7 +38,7 @@ class KeyedShuffle:
             int64 of the same shape, in the same range.
         """
         i, j = entries // self.num_keys, entries % self.num_keys
-        for key in self._keys:
+        for key in self.round_keys:
             # Bits 1..63 of the hash: int64 remainders of negative numbers would still be in range, but cost a
             # correction.
             i, j = j, (i + ((mix(j, key) >> 1) & 0x3FFFFFFFFFFFFFFF) % self.num_keys) % self.num_keys

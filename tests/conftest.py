@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,12 @@ def golden_dir(pytestconfig: pytest.Config) -> Path:
     if not folder.is_dir():
         pytest.skip(f"no golden cases in {folder}: set MEGAMEM_GOLDEN_DIR to their folder, or put them at {beside}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def remote_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where transformers copies the code of model folders to: a place of the session's own, as it imports from there."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("remote_code"))
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+        yield

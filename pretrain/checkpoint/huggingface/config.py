@@ -1,0 +1,250 @@
+"""Our model as a `config.json` of Hugging Face's, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megamem.config import ModelConfig
+from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
+from megamem.shuffle import KeyedShuffle
+from megamem.slots import Slot
+from pretrain.checkpoint.huggingface.names import memory_weights
+from pretrain.checkpoint.store.tensors import TensorInfo
+from pretrain.errors import CheckpointError
+
+LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
+_MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
+
+# What `remote_code/memory_megamem.py` computes with.
+_TUCKER_WEIGHTS = {"query_proj", "query_norm", "keys", "keys_norm", "cores", "u", "v", "value_proj"}
+_TUCKER_OPTIONS = {"pre_value_proj", "permutation"}
+_PRODUCT_WEIGHTS = {"query_proj", "keys"}
+_PRODUCT_OPTIONS = {
+    *("query_bias", "query_norm", "value_proj", "value_bias"),
+    *("silu_gate", "silu_gate_bias", "output_gate", "output_gate_bias"),
+}
+
+
+def architecture_of(model: ModelConfig) -> str:
+    """The class of transformers that computes what the model does: its own where no other does exactly that."""
+    if model.memory is not None or model.moe is not None:
+        return OWN
+    return QWEN3 if model.qk_norm else LLAMA
+
+
+def exported_config(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    eod: int,
+    dtype: torch.dtype,
+    seed: int,
+    tensors: Mapping[str, TensorInfo],
+) -> dict[str, Any]:
+    """The content of `config.json`.
+
+    Args:
+        vocab_size: token ids before padding.
+        sequence_length: the longest that the model was trained on.
+        eod: id of the token that ends a document, which also begins one.
+        dtype: of the weights.
+        seed: the run's, which keys the shuffles.
+        tensors: ours, by global name.
+
+    Raises:
+        CheckpointError: the exported model does not know the memory's family.
+    """
+    architecture = architecture_of(model)
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": _MODEL_TYPES[architecture],
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.attention_head_dim,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        "max_position_embeddings": sequence_length,
+        "initializer_range": model.linear_std,
+        "tie_word_embeddings": model.tied_embeddings,
+        "bos_token_id": eod,
+        # No padding token: transformers would keep its embedding from being trained, and this one ends documents.
+        "eos_token_id": eod,
+        "use_cache": True,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if architecture != OWN:
+        plain = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+        return {**config, **plain, **({"mlp_bias": False} if architecture == LLAMA else {"use_sliding_window": False})}
+    moe = None
+    if model.moe is not None:
+        moe = {
+            "num_experts": model.moe.num_experts,
+            "top_k": model.moe.top_k,
+            "intermediate_size": model.moe.expert_ffn_hidden_size,
+            "renormalise": model.moe.renormalise,
+        }
+    return {
+        **config,
+        "auto_map": {
+            "AutoConfig": "configuration_megamem.MegamemConfig",
+            "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
+        },
+        "qk_norm": model.qk_norm,
+        "moe": moe,
+        "memory": _memory(model, seed, tensors),
+        "memory_device": None,
+    }
+
+
+def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
+    memory = model.memory
+    if memory is None:
+        return None
+    tucker = isinstance(memory, TuckerConfig)
+    if not isinstance(memory, RetrievalConfig) or not (tucker or isinstance(memory, ProductKeyConfig)):
+        raise _unknown(model, "which retrieves by neither Tucker-decomposed scores nor product keys")
+    plan, layers = model.memory_plan, []
+    for index, (span, view) in enumerate(zip(model.memory_spans, plan.views, strict=True)):
+        weights = memory_weights(model, index, tensors)
+        needed, options = (_TUCKER_WEIGHTS, _TUCKER_OPTIONS) if tucker else (_PRODUCT_WEIGHTS, _PRODUCT_OPTIONS)
+        if not needed <= weights.keys() <= needed | options:
+            odd = sorted((needed - weights.keys()) | (weights.keys() - needed - options))
+            raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(odd)}")
+        keys = memory.expansion * view.num_keys
+        keyed = isinstance(memory, TuckerConfig) and memory.shuffle == "keyed"
+        shuffle = KeyedShuffle(keys, seed=seed, name=model.memory_name(index)) if keyed else None
+        layers.append(
+            {
+                "block": span.read,
+                "added_after": span.add,
+                "instead": memory.slot_of(span) is Slot.INSTEAD,
+                "bank": view.bank,
+                "first_row": view.first_row,
+                "num_rows": view.num_rows,
+                "num_keys": keys,
+                "round_keys": None if shuffle is None else list(shuffle.round_keys),
+                "weights": {name: list(info.shape) for name, info in weights.items()},
+            }
+        )
+    return {
+        "retrieval": "tucker" if tucker else "product",
+        "num_heads": memory.num_heads,
+        "key_dim": memory.key_dim,
+        "num_queries": memory.num_queries,
+        "row_top_k": memory.row_top_k,
+        "top_k": memory.top_k,
+        "num_scores": memory.lookup.scores,
+        "num_sums": memory.lookup.bins,
+        "activation": memory.lookup.activation,
+        "tables": {table.name: table.width for table in memory.tables},
+        "bank_rows": [bank.num_rows for bank in plan.banks],
+        "layers": layers,
+    }
+
+
+def _unknown(model: ModelConfig, why: str) -> CheckpointError:
+    assert model.memory is not None
+    return CheckpointError(
+        f"model.memory.kind is {model.memory.kind}, {why}: such a model cannot be exported to Hugging Face; "
+        "convert it to another format"
+    )
+
+
+def imported_config(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    """The model that a `config.json` of a Llama or Qwen3 describes.
+
+    Args:
+        config: its content.
+        origin: what to call it in messages.
+
+    Raises:
+        CheckpointError: naming key and value of what our models cannot be.
+    """
+    match config.get("architectures"):
+        case [str(architecture)] if architecture in (LLAMA, QWEN3):
+            pass
+        case other:
+            raise CheckpointError(f"{origin}: architectures is {other}, and {[LLAMA]} or {[QWEN3]} can be imported")
+    qwen = architecture == QWEN3
+    _check_plain(config, origin)
+    heads, hidden = _whole(config, "num_attention_heads", origin), _whole(config, "hidden_size", origin)
+    # As transformers fills in what a file leaves out.
+    default_head = 128 if qwen else hidden // heads
+    head_dim = _whole(config, "head_dim", origin, default_head)
+    groups = _whole(config, "num_key_value_heads", origin, heads)
+    try:
+        return ModelConfig(
+            num_layers=_whole(config, "num_hidden_layers", origin),
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=None if groups == heads else groups,
+            head_dim=None if head_dim * heads == hidden else head_dim,
+            ffn_hidden_size=_whole(config, "intermediate_size", origin),
+            vocab_size=_whole(config, "vocab_size", origin),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=qwen,
+            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            rotary_base=_rope_base(config, origin),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+
+
+def _check_plain(config: Mapping[str, Any], origin: str) -> None:
+    """Refuse what the values of other keys make of a model."""
+    for key, wanted in {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0,
+        "use_sliding_window": False,
+        "partial_rotary_factor": 1,
+        "pretraining_tp": 1,
+    }.items():
+        if key in config and config[key] != wanted:
+            raise _refused(origin, key, config[key], f"imported models have {wanted}")
+    if config.get("quantization_config") is not None:
+        raise _refused(origin, "quantization_config", "set", "import the model's weights as they were before")
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        raise _refused(origin, "sliding_window", config["sliding_window"], "imported models attend to whole sequences")
+    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        raise _refused(origin, "layer_types", kinds, "imported models attend to whole sequences")
+
+
+def _rope_base(config: Mapping[str, Any], origin: str) -> int:
+    """theta, of either form in which files say it."""
+    base = config.get("rope_theta", 10000.0)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        if rope is None:
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        if kind != "default":
+            raise _refused(origin, key, rope, "imported models turn positions as they are, without scaling")
+        if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise _refused(origin, key, rope, "imported models turn whole heads")
+        base = rope.get("rope_theta", base)
+    if not isinstance(base, int | float) or base != int(base) or base < 1:
+        raise _refused(origin, "rope_theta", base, "imported models have a whole number")
+    return int(base)
+
+
+def _whole(config: Mapping[str, Any], key: str, origin: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise _refused(origin, key, config.get(key), "it must be a whole number from 1 on")
+    return value
+
+
+def _refused(origin: str, key: str, value: Any, why: str) -> CheckpointError:
+    return CheckpointError(f"{origin}: {key} is {value}: {why}")

@@ -1,0 +1,126 @@
+"""Our tensors and Hugging Face's: the same numbers, cut and named otherwise.
+
+Dense models have the names of Llama and Qwen3. Memories keep the names of their own weights. All pairs are rectangles of
+equal shape, so the list goes both ways.
+
+Legend: D hidden size, F inner width of a feed-forward, n query heads, g key/value heads, d width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megamem.config import ModelConfig
+from megamem.slots import Slot
+from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
+from pretrain.errors import CheckpointError
+
+_EXPORTED_SLOTS = (Slot.BESIDE, Slot.INSTEAD, Slot.SKIP)
+
+
+def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorInfo]) -> list[Pair]:
+    """Which of our elements are which of Hugging Face's; all of the model but the padding of the vocabulary.
+
+    Args:
+        model: the model.
+        vocab_size: token ids before padding.
+        tensors: ours, by global name: which weights a memory has and of which shape, its family alone knows. A model
+            without memory needs none.
+
+    Raises:
+        CheckpointError: a memory acts where the exported model has no place for it.
+    """
+    hidden = model.hidden_size
+    found = [
+        _rows("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, hidden),
+        *(pair for layer in range(model.num_layers) for pair in _block(model, layer, tensors)),
+        _whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)),
+    ]
+    if not model.tied_embeddings:
+        found.append(_rows("output_layer.weight", "lm_head.weight", vocab_size, hidden))
+    banks = [name for name in tensors if name.startswith("banks.")]
+    return found + [_whole(name, f"model.{name}", tensors[name].shape) for name in banks]
+
+
+def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The own weights and buffers of a memory layer by their names in it.
+
+    Args:
+        index: of the memory layer.
+        tensors: ours, by global name.
+    """
+    prefix = f"{model.memory_name(index)}."
+    return {name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
+
+
+def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
+    ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
+    width = model.attention_head_dim
+    yield _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
+    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+    if model.qk_norm:
+        for side in "qk":
+            name = f"self_attention.{side}_layernorm.weight"
+            yield _whole(ours + name, f"{theirs}self_attn.{side}_norm.weight", (width,))
+    yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
+    slot = None
+    for index, span in enumerate(model.memory_spans):
+        if span.read != layer:
+            continue
+        assert model.memory is not None
+        slot = model.memory.slot_of(span)
+        if slot not in _EXPORTED_SLOTS:
+            raise CheckpointError(
+                f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.value}: exported "
+                f"models have them only in {', '.join(each.value for each in _EXPORTED_SLOTS)}"
+            )
+        for name, info in memory_weights(model, index, tensors).items():
+            yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
+    if slot is not Slot.INSTEAD:
+        yield from _feed_forward(model, f"{ours}mlp." if slot is None else f"{ours}mlp.ffn.", f"{theirs}mlp.")
+
+
+def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:
+    """Megatron's fused rows are, per key/value head: its queries, its key, its value."""
+    hidden, width, groups = model.hidden_size, model.attention_head_dim, model.query_groups
+    queries = model.num_attention_heads // groups * width
+    for group in range(groups):
+        start = group * (queries + 2 * width)
+        for side, rows, before in (("q", queries, 0), ("k", width, queries), ("v", width, queries + width)):
+            yield Pair(
+                Region(f"{ours}linear_qkv.weight", (start + before, 0), (rows, hidden)),
+                Region(f"{theirs}{side}_proj.weight", (group * rows, 0), (rows, hidden)),
+            )
+    shape = (hidden, model.num_attention_heads * width)
+    yield _whole(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", shape)
+
+
+def _feed_forward(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:
+    moe, hidden = model.moe, model.hidden_size
+    if moe is None:
+        yield from _swiglu(ours, theirs, hidden, model.ffn_hidden_size)
+        return
+    yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (moe.num_experts, hidden))
+    for expert in range(moe.num_experts):
+        part = f"experts.{expert}."
+        yield from _swiglu(ours + part, theirs + part, hidden, moe.expert_ffn_hidden_size)
+
+
+def _swiglu(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Pair]:
+    """Megatron's first linear is [gate; up], [2 F, D]."""
+    for number, part in enumerate(("gate_proj", "up_proj")):
+        yield Pair(
+            Region(f"{ours}linear_fc1.weight", (number * width, 0), (width, hidden)),
+            Region(f"{theirs}{part}.weight", (0, 0), (width, hidden)),
+        )
+    yield _whole(f"{ours}linear_fc2.weight", f"{theirs}down_proj.weight", (hidden, width))
+
+
+def _whole(ours: str, theirs: str, shape: tuple[int, ...]) -> Pair:
+    start = (0,) * len(shape)
+    return Pair(Region(ours, start, shape), Region(theirs, start, shape))
+
+
+def _rows(ours: str, theirs: str, rows: int, columns: int) -> Pair:
+    """The first rows of ours, which go on with padding, are all of theirs."""
+    return _whole(ours, theirs, (rows, columns))

@@ -1,0 +1,60 @@
+"""Configuration of a decoder-only transformer with memory layers or a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+class MegamemConfig(PreTrainedConfig):
+    """RMSNorm, SwiGLU or experts, RoPE, grouped queries; and memories beside or instead of feed-forwards.
+
+    Attributes:
+        rope_parameters: `rope_theta`; the only `rope_type` is "default".
+        qk_norm: RMS-normalise queries and keys per head before RoPE.
+        moe: None, or a mixture of experts instead of every feed-forward: `num_experts`; `top_k` of them per token;
+            `intermediate_size` of one; `renormalise`: whether the weights of a token's experts are divided by their
+            sum.
+        memory: None, or the memories:
+            `retrieval`: "tucker" or "product", how keys are scored and combined.
+            `num_heads`, `key_dim`, `num_queries` (query vectors per token), `row_top_k` (rows and columns kept by the
+            first stage), `top_k` (entries kept by the second), `num_scores` (per entry), `num_sums` (values are added
+            up in), `activation` (of the pre-values' products: "none" or "gelu").
+            `tables`: columns of each table of a bank, by name. `bank_rows`: rows of each bank.
+            `layers`: one mapping for each memory. It reads in `block`, and its output is added after block
+            `added_after`; `instead`: the block has no feed-forward. It sees `num_rows` rows of bank `bank` from
+            `first_row` on, addressed by `num_keys` keys per side. `round_keys`: of the shuffle, or None. `weights`:
+            the shapes of its own weights.
+        memory_device: None: tables are parameters of the model. "cpu": they stay in the weights' files, which are
+            mapped into host memory, and what is read of them is moved to where the model is.
+    """
+
+    model_type = "megamem"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 257
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 32
+    rms_norm_eps: float = 1e-5
+    rope_parameters: Any = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    qk_norm: bool = True
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    moe: Any = None
+    memory: Any = None
+    memory_device: str | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **others: Any) -> None:
+        if self.memory_device not in (None, "cpu"):
+            raise ValueError(f"memory_device is {self.memory_device!r}: it may be null or 'cpu'")
+        super().__post_init__(**others)

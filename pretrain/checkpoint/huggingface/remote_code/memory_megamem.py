@@ -1,0 +1,256 @@
+"""Memory layers: banks of tables, and what retrieves from them.
+
+A memory reads a few rows of a large table for every token. Queries are scored against two short lists of keys, the rows
+and the columns of a grid; a first stage keeps the best of each, a second the best entries of their grid. Each entry
+stands for a row of a bank. The rows' values are added up by score, and projected to the residual stream.
+
+Legend: b sequences, s tokens of each, T = b s, D hidden size; H retrieval heads, d key dimension, N keys per side, M
+rows (and columns) kept first, K entries kept, J = H K, R Tucker rank, C scores per entry, V and P columns of values and
+pre-values, B sums per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .configuration_megamem import MegamemConfig
+
+# Bounds temporaries, among them the first stage's grid of candidates [T, H, M, M] and the rows read [T, J, V].
+_TOKENS_AT_A_TIME = 512
+
+
+def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """x gain / sqrt(mean(x^2) + epsilon) over the last dimension, in fp32, returned in the dtype of `x`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * gain.to(wide.dtype)).to(x.dtype)
+
+
+def list_topk(scores: Tensor, top_k: int) -> Tensor:
+    """Positions [..., K] of the best of [..., N]: the larger score first, of equal ones the smaller position."""
+    if scores.device.type != "cpu":
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    values, places = scores.topk(min(top_k + 1, scores.shape[-1]), dim=-1)
+    # `topk` leaves the order of equal scores undefined.
+    if (values[..., 1:] == values[..., :-1]).any() or values.isnan().any():
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    return places[..., :top_k]
+
+
+class Shuffle:
+    """A bijection of the entries of an N x N grid: a Feistel network whose halves are added modulo N."""
+
+    def __init__(self, num_keys: int, round_keys: list[int]) -> None:
+        self.num_keys, self.round_keys = num_keys, round_keys
+
+    def __call__(self, entries: Tensor) -> Tensor:
+        """int64 in [0, N^2), of any shape, to the same."""
+        i, j = entries // self.num_keys, entries % self.num_keys
+        for key in self.round_keys:
+            hashed = (self._mix(j, key) >> 1) & 0x3FFFFFFFFFFFFFFF
+            i, j = j, (i + hashed % self.num_keys) % self.num_keys
+        return i * self.num_keys + j
+
+    @staticmethod
+    def _mix(counter: Tensor, key: int) -> Tensor:
+        """SplitMix64 in int64, which wraps; its shifts are logical."""
+        z = (counter + 1) * -7046029254386353131 + key
+        z = (z ^ ((z >> 30) & (2**34 - 1))) * -4658895280553007687
+        z = (z ^ ((z >> 27) & (2**37 - 1))) * -7723592293110705685
+        return z ^ ((z >> 31) & (2**33 - 1))
+
+
+class MegamemBank(nn.Module):
+    """The tables that a set of memories shares, as parameters, or in host memory outside of the module.
+
+    Attributes:
+        on_host: the tables by name, where they are no parameters.
+    """
+
+    def __init__(self, config: MegamemConfig, num_rows: int) -> None:
+        super().__init__()
+        self.activation, self.num_sums = config.memory["activation"], config.memory["num_sums"]
+        self.names = tuple(config.memory["tables"])
+        self.on_host: dict[str, Tensor] = {}
+        if config.memory_device is None:
+            for name, width in config.memory["tables"].items():
+                self.register_parameter(name, nn.Parameter(torch.empty(num_rows, width)))
+
+    def _rows(self, table: str, ids: Tensor, like: Tensor) -> Tensor:
+        """Rows of a table, [*ids, columns], in the dtype and on the device of `like`."""
+        if table not in self.on_host:
+            return F.embedding(ids, self.get_parameter(table))
+        wanted, places = ids.unique(return_inverse=True)
+        return self.on_host[table][wanted.cpu()].to(like.device, like.dtype)[places]
+
+    def forward(self, rows: Tensor, scores: Tensor, pre_input: Tensor | None, sums: Tensor | None) -> Tensor:
+        """Values weighted by scores and by the products of their pre-values with `pre_input`, [T, B V].
+
+        Args:
+            rows: [T, J] of the bank.
+            scores: [T, J, C]; score c weights the c-th part of a value's columns.
+            pre_input: [T, P]; None without pre-values.
+            sums: [T, J], which of the B sums each value belongs to; None if B is 1.
+        """
+        values = self._rows("values", rows, scores).unflatten(-1, (scores.shape[2], -1))
+        if pre_input is not None:
+            products = torch.einsum("tjp,tp->tj", self._rows("pre_values", rows, scores), pre_input)
+            scores = scores * (F.gelu(products) if self.activation == "gelu" else products).unsqueeze(2)
+        if sums is None:
+            return torch.einsum("tjc,tjcd->tcd", scores, values).flatten(1)
+        member = F.one_hot(sums, self.num_sums).to(values.dtype)
+        return torch.einsum("tjb,tjcd->tbcd", member, scores.unsqueeze(3) * values).flatten(1)
+
+
+class MegamemMemory(nn.Module):
+    """A memory: its keys and projections, and how entries are retrieved, found in the bank, and projected.
+
+    Weights have the names and shapes of the configuration's `layers`; which of them there are says what is computed.
+
+    Attributes:
+        query_proj: [queries of a token x d, D].
+        query_norm: [d], and `keys_norm` [d], the gains of queries and keys.
+        keys: [H, 2, N, d], and with Tucker scores [H, 2, N, d, R].
+        cores: [C, H, R, R]; `u` and `v`, [H, R], are the leading singular vectors of their sum over C, as they stood in
+            the last step of training: the sign of the pair is theirs alone to know, and selects.
+        permutation: [N^2], of the entries.
+    """
+
+    query_proj: Tensor
+    query_norm: Tensor
+    keys: Tensor
+    keys_norm: Tensor
+    cores: Tensor
+    u: Tensor
+    v: Tensor
+    permutation: Tensor
+
+    def __init__(self, config: MegamemConfig, layer: dict[str, Any]) -> None:
+        super().__init__()
+        self.memory, self.layer, self.epsilon = config.memory, layer, config.rms_norm_eps
+        for name, shape in layer["weights"].items():
+            if name == "permutation":
+                self.register_buffer(name, torch.zeros(shape, dtype=torch.int64))
+            elif name in ("u", "v"):
+                # They select, and are kept in fp32 whatever the model's dtype.
+                self.register_buffer(name, torch.zeros(shape, dtype=torch.float32))
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        keys = layer["round_keys"]
+        self.shuffle = None if keys is None else Shuffle(layer["num_keys"], keys)
+
+    def forward(self, hidden: Tensor, bank: MegamemBank) -> Tensor:
+        """The memory's output [b, s, D] for the normalised input of the block's feed-forward [b, s, D]."""
+        parts = [self._read(x, bank) for x in hidden.flatten(0, 1).split(_TOKENS_AT_A_TIME)]
+        return torch.cat(parts).view_as(hidden)
+
+    def _read(self, x: Tensor, bank: MegamemBank) -> Tensor:
+        """[T, D] of [T, D]."""
+        entries, scores = self._retrieve_tucker(x) if self.memory["retrieval"] == "tucker" else self._retrieve(x)
+        rows, sums = self._locate(entries.flatten(1))
+        values = bank(rows, scores.flatten(1, 2).to(x.dtype), self._pre_input(x, bank), sums)
+        return self._project(values, x)
+
+    def _weight(self, name: str | None) -> Tensor | None:
+        """A weight that only some memories have."""
+        return None if name is None else getattr(self, name, None)
+
+    def _linear(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        return F.linear(x, getattr(self, weight), self._weight(bias))
+
+    # Retrieval: from tokens [T, D] to entries [T, H, K] of the grid, and their scores [T, H, K, C].
+
+    def _retrieve(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Product keys: an entry's score is the sum of its row's and its column's; softmax within a head."""
+        heads = self.memory["num_heads"]
+        queries = F.linear(x, self.query_proj, self._weight("query_bias")).view(x.shape[0], 2 * heads, -1)
+        if self._weight("query_norm") is not None:
+            queries = rms_normalise(queries, self.query_norm, self.epsilon)
+        products = _wide(torch.bmm(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2)))
+        rows, columns = products.unflatten(0, (heads, 2)).permute(1, 2, 0, 3)
+        row_ids, column_ids = (list_topk(side, self.memory["row_top_k"]) for side in (rows, columns))
+        grid = rows.gather(2, row_ids).unsqueeze(3) + columns.gather(2, column_ids).unsqueeze(2)
+        best = list_topk(grid.detach().flatten(2), self.memory["top_k"])
+        scores = grid.flatten(2).gather(2, best).softmax(2)
+        return self._entries(row_ids, column_ids, best), scores.unsqueeze(3)
+
+    def _retrieve_tucker(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tucker-decomposed scores S_row C S_col; the first stage takes the core for its leading singular pair."""
+        memory, cores = self.memory, _wide(self.cores)
+        heads, num_keys, dim, rank = memory["num_heads"], self.layer["num_keys"], memory["key_dim"], cores.shape[-1]
+        queries = F.linear(x, self.query_proj).view(x.shape[0], memory["num_queries"], dim)
+        queries = rms_normalise(queries, self.query_norm, self.epsilon)
+        if memory["num_queries"] == 2:
+            queries = queries.repeat_interleave(rank, dim=1)
+        keys = rms_normalise(self.keys.transpose(3, 4), self.keys_norm, self.epsilon)
+        # One product per (side, rank): [2R, T, d] x [2R, d, H N].
+        keys = keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, dim, heads * num_keys)
+        products = _wide(torch.bmm(queries.transpose(0, 1), keys))
+        sides = products.view(2, rank, x.shape[0], heads, num_keys).permute(0, 2, 3, 4, 1)
+        directions = (self.u.to(cores.dtype), self.v.to(cores.dtype))
+        ids = [
+            list_topk(_sum(side[..., r] * direction[:, r, None] for r in range(rank)), memory["row_top_k"])
+            for side, direction in zip(sides.detach(), directions, strict=True)
+        ]
+        row, column = (_pick(side, kept) for side, kept in zip(sides, ids, strict=True))
+        core, ranks = cores.sum(0), range(rank)
+        # Products and sums are rounded one by one, in the order of r, as in training: equal bits select equal entries.
+        with torch.no_grad():
+            mixed = [_sum(row[..., r] * core[:, r, s, None] for r in ranks) for s in ranks]
+            grid = _sum(mixed[s].unsqueeze(3) * column[..., s].unsqueeze(2) for s in ranks)
+            best = list_topk(grid.flatten(2), memory["top_k"])
+        count = memory["row_top_k"]
+        scores = torch.einsum("thkr,chrs,thks->thkc", _pick(row, best // count), cores, _pick(column, best % count))
+        return self._entries(ids[0], ids[1], best), scores
+
+    def _entries(self, row_ids: Tensor, column_ids: Tensor, best: Tensor) -> Tensor:
+        """Positions row N + column in the grid, of positions in the grid of candidates."""
+        count = self.memory["row_top_k"]
+        return row_ids.gather(2, best // count) * self.layer["num_keys"] + column_ids.gather(2, best % count)
+
+    # From entries to the output.
+
+    def _locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows of the bank behind entries [T, J], and the sum of each one's value: its virtual block's."""
+        if self.shuffle is not None:
+            entries = self.shuffle(entries)
+        elif self._weight("permutation") is not None:
+            entries = self.permutation[entries]
+        num_rows, num_bank_rows = self.layer["num_rows"], self.memory["bank_rows"][self.layer["bank"]]
+        rows = (entries % num_rows + self.layer["first_row"]) % num_bank_rows
+        return rows, entries // num_rows if self.memory["num_sums"] > 1 else None
+
+    def _pre_input(self, x: Tensor, bank: MegamemBank) -> Tensor | None:
+        """What pre-values are multiplied with, [T, P]: the projected input, or the input itself."""
+        if "pre_values" not in bank.names:
+            return None
+        return x if self._weight("pre_value_proj") is None else self._linear(x, "pre_value_proj")
+
+    def _project(self, values: Tensor, x: Tensor) -> Tensor:
+        """The output [T, D] of the summed values [T, B V]: gated, projected, and gated by a scalar per token."""
+        if self._weight("silu_gate") is not None:
+            values = values * F.silu(self._linear(x, "silu_gate", "silu_gate_bias"))
+        if self._weight("value_proj") is not None:
+            values = self._linear(values, "value_proj", "value_bias")
+        if self._weight("output_gate") is not None:
+            values = values * torch.sigmoid(self._linear(x, "output_gate", "output_gate_bias"))
+        return values
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _sum(terms: Any) -> Tensor:
+    first, *others = terms
+    for term in others:
+        first = first + term
+    return first
+
+
+def _pick(scores: Tensor, ids: Tensor) -> Tensor:
+    """scores[t, h, ids[t, h, k], r]: [T, H, N, R] and [T, H, K] to [T, H, K, R]."""
+    return scores.gather(2, ids.unsqueeze(3).expand(-1, -1, -1, scores.shape[3]))

@@ -1,0 +1,114 @@
+"""Our tokenizers as files that transformers reads, and a folder's tokenizer as one of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pretrain.data.tokenizer import TOKENIZER_FILE, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from pretrain.errors import DataError
+
+_SETTINGS_FILE = "tokenizer_config.json"
+_BYTE_EOD = "<|endoftext|>"
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`. Texts become the ids that they became in training.
+
+    One difference: text that looks like the end-of-document token is that token, as everywhere in transformers.
+
+    Args:
+        tokenizer: bytes, or a `tokenizer.json`.
+        folder: where to.
+        sequence_length: the longest that the model was trained on.
+    """
+    eod_token = tokenizer.eod_token or _BYTE_EOD
+    definition = _definition(tokenizer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": eod_token,
+        "eos_token": eod_token,
+        "pad_token": eod_token,
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (folder / TOKENIZER_FILE).write_text(definition, encoding="utf-8")
+    (folder / _SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _definition(tokenizer: Tokenizer) -> str:
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        # What training did not apply would be applied here: tokens at the beginning, truncation, padding.
+        unused = {"post_processor": None, "truncation": None, "padding": None}
+        return json.dumps({**json.loads(tokenizer.definition), **unused}, ensure_ascii=False, indent=2)
+    return _bytes_definition(tokenizer)
+
+
+def _bytes_definition(tokenizer: Tokenizer) -> str:
+    """Bytes as a byte-level BPE without merges."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE(vocab=_characters_of_bytes(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(_BYTE_EOD, special=True, normalized=False)])
+    assert backend.token_to_id(_BYTE_EOD) == tokenizer.eod
+    return backend.to_str(pretty=True)
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """The characters that byte-level tokenizers write for bytes: printable ones stand for themselves, others for the
+    characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    characters = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return characters | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; documents end with its end-of-sequence token.
+
+    Args:
+        folder: has a `tokenizer.json`.
+        config: the content of the folder's `config.json`.
+
+    Raises:
+        DataError: there is none, it cannot be used, or nothing says which token ends a text.
+    """
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"{folder} has no {TOKENIZER_FILE}: load its tokenizer with transformers and save it there "
+            "(`AutoTokenizer.from_pretrained(...).save_pretrained(...)`)"
+        )
+    return load_tokenizer(folder / TOKENIZER_FILE, _end_of_text(folder, config))
+
+
+def _end_of_text(folder: Path, config: Mapping[str, Any]) -> str | None:
+    settings: Any = {}
+    if (folder / _SETTINGS_FILE).is_file():
+        try:
+            settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
+            named = settings.get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{folder / _SETTINGS_FILE} cannot be read ({error}): copy the folder again") from error
+        # Older files write a token with its options.
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str):
+            return named
+    wanted = config.get("eos_token_id")
+    wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted
+    vocabulary = _vocabulary(folder / TOKENIZER_FILE)
+    return next((token for token, number in vocabulary.items() if number == wanted), None)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(path)).get_vocab()
+    except Exception as error:  # the package raises bare Exception
+        raise DataError(f"{path}: not a usable tokenizer.json ({error})") from error

@@ -1,0 +1,347 @@
+"""A folder of safetensors files as a checkpoint: read by regions, and written by regions.
+
+Names, shapes and places stand in each file's header, a JSON text, and are checked against the file before anything
+relies on them: a header that lies is an error, and costs no more memory than `_MAX_HEADER_BYTES` of text does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.atomic_write import sync
+from pretrain.checkpoint.store.tensors import Region, TensorInfo
+from pretrain.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# A header takes some hundred bytes per tensor, and parsed text some dozen times its size.
+_MAX_HEADER_BYTES = 16 * 2**20
+_MAX_DIMENSIONS = 16
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Elements as whole numbers of their size: numpy knows no bfloat16.
+_BITS = {1: "u1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's bytes are."""
+
+    path: Path
+    start: int
+    info: TensorInfo
+
+
+class SafetensorsReader:
+    """A `TensorReader` of safetensors files. Files are mapped into memory, so a read touches what it copies."""
+
+    def __init__(self, places: Mapping[str, _Place]) -> None:
+        self._places = places
+        self._tensors = {name: place.info for name, place in places.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is there, by name."""
+        return self._tensors
+
+    def read(self, region: Region) -> Tensor:
+        """See `TensorReader.read`."""
+        place = self._places.get(region.name)
+        if place is None:
+            raise CheckpointError(f"there is no tensor {region.name}")
+        shape, dtype = place.info.shape, place.info.dtype
+        assert len(region.shape) == len(region.offset) == len(shape)
+        assert all(
+            start >= 0 and start + size <= whole
+            for start, size, whole in zip(region.offset, region.shape, shape, strict=True)
+        ), region
+        if not region.numel:
+            return torch.empty(region.shape, dtype=dtype)
+        try:
+            mapped = np.memmap(place.path, _BITS[dtype.itemsize], "r", offset=place.start, shape=shape or (1,))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place.path}: {region.name} cannot be read ({error})") from error
+        part = tuple(slice(start, start + size) for start, size in zip(region.offset, region.shape, strict=True))
+        return torch.from_numpy(np.array(mapped[part], order="C").reshape(region.shape)).view(dtype)
+
+
+def open_safetensors(folder: Path) -> SafetensorsReader:
+    """Open `model.safetensors.index.json` and the files it names, or `model.safetensors` alone.
+
+    Raises:
+        CheckpointError: there is neither, or a file is damaged, or is not what the index says.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if not (folder / SINGLE_FILE).is_file():
+            raise CheckpointError(
+                f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: give a folder with weights in safetensors files"
+            )
+        return SafetensorsReader(_read_header(folder / SINGLE_FILE))
+    by_file: dict[str, set[str]] = {}
+    for name, file in _read_index(index).items():
+        by_file.setdefault(file, set()).add(name)
+    places: dict[str, _Place] = {}
+    for file, names in sorted(by_file.items()):
+        found = _read_header(folder / file)
+        if found.keys() != names:
+            odd = sorted(found.keys() ^ names)[0]
+            raise CheckpointError(f"{index} and {file} do not agree on where {odd} is: copy the folder again")
+        places |= found
+    return SafetensorsReader(places)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """File names by tensor; all of them inside of the folder."""
+    if path.stat().st_size > _MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, which is no index of tensors")
+    content = _parse(path.read_bytes(), path)
+    names = content.get("weight_map")
+    if not isinstance(names, dict):
+        raise CheckpointError(f"{path} is no index: it has no weight_map")
+    for file in names.values():
+        if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names the file {file!r}, which is none beside it")
+    return names
+
+
+def _read_header(path: Path) -> dict[str, _Place]:
+    """The tensors of one file.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or its header does not fit the file.
+    """
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            first = stream.read(8)
+            num_bytes = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+            if num_bytes > min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(f"{path} is damaged: its header cannot be {num_bytes} bytes long")
+            header = _parse(stream.read(num_bytes), path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    header.pop("__metadata__", None)
+    begin = 8 + num_bytes
+    spans = {name: _checked(name, entry, path) for name, entry in header.items()}
+    end = 0
+    for name, (start, stop, _) in sorted(spans.items(), key=lambda item: item[1][:2]):
+        if start != end:
+            raise CheckpointError(f"{path} is damaged: {name} starts at byte {start}, and {end} was expected")
+        end = stop
+    if begin + end != size:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and its header speaks of {begin + end}")
+    return {name: _Place(path, begin + start, info) for name, (start, _, info) in spans.items()}
+
+
+def _checked(name: str, entry: Any, path: Path) -> tuple[int, int, TensorInfo]:
+    """First byte, end and info of one tensor, counted from the end of the header."""
+    match entry:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
+            counts = [*shape, start, stop]
+            if all(type(count) is int and 0 <= count < 2**63 for count in counts) and len(shape) <= _MAX_DIMENSIONS:
+                if code not in _DTYPES:
+                    raise CheckpointError(
+                        f"{path}: {name} has the dtype {code}, of which {', '.join(_DTYPES)} are read"
+                    )
+                info = TensorInfo(tuple(shape), _DTYPES[code])
+                if stop - start == info.num_bytes:
+                    return start, stop, info
+    raise CheckpointError(f"{path} is damaged: its header says of {name} what cannot be: {str(entry)[:200]}")
+
+
+def _parse(content: bytes, path: Path) -> dict[str, Any]:
+    def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(items)) != len(items):
+            raise ValueError("a name occurs twice")
+        return dict(items)
+
+    try:
+        parsed = json.loads(content, object_pairs_hook=unique)
+        if not isinstance(parsed, dict):
+            raise ValueError("it is no mapping")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its description of the tensors cannot be read ({error})") from error
+    return parsed
+
+
+class SafetensorsWriter:
+    """Sharded safetensors files whose tensors are written region by region, in any order, by any number of threads.
+
+    Nothing is held in memory. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, places: Mapping[str, _Place], files: Sequence[Path]) -> None:
+        self._places = places
+        self._files = {path: os.open(path, os.O_RDWR) for path in files}
+        self._missing = {name: math.prod(place.info.shape) for name, place in places.items()}
+        self._lock = threading.Lock()
+
+    def write(self, region: Region, tensor: Tensor) -> None:
+        """Write a region, once.
+
+        Args:
+            region: of one of the tensors that the writer was opened for.
+            tensor: its elements, of its shape and the tensor's dtype, on any device.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        place = self._places[region.name]
+        assert tensor.shape == region.shape, (region, tensor.shape)
+        assert tensor.dtype == place.info.dtype, (region.name, tensor.dtype, place.info.dtype)
+        if region.numel:
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            written = 0
+            try:
+                for start, size in _runs(region, place.info):
+                    self._write_all(place.path, data[written : written + size], place.start + start)
+                    written += size
+            except OSError as error:
+                raise CheckpointError(
+                    f"{place.path} cannot be written: {error.strerror}. Free some space or choose another place"
+                ) from error
+        with self._lock:
+            self._missing[region.name] -= region.numel
+            assert self._missing[region.name] >= 0, f"{region.name} was written twice"
+
+    def _write_all(self, path: Path, data: Any, position: int) -> None:
+        # A call writes 2 GiB at most.
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(self._files[path], view, position)
+            view, position = view[done:], position + done
+
+    def close(self) -> None:
+        """See that every element was written, and bring the files to disk."""
+        missing = [name for name, count in self._missing.items() if count]
+        assert not missing, f"{missing[0]} was not written whole"
+        for file in self._files.values():
+            os.fsync(file)
+        self._release()
+
+    def _release(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._release()
+
+
+def open_writer(folder: Path, infos: Mapping[str, TensorInfo], max_shard_bytes: int) -> SafetensorsWriter:
+    """Make the files of a checkpoint, at their full size and with their headers, and open them for writing.
+
+    Args:
+        folder: exists, and has no such files yet.
+        infos: all tensors, in the order in which they fill the files.
+        max_shard_bytes: of the tensors in a file; one that is larger has a file of its own.
+
+    Raises:
+        CheckpointError: a file cannot be made.
+    """
+    shards = list(_shards(infos, max_shard_bytes))
+    names = (
+        [SINGLE_FILE]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
+    places: dict[str, _Place] = {}
+    try:
+        for file, shard in zip(names, shards, strict=True):
+            places |= _make_file(folder / file, shard)
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(info.num_bytes for info in infos.values())},
+                "weight_map": {name: place.path.name for name, place in places.items()},
+            }
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+            sync(folder / INDEX_FILE)
+        return SafetensorsWriter(places, [folder / name for name in names])
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
+
+
+def _shards(infos: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[dict[str, TensorInfo]]:
+    """The tensors of each file; the first file is there even if there are none."""
+    shard: dict[str, TensorInfo] = {}
+    held = 0
+    for name, info in infos.items():
+        if shard and held + info.num_bytes > max_bytes:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = info
+        held += info.num_bytes
+    yield shard
+
+
+def _make_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, _Place]:
+    # By falling alignment, so that every tensor starts at a multiple of its element's size.
+    ordered = sorted(infos.items(), key=lambda item: -item[1].dtype.itemsize)
+    ends = list(itertools.accumulate(info.num_bytes for _, info in ordered))
+    spans = zip(ordered, [0, *ends], ends, strict=False)
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts = {}
+    for (name, info), start, stop in spans:
+        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, stop]}
+        starts[name] = start
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("xb") as stream:
+        stream.write(struct.pack("<Q", len(header)) + header)
+        stream.truncate(8 + len(header) + (ends[-1] if ends else 0))
+    return {name: _Place(path, 8 + len(header) + starts[name], info) for name, info in ordered}
+
+
+def _runs(region: Region, info: TensorInfo) -> Iterator[tuple[int, int]]:
+    """First byte and length of each contiguous run of a region inside of its tensor, in row-major order."""
+    dims = len(info.shape)
+    # From `whole` on the region has all of the dimensions: a run is a range of the one before.
+    whole = dims
+    while whole > 0 and region.shape[whole - 1] == info.shape[whole - 1]:
+        whole -= 1
+    axis = max(whole - 1, 0)
+    strides = [math.prod(info.shape[dim + 1 :]) for dim in range(dims)]
+    length = (region.shape[axis] * strides[axis] if dims else 1) * info.dtype.itemsize
+    for index in itertools.product(*(range(size) for size in region.shape[:axis])):
+        first = sum(
+            (start + step) * stride
+            for start, step, stride in zip(region.offset, (*index, *(0,) * (dims - axis)), strides, strict=True)
+        )
+        yield first * info.dtype.itemsize, length

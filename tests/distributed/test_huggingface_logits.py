@@ -1,0 +1,248 @@
+"""Exported models compute what they computed before: logits of every family, in transformers, from the folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import MEMORY, SHARED, build_chunks, joined
+from torch import Tensor
+
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.peer.config import PeerConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.memory_config import PlacementConfig
+from megamem.sharing import SharingConfig
+from pretrain.checkpoint.huggingface.card import Figures
+from pretrain.checkpoint.huggingface.folder import export
+from pretrain.config.schema import RunConfig
+from pretrain.data.tokenizer import ByteTokenizer
+from tests.whole_tensors import whole_tensors
+
+transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
+
+VOCAB_SIZE = ByteTokenizer.vocab_size
+HIDDEN = SHARED.model.hidden_size
+GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
+PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
+V2 = replace(MEMORY, top_k=6)
+MOE = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)
+BASE = replace(SHARED.model, vocab_size=VOCAB_SIZE, memory=None)
+MODELS: dict[str, ModelConfig] = {
+    "dense, as llama": replace(BASE, qk_norm=False, tied_embeddings=False),
+    "dense, as qwen3": replace(BASE, head_dim=10, rotary_base=500),
+    "moe": replace(BASE, moe=MOE),
+    "moe, renormalised, no qk_norm": replace(BASE, moe=replace(MOE, renormalise=True), qk_norm=False),
+    "v2": replace(BASE, memory=V2),
+    "v2, untied, all heads": replace(BASE, memory=V2, tied_embeddings=False, num_query_groups=None, qk_norm=False),
+    "v2, blocks of layers": replace(BASE, memory=replace(V2, sharing=SharingConfig("block", 2))),
+    "v2, ring, gelu": replace(
+        BASE, memory=replace(V2, sharing=SharingConfig("ring", 3), pre_value_activation="gelu", num_heads=2)
+    ),
+    "v2, permutation, no pre-values": replace(BASE, memory=replace(V2, shuffle="table", pre_value_dim=0)),
+    "v2, expanded, projected, one core": replace(
+        BASE, memory=replace(V2, key_expansion=2, value_blocks="projected", num_cores=1, tucker_rank=3, num_heads=2)
+    ),
+    "v2, one query, no shuffle, few rows": replace(
+        BASE, memory=replace(V2, query="single", shuffle="none", row_top_k_limit=3)
+    ),
+    "v2 beside experts": replace(BASE, memory=V2, moe=MOE),
+    "v2 instead of feed-forwards": replace(
+        BASE, memory=replace(V2, placement=PlacementConfig(blocks=(1, 2), position="instead"))
+    ),
+    "ultramem, skipping and overlapping": replace(
+        BASE,
+        memory=UltraMemConfig(
+            num_keys=12, key_dim=8, value_dim=16, top_k=4, placement=PlacementConfig(spans="0:2/1:1/2:3")
+        ),
+    ),
+    "memory_plus": replace(BASE, memory=replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all"))),
+    "pkm": replace(BASE, memory=PkmConfig(value_dim=HIDDEN, **GRID)),
+    "pkm, projected": replace(BASE, memory=PkmConfig(value_dim=16, value_projection=True, query_norm=False, **GRID)),
+    "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),
+}
+pytestmark = pytest.mark.usefixtures("remote_code_cache")
+OWN = [name for name in MODELS if not name.startswith("dense")]
+
+
+def some_tokens(sequences: int = 3, length: int = 16) -> Tensor:
+    return torch.randint(0, VOCAB_SIZE, (sequences, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def exported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensor]]:
+    """A model's exported folder and its logits before, by the model's name; weights are large enough to matter."""
+    root = tmp_path_factory.mktemp("exported")
+
+    def main() -> dict[str, Tensor]:
+        logits = {}
+        generator = torch.Generator().manual_seed(3)
+        tokens = some_tokens()
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        with joined(SHARED) as groups:
+            for number, (name, model) in enumerate(MODELS.items()):
+                config = replace(SHARED, model=model)
+                (chunk,) = build_chunks(config, groups, vocab_size=VOCAB_SIZE)
+                with torch.no_grad():
+                    for parameter in chunk.parameters():
+                        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                    chunk.begin_step()
+                    logits[name] = chunk.eval()(tokens, positions, None)[..., :VOCAB_SIZE]
+                    chunk.set_memory_enabled(False)
+                    without = chunk(tokens, positions, None)[..., :VOCAB_SIZE]
+                assert (model.memory is None) == torch.equal(without, logits[name])
+                assert model.memory is None or (without - logits[name]).abs().max() > 0.03 * without.abs().max()
+                export_to(root / str(number), config, chunk)
+        return logits
+
+    (logits,) = run_ranks(main, 1)
+    return lambda name: (root / str(list(MODELS).index(name)), logits[name])
+
+
+def export_to(folder: Path, config: RunConfig, chunk: Any) -> None:
+    folder.mkdir()
+    export(
+        config,
+        whole_tensors(chunk),
+        folder,
+        tokenizer=ByteTokenizer(),
+        vocab_size=VOCAB_SIZE,
+        figures=Figures(1, 2),
+        max_shard_bytes=20_000,
+    )
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options).eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_same(exported: Any, name: str) -> None:
+    folder, expected = exported(name)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.float32
+    with torch.no_grad():
+        logits = model.eval()(some_tokens()).logits
+    scale = float(expected.abs().max())
+    assert scale > 0.1
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_cached_decoding_is_the_full_forward(exported: Any, name: str) -> None:
+    """One by one, several at once after others, and in a cache of fixed size."""
+    folder, expected = exported(name)
+    model, tokens = load(folder), some_tokens()
+    fixed = transformers.StaticCache(config=model.config, max_cache_len=40)
+    for cache, steps in ((None, (5, 1, 1, 1, 8)), (None, (7, 9)), (fixed, (4, 1, 5, 6))):
+        found = []
+        for part in tokens.split(list(steps), dim=1):
+            with torch.no_grad():
+                out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits)
+        torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["v2", "moe"])
+def test_generation_is_that_of_full_forwards_whatever_the_padding(exported: Any, name: str) -> None:
+    model = load(exported(name)[0])
+    tokens, num_new = some_tokens(2, 9), 6
+    alone = []
+    for prompt in (tokens[:1], tokens[1:, 4:]):
+        sequence = prompt
+        for _ in range(num_new):
+            with torch.no_grad():
+                logits = model(sequence, use_cache=False).logits[:, -1]
+            sequence = torch.cat((sequence, logits.argmax(-1, keepdim=True)), 1)
+        alone.append(sequence[0, -num_new:])
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        out = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=num_new, do_sample=False, eos_token_id=None, **options
+        )
+        assert [row[-num_new:].tolist() for row in out] == [row.tolist() for row in alone], options
+
+
+def test_padding_is_seen_by_nobody(exported: Any) -> None:
+    folder, expected = exported("v2")
+    padded = torch.cat((torch.zeros(3, 4, dtype=torch.int64), some_tokens()), 1)
+    mask = (torch.arange(20) >= 4).long().expand(3, -1)
+    with torch.no_grad():
+        logits = load(folder)(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    assert not logits.isnan().any()
+    torch.testing.assert_close(logits[:, 4:], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_tables_may_stay_in_the_files(exported: Any, name: str) -> None:
+    folder, expected = exported(name)
+    model = load(folder, memory_device="cpu")
+    assert not [key for key in model.state_dict() if "banks" in key]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(some_tokens()).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+        )
+
+
+def test_a_model_without_its_tables_is_not_saved(exported: Any, tmp_path: Path) -> None:
+    model = load(exported("v2")[0], memory_device="cpu")
+    with pytest.raises(ValueError, match="copy the folder"):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["v2", "v2, permutation, no pre-values", "peer", "moe"])
+def test_a_folder_that_transformers_saved_is_the_same_model(exported: Any, tmp_path: Path, name: str) -> None:
+    folder, expected = exported(name)
+    load(folder).save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path)(some_tokens()).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_in_bf16_what_selects_stays_in_fp32(exported: Any) -> None:
+    folder, expected = exported("v2")
+    model = load(folder, dtype=torch.bfloat16)
+    dtypes = {key.rsplit(".", 1)[-1]: value.dtype for key, value in model.state_dict().items()}
+    assert dtypes.pop("u") == dtypes.pop("v") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    with torch.no_grad():
+        logits = model(some_tokens()).logits
+    # Tokens differ a lot where a rounding selects others; on the whole it is the same model.
+    agreement = torch.nn.functional.cosine_similarity(logits.float(), expected, dim=-1)
+    assert float(agreement.median()) > 0.99
+
+
+@pytest.mark.parametrize("name", ["v2", "ultramem, skipping and overlapping", "moe", "memory_plus"])
+def test_labels_give_a_loss_that_trains_every_weight(exported: Any, name: str) -> None:
+    folder, expected = exported(name)
+    model, tokens = load(folder), some_tokens()
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    loss = model(tokens, labels=labels).loss
+    by_hand = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(loss, by_hand, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    idle = [key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()]
+    assert idle == []
+
+
+@pytest.mark.parametrize("name", ["dense, as llama", "dense, as qwen3", "v2"])
+def test_the_tokenizer_is_ours_beside_any_class_of_model(exported: Any, name: str) -> None:
+    """Transformers has ideas of its own about the tokenizers of Llama and Qwen."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported(name)[0], trust_remote_code=True)
+    text = " a  b\n\u4e2d\u00e9 <s>"
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("a<|endoftext|>").input_ids == [97, 256]
+    # The padding is on the right, or generation's own left, and does not count.
+    assert tokenizer(["a", "abc"], padding=True).attention_mask == [[1, 0, 0], [1, 1, 1]]
