@@ -13,6 +13,7 @@ from pretrain.checkpoint.folder import (
     SavedState,
     list_checkpoints,
     newest_complete,
+    no_damage,
     read_state,
     refuse_damage,
     step_folder,
@@ -31,13 +32,18 @@ _READ_WITH_THE_WEIGHTS = ("model.", "data.datasets", "train.sequence_length", "t
 
 
 def find_checkpoint(
-    folder: RunFolder, step: int | None, *, before: int | None = None, with_optimizer: bool = False
+    folder: RunFolder,
+    step: int | None,
+    *,
+    before: int | None = None,
+    with_optimizer: bool = False,
+    check_hashes: bool = True,
 ) -> SavedState:
     """A run's checkpoint of a step, or its newest complete one (of those from before a step).
 
-    Contents are held against their hashes where the run's `checkpoint.check_hashes` says so; only those of the files
-    that have weights, unless the optimizer's state is wanted too. Where torchrun or srun started the process, the ranks
-    do that together when they load.
+    With `check_hashes`, contents are held against their hashes where the run's `checkpoint.check_hashes` says so; only
+    those of the files that have weights, unless the optimizer's state is wanted too. Where torchrun or srun started the
+    process, the ranks do that together when they load.
 
     Raises:
         CheckpointError: there is none.
@@ -46,16 +52,15 @@ def find_checkpoint(
         raise CheckpointError(
             f"{folder.path}: no such run folder. Train one with `megamem train CONFIG --run-dir {folder.path}`"
         )
+    damage = partial(_damage, with_optimizer=with_optimizer) if check_hashes else no_damage
     if step is not None:
         path = step_folder(folder.checkpoints, step)
         if not path.exists():
             raise CheckpointError(f"{folder.path} has no checkpoint of step {step}: {_steps_there_are(folder)}")
         saved = read_state(path)
-        refuse_damage(saved, _damage(saved, with_optimizer=with_optimizer))
+        refuse_damage(saved, damage(saved))
         return saved
-    newest, problems = newest_complete(
-        folder.checkpoints, before=before, damage=partial(_damage, with_optimizer=with_optimizer)
-    )
+    newest, problems = newest_complete(folder.checkpoints, before=before, damage=damage)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
     if newest is None and before is not None:

@@ -15,6 +15,8 @@ from pretrain.errors import CheckpointError
 
 # Elements between two rows of a region are read with it, and dropped, up to this many bytes at a time.
 _SPAN_BYTES = 8 << 20
+# What is read with less between two seeks costs more by the seeks than by what lies between.
+_WORTH_A_SEEK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,23 @@ class LazyTensor:
         span = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
         if span == out.numel() and out.is_contiguous():
             _read_into(file, out, self.path, self.start + first * self.dtype.itemsize)
-        elif span == 1 or (span <= 2 * out.numel() and span * self.dtype.itemsize <= _SPAN_BYTES):
+        elif span * self.dtype.itemsize <= _SPAN_BYTES and (
+            span <= 2 * out.numel() or out.dim() == 1 or strides[0] * self.dtype.itemsize <= _WORTH_A_SEEK_BYTES
+        ):
             buffer = torch.empty(span, dtype=self.dtype)
             _read_into(file, buffer, self.path, self.start + first * self.dtype.itemsize)
             out.copy_(buffer.as_strided(out.shape, strides))
+        elif out.shape[0] > 1 and strides[0] * self.dtype.itemsize <= _WORTH_A_SEEK_BYTES:
+            # Short rows with gaps: as many at a time as the span allows.
+            step = max(1, min(_SPAN_BYTES // (strides[0] * self.dtype.itemsize), out.shape[0] - 1))
+            for index in range(0, out.shape[0], step):
+                self._fill(file, out[index : index + step], strides, first + index * strides[0])
         elif out.dim() > 1:
             for index in range(out.shape[0]):
                 self._fill(file, out[index], strides[1:], first + index * strides[0])
         else:
-            # One dimension with gaps: as many elements at a time as the span allows.
-            step = max(1, _SPAN_BYTES // (strides[0] * self.dtype.itemsize))
-            for index in range(0, out.shape[0], step):
-                part = out[index : index + step]
-                buffer = torch.empty(1 + (len(part) - 1) * strides[0], dtype=self.dtype)
-                start = first + index * strides[0]
-                _read_into(file, buffer, self.path, self.start + start * self.dtype.itemsize)
-                part.copy_(buffer[:: strides[0]])
+            for index in range(out.shape[0]):
+                self._fill(file, out[index : index + 1], strides, first + index * strides[0])
 
 
 def memory_of(tensor: Tensor) -> memoryview:
