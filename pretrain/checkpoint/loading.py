@@ -126,7 +126,8 @@ def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
 
 
 def _read_item(stream: io.RawIOBase, item: StoredItem, index: Index) -> Tensor:
-    tensor = torch.load(_Part(stream, item.start, item.num_bytes), map_location="cpu", weights_only=True)
+    part: Any = _Part(stream, item.start, item.num_bytes)
+    tensor = torch.load(part, map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != item.region.shape:
         raise ValueError(f"{item.region} is something else")
     if tensor.dtype != index.tensors[item.region.name].dtype:

@@ -1,0 +1,55 @@
+"""The parts of the exported memory code, against what they stand for in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.list_topk import naive
+from megamem.norm import rms_normalise
+from megamem.shuffle import KeyedShuffle
+
+pytest.importorskip("transformers", reason="the exported code imports it: pip install '.[hf]'")
+
+from pretrain.checkpoint.huggingface.remote_code import memory_megamem
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [[3.0, 1, 3, 2, 3, 0, 1, 2]],
+        [[0.0, -0.0, 0.0, -1, 1, 1, -1, 5]],
+        [[NAN, 1, 2, NAN, 3, 4, 5, 6], [8.0, 7, 6, 5, 4, 3, 2, 1]],
+        [[NAN, 1, 2, 9, 3, 4, 5, 6]],
+        [[INFINITY, 1, -INFINITY, INFINITY, 3, -INFINITY, 5, 6]],
+        [[2.0] * 8],
+    ],
+)
+def test_the_order_of_retrieval_is_that_of_training(scores: list[list[float]], top_k: int) -> None:
+    lists = torch.tensor(scores)
+    assert torch.equal(memory_megamem.list_topk(lists, top_k), naive.list_topk(lists, top_k))
+
+
+def test_random_lists_and_lists_with_many_equal_scores() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for lists in (torch.randn(50, 40, generator=generator), torch.randint(0, 9, (50, 40), generator=generator).float()):
+        for top_k in (1, 7, 39, 40):
+            assert torch.equal(memory_megamem.list_topk(lists, top_k), naive.list_topk(lists, top_k))
+
+
+@pytest.mark.parametrize("num_keys", [2, 7, 96])
+def test_the_shuffle_is_that_of_training(num_keys: int) -> None:
+    ours = KeyedShuffle(num_keys, seed=3, name="decoder.layers.0.mlp.memory")
+    theirs = memory_megamem.Shuffle(num_keys, list(ours.round_keys))
+    entries = torch.arange(num_keys**2)
+    assert torch.equal(theirs(entries), ours(entries))
+    assert not torch.equal(theirs(entries), entries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_round_as_in_training(dtype: torch.dtype) -> None:
+    x, gain = torch.randn(5, 16).to(dtype), torch.rand(16).to(dtype)
+    assert torch.equal(memory_megamem.rms_normalise(x, gain, 1e-5), rms_normalise(x, gain, 1e-5))
