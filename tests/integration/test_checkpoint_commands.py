@@ -129,8 +129,8 @@ def flip_a_written_byte() -> None:
     """A disk that keeps something else than was written."""
     write = TorchDistFile.write
 
-    def flipping(self: TorchDistFile, stream: Any, read: Any, *options: Any) -> Any:
-        return write(self, stream, lambda region: read(region).add_(1), *options)
+    def flipping(self: TorchDistFile, path: Path, read: Any, *options: Any) -> Any:
+        return write(self, path, lambda region: read(region).add_(1), *options)
 
     TorchDistFile.write = flipping  # type: ignore[method-assign]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from pretrain.checkpoint.safe_metadata import read_index
 from pretrain.checkpoint.store.coverage import coverage_problem
 from pretrain.checkpoint.store.files import JOURNAL_FILE, WrittenFile, finished_files, write_files
-from pretrain.checkpoint.store.mapped import MappedReader, Selected
-from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, inverted, overlap, pieces
+from pretrain.checkpoint.store.selected import Joined, Padded, Selected
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, overlap, pieces
 from pretrain.checkpoint.store.torch_dist import TorchDistReader, open_torch_dist
 from pretrain.checkpoint.store.torch_dist_writer import TorchDistFile, pack, parts_of, write_index
 from pretrain.errors import CheckpointError
@@ -182,60 +182,28 @@ def test_a_part_outside_of_its_tensor_is_told() -> None:
     assert problem == "a part of (4, 4) at (0, 2) lies outside of its shape (4, 4)"
 
 
-PAIRS = [
-    # Rows of two heads, interleaved there.
-    Pair(Region("fused", (0, 0), (2, 6)), Region("q", (0, 0), (2, 6))),
-    Pair(Region("fused", (2, 0), (1, 6)), Region("k", (0, 0), (1, 6))),
-    Pair(Region("fused", (3, 0), (2, 6)), Region("q", (2, 0), (2, 6))),
-    Pair(Region("fused", (5, 0), (1, 6)), Region("k", (1, 0), (1, 6))),
-    # One of a stack, and another shape.
-    Pair(Region("stack", (0, 0, 0), (1, 3, 4)), Region("expert.0", (0, 0), (3, 4))),
-    Pair(Region("stack", (1, 0, 0), (1, 3, 4)), Region("expert.1", (0, 0), (3, 4))),
-    Pair(Region("flat", (0,), (12,)), Region("square", (0, 0), (3, 4))),
-]
-OURS = {"fused": (6, 6), "stack": (2, 3, 4), "flat": (12,)}
-THEIRS = {"q": (4, 6), "k": (2, 6), "expert.0": (3, 4), "expert.1": (3, 4), "square": (3, 4)}
-
-
-@given(data=st.data())
-def test_a_mapping_reads_any_region_both_ways(data: st.DataObject) -> None:
-    ours = {name: torch.arange(math.prod(shape)).view(shape) for name, shape in OURS.items()}
-    theirs = {
-        "q": ours["fused"][[0, 1, 3, 4]],
-        "k": ours["fused"][[2, 5]],
-        "expert.0": ours["stack"][0],
-        "expert.1": ours["stack"][1],
-        "square": ours["flat"].view(3, 4),
-    }
-    for source, pairs, wanted in ((ours, PAIRS, theirs), (theirs, inverted(PAIRS), ours)):
-        reader = MappedReader(InMemory(source), pairs, InMemory(wanted).tensors)
-        name = data.draw(st.sampled_from(sorted(wanted)))
-        region = data.draw(regions(tuple(wanted[name].shape)))
-        region = Region(name, region.offset, region.shape)
-        assert torch.equal(reader.read(region), cut(wanted[name], region))
-
-
-def test_a_mapping_reads_no_more_than_it_is_asked_for() -> None:
-    source = InMemory({"table": torch.zeros(100, 4)})
-    pair = Pair(Region("table", (20, 0), (50, 4)), Region("theirs", (0, 0), (50, 4)))
-    reader = MappedReader(source, [pair], {"theirs": TensorInfo((50, 4), torch.bfloat16)})
-    assert reader.read(Region("theirs", (3, 1), (2, 2))).dtype == torch.bfloat16
-    assert source.asked == [Region("table", (23, 1), (2, 2))]
-
-
-def test_a_mapping_that_lacks_elements_says_so() -> None:
-    pair = Pair(Region("a", (0,), (3,)), Region("b", (0,), (3,)))
-    reader = MappedReader(InMemory({"a": torch.zeros(3)}), [pair], {"b": TensorInfo((4,), torch.float32)})
-    with pytest.raises(CheckpointError, match=r"of 4 elements of b at \(0,\), 3 are there under other names"):
-        reader.read(Region("b", (0,), (4,)))
-
-
 def test_a_selection_renames_and_casts() -> None:
     reader = Selected(InMemory({"main": torch.tensor([1.0, 2.00001])}), {"weight": "main"}, {"weight": torch.bfloat16})
     assert reader.tensors == {"weight": TensorInfo((2,), torch.bfloat16)}
     assert reader.read(Region("weight", (1,), (1,))).tolist() == [2.0]
     with pytest.raises(CheckpointError, match="no tensor main"):
         reader.read(Region("main", (0,), (1,)))
+
+
+def test_padding_is_zero_behind_what_is_there() -> None:
+    reader = Padded(InMemory({"x": torch.ones(3, 2)}), {"x": (5, 2)})
+    assert reader.tensors["x"].shape == (5, 2)
+    assert reader.read(Region("x", (2, 0), (3, 1))).tolist() == [[1], [0], [0]]
+    assert reader.read(Region("x", (4, 0), (1, 2))).tolist() == [[0, 0]]
+    assert reader.read(Region("x", (0, 1), (3, 1))).tolist() == [[1], [1], [1]]
+
+
+def test_of_two_readers_the_first_one_counts() -> None:
+    first, second = InMemory({"x": torch.zeros(1)}), InMemory({"x": torch.ones(1), "y": torch.ones(1)})
+    reader = Joined(first, second, ["x", "y"])
+    assert [float(reader.read(Region(name, (0,), (1,)))) for name in "xy"] == [0, 1]
+    with pytest.raises(CheckpointError, match="no tensor z"):
+        reader.read(Region("z", (0,), (1,)))
 
 
 class Stop(Exception):

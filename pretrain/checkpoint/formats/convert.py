@@ -112,12 +112,12 @@ def convert(
                 on_bytes=Counter(on_start("convert", total)),
             )
             conversion.finish(folder, written)
-            expected = conversion.expected()
-            num_bytes = sum(info.num_bytes for info in expected.tensors.values())
+            tensors = conversion.reader.tensors
+            num_bytes = sum(info.num_bytes for info in tensors.values())
             found = differences(
-                expected,
-                kind.open(folder, None).reader,
-                list(expected.tensors),
+                conversion.reader,
+                conversion.reopen(folder),
+                list(tensors),
                 labels=(str(source.path), str(destination)),
                 num_workers=resources.num_workers,
                 max_piece_bytes=resources.piece_bytes,
@@ -130,7 +130,7 @@ def convert(
             f"{destination} cannot be written: {error.strerror or error}. Free some space and start the same command "
             "again: it goes on where it was"
         ) from error
-    return Converted(destination, len(expected.tensors), num_bytes, num_kept)
+    return Converted(destination, len(tensors), num_bytes, num_kept)
 
 
 def _refuse_damage(source: OpenedCheckpoint, on_start: Callable[[str, int], Callable[[int], None]]) -> None:

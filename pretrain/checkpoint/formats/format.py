@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from pretrain.checkpoint.derived import main_name
 from pretrain.checkpoint.folder import SavedState
+from pretrain.checkpoint.store.selected import Selected
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.errors import CheckpointError
+from pretrain.state import RunState
 
 if TYPE_CHECKING:
-    import torch
-
     from pretrain.checkpoint.store.files import OutputFile, WrittenFile
     from pretrain.checkpoint.store.tensors import TensorReader
+    from pretrain.data.tokenizer import Tokenizer
 
 OPTIMIZER_PREFIX = "optimizer."
 """What the names of optimizer state start with, in our own checkpoints."""
@@ -30,8 +35,9 @@ class OpenedCheckpoint:
         reader: the model's tensors, and the optimizer's if they are there, under our global names and in our shapes.
         config: of the run; of an imported model, the defaults around what is known of it. Its vocabulary is the one that
             the embedding was made for, before padding.
+        state: how far the run had come.
         saved: what else a checkpoint of ours holds.
-        tokenizer: the folder of its tokenizer, if it has one.
+        tokenizer: its own, if it has one.
         notes: what it says of itself, in words by title.
     """
 
@@ -39,8 +45,9 @@ class OpenedCheckpoint:
     format_name: str
     reader: TensorReader
     config: RunConfig
+    state: RunState = field(default_factory=RunState)
     saved: SavedState | None = None
-    tokenizer: Path | None = None
+    tokenizer: Tokenizer | None = None
     notes: Mapping[str, str] | None = None
 
     @property
@@ -52,6 +59,30 @@ class OpenedCheckpoint:
     def optimizer_state(self) -> list[str]:
         """Names of the optimizer's tensors."""
         return [name for name in self.reader.tensors if name.startswith(OPTIMIZER_PREFIX)]
+
+    def weights_in(self, dtype: torch.dtype | None) -> Selected:
+        """The model's tensors in another dtype, rounded from fp32 main weights where there are any; None: as they are.
+
+        Whole numbers stay what they are.
+        """
+        tensors = self.reader.tensors
+        cast = [name for name in self.weights if dtype is not None and tensors[name].dtype.is_floating_point]
+        main = {name: main_name(name) for name in cast if main_name(name) in tensors}
+        names = {**{name: name for name in self.weights}, **main}
+        return Selected(self.reader, names, {} if dtype is None else dict.fromkeys(cast, dtype))
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model, before padding.
+
+        Raises:
+            CheckpointError: nothing says it.
+        """
+        if self.config.model.vocab_size is not None:
+            return self.config.model.vocab_size
+        if self.tokenizer is None:
+            raise CheckpointError(f"{self.path} has no tokenizer, and its model.vocab_size is not set: copy the run's")
+        return self.tokenizer.vocab_size
 
 
 @dataclass(frozen=True)
@@ -88,8 +119,8 @@ class Conversion(Protocol):
         """Write the rest, once the files are complete."""
         ...
 
-    def expected(self) -> TensorReader:
-        """What must be read back from the folder when it is opened, under our names."""
+    def reopen(self, folder: Path) -> TensorReader:
+        """What was written, which must be what `reader` gives."""
         ...
 
 
@@ -132,6 +163,4 @@ class CheckpointFormat(Protocol):
 
 def as_values(target: Target) -> dict[str, Any]:
     """A target as plain values, by which two of them are told apart."""
-    from dataclasses import asdict
-
     return {**asdict(target), "dtype": str(target.dtype)}

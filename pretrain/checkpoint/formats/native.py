@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,21 +12,29 @@ import torch
 
 from parallel.atomic_write import sync
 from pretrain.checkpoint.derived import derived_weights, main_name
-from pretrain.checkpoint.folder import STATE_FILE, SavedState, complete, package_versions, read_state, writing_folder
+from pretrain.checkpoint.folder import (
+    STATE_FILE,
+    SavedState,
+    complete,
+    package_versions,
+    read_state,
+    step_folder,
+    writing_folder,
+)
 from pretrain.checkpoint.formats.format import OpenedCheckpoint, Target
 from pretrain.checkpoint.formats.names import NATIVE
 from pretrain.checkpoint.hashes import RecordedFile, record
 from pretrain.checkpoint.store.files import WrittenFile
-from pretrain.checkpoint.store.mapped import Selected
+from pretrain.checkpoint.store.selected import Joined, Selected
 from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader
 from pretrain.checkpoint.store.torch_dist import open_torch_dist
 from pretrain.checkpoint.store.torch_dist_writer import TorchDistFile, pack, parts_of, write_index
 from pretrain.config.loader import to_dict, to_yaml
 from pretrain.config.schema import RunConfig
+from pretrain.data.manifest import open_saved_tokenizer, save_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.folder import RunFolder
 from pretrain.saved_run import find_checkpoint, saved_config
-from pretrain.state import RunState
 
 _SPLIT_BY_COLUMNS = ("mlp.linear_fc2.weight", "ffn.linear_fc2.weight", "self_attention.linear_proj.weight")
 """Weights that tensor parallelism splits along their second dimension; the others it splits by rows, or not."""
@@ -55,8 +62,9 @@ class NativeFormat:
             format_name=self.name,
             reader=_with_derived_weights(stored, saved),
             config=config,
+            state=saved.run,
             saved=saved,
-            tokenizer=folder.tokenizer if folder.tokenizer.is_dir() else None,
+            tokenizer=open_saved_tokenizer(folder.tokenizer) if folder.tokenizer.is_dir() else None,
         )
 
     def convert(self, source: OpenedCheckpoint, target: Target) -> NativeConversion:
@@ -69,17 +77,12 @@ class NativeConversion:
     def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
         self._source = source
         self._config = _for_target(source.config, target)
-        names = {name: name for name in (*source.weights, *(source.optimizer_state if target.with_optimizer else ()))}
-        casts: dict[str, torch.dtype] = {}
-        if target.dtype is not None:
-            casts = dict.fromkeys(source.weights, target.dtype)
-            # Another dtype is rounded to from the fp32 main weights.
-            names.update({name: main_name(name) for name in casts if main_name(name) in source.reader.tensors})
-        self._expected = Selected(source.reader, names, casts)
+        weights = source.weights_in(target.dtype)
+        names = [*weights.tensors, *(source.optimizer_state if target.with_optimizer else ())]
         # Weights that main weights determine are not stored twice.
-        stored = {name: there for name, there in names.items() if main_name(name) not in names}
-        self.reader = Selected(source.reader, stored, casts)
-        self._state = RunState() if source.saved is None else source.saved.run
+        stored = [name for name in names if main_name(name) not in names]
+        self.reader = Joined(weights, source.reader, stored)
+        self._state = source.state
         # Where a run writes a checkpoint before it has its name.
         self._inside = writing_folder(RunFolder(Path()).checkpoints, self._state.step)
         self.files = _files(f"{self._inside}/", self.reader.tensors, target)
@@ -87,7 +90,7 @@ class NativeConversion:
     def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
         run, state, path = RunFolder(folder), self._state, folder / self._inside
         write_index(path, self.reader.tensors, self.files, written)
-        recorded = {Path(file.name).name: RecordedFile(file.num_bytes, file.sha256) for file in written}
+        recorded = {Path(file.name).name: RecordedFile(file.num_bytes, file.notes["sha256"]) for file in written}
         for file in path.iterdir():
             if file.name not in recorded:
                 sync(file)
@@ -104,10 +107,10 @@ class NativeConversion:
         )
         run.config.write_text(to_yaml(self._config), encoding="utf-8")
         if self._source.tokenizer is not None:
-            shutil.copytree(self._source.tokenizer, run.tokenizer, dirs_exist_ok=True)
+            save_tokenizer(self._source.tokenizer, run.tokenizer)
 
-    def expected(self) -> TensorReader:
-        return self._expected
+    def reopen(self, folder: Path) -> TensorReader:
+        return open_torch_dist(step_folder(RunFolder(folder).checkpoints, self._state.step))
 
 
 def _for_target(config: RunConfig, target: Target) -> RunConfig:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pretrain.checkpoint.formats.format import CheckpointFormat, OpenedCheckpoint
+from pretrain.checkpoint.formats.huggingface import HuggingFaceFormat
 from pretrain.checkpoint.formats.native import NativeFormat
 from pretrain.errors import CheckpointError
 
-FORMATS: dict[str, CheckpointFormat] = {each.name: each for each in (NativeFormat(),)}
+FORMATS: dict[str, CheckpointFormat] = {each.name: each for each in (NativeFormat(), HuggingFaceFormat())}
 """By their names; in this order a path is looked at."""
 
 

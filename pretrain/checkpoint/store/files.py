@@ -1,7 +1,7 @@
 """Writing a checkpoint file by file, in threads, so that it can go on after a kill.
 
 What is to be written is known before anything is: a list of files, each of which knows what it holds. Every finished
-file is noted in a journal beside it, with the hash of its contents. Who starts the same work again finds the journal
+file is noted in a journal beside it. Who starts the same work again finds the journal
 and writes the rest.
 """
 
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pretrain.checkpoint.item_files import HashedFile
 from pretrain.checkpoint.store.tensors import Region, TensorReader
 
 JOURNAL_FILE = "progress.json"
@@ -32,13 +31,11 @@ class WrittenFile:
     Attributes:
         name: its path within the checkpoint.
         num_bytes: its size.
-        sha256: of its contents.
         notes: what its writer has to know later on, as plain values.
     """
 
     name: str
     num_bytes: int
-    sha256: str
     notes: Any = None
 
 
@@ -55,10 +52,11 @@ class OutputFile(Protocol):
         """Bytes of the tensors in it."""
         ...
 
-    def write(self, file: HashedFile, read: Callable[[Region], Tensor], max_piece_bytes: int) -> Any:
-        """Write it from its start to its end.
+    def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> Any:
+        """Write it, and bring it to disk.
 
         Args:
+            path: of the file, which does not exist.
             read: gives a region of what is to be written.
             max_piece_bytes: of a tensor, to hold at a time.
 
@@ -117,10 +115,9 @@ def write_files(
         path = folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        with HashedFile(path) as stream:
-            notes = file.write(stream, read, max_piece_bytes)
+        notes = file.write(path, read, max_piece_bytes)
         on_bytes(file.num_bytes - told)
-        written = WrittenFile(file.name, stream.num_bytes, stream.recorded.sha256 or "", notes)
+        written = WrittenFile(file.name, path.stat().st_size, notes)
         journal.add(written)
         return written
 

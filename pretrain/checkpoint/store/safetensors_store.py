@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from parallel.atomic_write import sync
-from pretrain.checkpoint.store.tensors import Region, TensorInfo
+from pretrain.checkpoint.store.lazy_tensor import memory_of
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, pieces
 from pretrain.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -296,6 +297,72 @@ def open_writer(folder: Path, infos: Mapping[str, TensorInfo], max_shard_bytes: 
         return SafetensorsWriter(places, [folder / name for name in names])
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file of a checkpoint that is written from its start to its end, see `OutputFile`.
+
+    Attributes:
+        name: of the file.
+        tensors: in it.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+    def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> None:
+        """See `OutputFile`."""
+        header, ordered = _header(self.tensors)
+        with path.open("xb") as stream:
+            stream.write(header)
+            for name, info in ordered:
+                for piece in pieces(info.whole(name), max(1, max_piece_bytes // info.dtype.itemsize)):
+                    stream.write(memory_of(read(piece).contiguous()))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def safetensors_files(infos: Mapping[str, TensorInfo], max_shard_bytes: int) -> list[SafetensorsFile]:
+    """The files of a checkpoint, named as transformers does; one that has a tensor larger than the limit has no other."""
+    shards = list(_shards(infos, max_shard_bytes))
+    return [SafetensorsFile(name, shard) for name, shard in zip(_file_names(len(shards)), shards, strict=True)]
+
+
+def write_index(folder: Path, files: Sequence[SafetensorsFile]) -> None:
+    """Write what says which of several files has which tensor; a single file needs none."""
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(file.num_bytes for file in files)},
+            "weight_map": {name: file.name for file in files for name in file.tensors},
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _file_names(number: int) -> list[str]:
+    if number == 1:
+        return [SINGLE_FILE]
+    return [f"model-{index:05d}-of-{number:05d}.safetensors" for index in range(1, number + 1)]
+
+
+def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, list[tuple[str, TensorInfo]]]:
+    """A file's bytes before its tensors, and its tensors in their order.
+
+    By falling alignment, so that every tensor starts at a multiple of its element's size.
+    """
+    ordered = sorted(infos.items(), key=lambda item: -item[1].dtype.itemsize)
+    ends = list(itertools.accumulate(info.num_bytes for _, info in ordered))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for (name, info), start, stop in zip(ordered, [0, *ends], ends, strict=False):
+        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, stop]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, ordered
 
 
 def _shards(infos: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[dict[str, TensorInfo]]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -47,14 +47,15 @@ class TorchDistFile:
     parts: tuple[Region, ...]
     num_bytes: int
 
-    def write(self, file: HashedFile, read: Callable[[Region], Tensor], max_piece_bytes: int) -> list[tuple[int, int]]:
-        """See `OutputFile`; the notes are start and length of every item."""
+    def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> dict[str, Any]:
+        """See `OutputFile`. The notes are the file's hash, and start and length of every item."""
         places = []
-        for part in self.parts:
-            start = file.num_bytes
-            torch.save(read(part), cast(IO[bytes], file))
-            places.append((start, file.num_bytes - start))
-        return places
+        with HashedFile(path) as file:
+            for part in self.parts:
+                start = file.num_bytes
+                torch.save(read(part), cast(IO[bytes], file))
+                places.append((start, file.num_bytes - start))
+        return {"sha256": file.recorded.sha256, "items": places}
 
 
 def cut_columns(region: Region, num_parts: int) -> Iterator[Region]:
@@ -109,7 +110,7 @@ def write_index(
     items = [
         StoredItem(part, Path(file.name).name, start, length)
         for file, done in zip(files, written, strict=True)
-        for part, (start, length) in zip(file.parts, done.notes, strict=True)
+        for part, (start, length) in zip(file.parts, done.notes["items"], strict=True)
     ]
     (folder / INDEX_FILE).write_bytes(pickled_index(tensors, items))
     torch.save({}, folder / COMMON_FILE)

@@ -1,0 +1,92 @@
+"""Some of a checkpoint's tensors, under other names or in another dtype, and several checkpoints as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader, overlap
+from pretrain.errors import CheckpointError
+
+
+class Selected:
+    """Some of a reader's tensors, under their names or others, and in their dtype or another."""
+
+    def __init__(
+        self, source: TensorReader, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """
+        Args:
+            source: of the tensors.
+            names: what each is called there, by what it is called here.
+            dtypes: what is read in another dtype than the source's, by the name here.
+        """
+        self._source, self._names = source, names
+        casts = dtypes or {}
+        self._tensors = {
+            name: TensorInfo(source.tensors[there].shape, casts.get(name, source.tensors[there].dtype))
+            for name, there in names.items()
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is there, by name."""
+        return self._tensors
+
+    def read(self, region: Region) -> Tensor:
+        """See `TensorReader`."""
+        if region.name not in self._names:
+            raise CheckpointError(f"there is no tensor {region.name} in this checkpoint")
+        there = Region(self._names[region.name], region.offset, region.shape)
+        return self._source.read(there).to(self._tensors[region.name].dtype)
+
+
+class Joined:
+    """Tensors of two readers under their names; of a name that both have, the first's."""
+
+    def __init__(self, first: TensorReader, second: TensorReader, names: Iterable[str]) -> None:
+        self._readers = {name: first if name in first.tensors else second for name in names}
+        self._tensors = {name: reader.tensors[name] for name, reader in self._readers.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is there, by name."""
+        return self._tensors
+
+    def read(self, region: Region) -> Tensor:
+        """See `TensorReader`."""
+        if region.name not in self._readers:
+            raise CheckpointError(f"there is no tensor {region.name} in this checkpoint")
+        return self._readers[region.name].read(region)
+
+
+class Padded:
+    """A reader's tensors, some of them larger here, with zeros behind what is there."""
+
+    def __init__(self, source: TensorReader, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """
+        Args:
+            shapes: of the larger ones, by name.
+        """
+        self._source = source
+        self._tensors = {
+            name: TensorInfo(shapes.get(name, info.shape), info.dtype) for name, info in source.tensors.items()
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is there, by name."""
+        return self._tensors
+
+    def read(self, region: Region) -> Tensor:
+        """See `TensorReader`."""
+        there = overlap(region, self._source.tensors[region.name].whole(region.name))
+        if there == region:
+            return self._source.read(region)
+        result = torch.zeros(region.shape, dtype=self._tensors[region.name].dtype)
+        if there is not None:
+            inside = zip(there.offset, region.offset, there.shape, strict=True)
+            result[tuple(slice(a - b, a - b + size) for a, b, size in inside)] = self._source.read(there)
+        return result
