@@ -394,3 +394,10 @@ def test_a_folder_without_a_configuration_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         open_folder(folder)
+
+
+def test_a_configuration_that_is_too_large_is_not_read(folder: Path) -> None:
+    with (folder / "config.json").open("r+b") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(CheckpointError, match="1099511627776 bytes"):
+        open_folder(folder)

@@ -26,6 +26,7 @@ _REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megam
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one file; Hugging Face's own default."""
 _ELEMENTS_AT_A_TIME = 2**24
+_MAX_CONFIG_BYTES = 2**24
 
 
 def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int) -> RenamedReader:
@@ -150,6 +151,8 @@ def open_folder(folder: Path) -> Imported:
     """
     path = folder / CONFIG_FILE
     try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it is no mapping")
