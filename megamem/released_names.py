@@ -15,12 +15,12 @@ from megamem.config import ModelConfig
 from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.families.registry import FAMILIES, family_of
 
-_MODEL = {
+MODEL_NAMES = {
     "wte.weight": "embedding.word_embeddings.weight",
     "ln_f.weight": "decoder.final_layernorm.weight",
     "ff_out.weight": "output_layer.weight",
 }
-_BLOCK = {
+BLOCK_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
     "att_proj.weight": "self_attention.linear_qkv.weight",
     "q_norm.weight": "self_attention.q_layernorm.weight",
@@ -44,7 +44,7 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
     """
     result: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
-    names = _names_of(model, ULTRAMEMV2_RELEASE)
+    names = names_of(model, ULTRAMEMV2_RELEASE)
     for name, tensor in tensors.items():
         match name.removeprefix("transformer.").split("."):
             case ["mem_blocks", layer, part, number] if part in names.stacked:
@@ -56,11 +56,11 @@ def from_released(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
                 continue
             case ["full_memory_layer", table] if table in names.tables:
                 result.update(_split_table(names.tables[table], tensor, model))
-            case ["blocks", layer, *part] if (ours := _BLOCK.get(".".join(part))) is not None:
+            case ["blocks", layer, *part] if (ours := BLOCK_NAMES.get(".".join(part))) is not None:
                 result[f"decoder.layers.{layer}.{_in_mlp_slot(ours, int(layer), model)}"] = _reorder(
                     ours, tensor, model
                 )
-            case part if (ours := _MODEL.get(".".join(part))) is not None:
+            case part if (ours := MODEL_NAMES.get(".".join(part))) is not None:
                 result[ours] = tensor
             case _:
                 kind = model.memory.kind if model.memory is not None else "none"
@@ -85,7 +85,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     if memory is None or META_RELEASE not in family_of(memory).released:
         kinds = [kind for kind, family in FAMILIES.items() if META_RELEASE in family.released]
         raise ValueError(f"Meta's release has memory of the kinds {', '.join(kinds)}")
-    names = _names_of(model, META_RELEASE)
+    names = names_of(model, META_RELEASE)
     layer_at = {span.read: layer for layer, span in enumerate(model.memory_spans)}
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -101,7 +101,7 @@ def from_meta(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
     return result
 
 
-def _names_of(model: ModelConfig, release: str) -> ReleasedNames:
+def names_of(model: ModelConfig, release: str) -> ReleasedNames:
     """The names of the model's memory in a release; none where it is not in there."""
     released = family_of(model.memory).released if model.memory is not None else {}
     return released.get(release, ReleasedNames({}, {}))

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
 from pretrain.build import unwrap
+from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
@@ -33,6 +34,9 @@ class Callback:
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After an evaluation."""
+
+    def on_save(self, run: Run, report: SaveReport) -> None:
+        """After a checkpoint is complete, which may be some steps after its own."""
 
     def on_end(self, run: Run) -> None:
         """After the last step, or before an early stop; not after an error."""
@@ -81,6 +85,16 @@ class MetricsFile(RowWriter):
         rows = _rows_up_to(self._path, run.state.step) if self._path.exists() else []
         with atomic_write(self._path) as stream:
             stream.write("".join(rows).encode())
+
+    def on_save(self, run: Run, report: SaveReport) -> None:
+        self.write(
+            {
+                "step": report.step,
+                "save_stall_s": report.stall_s,
+                "save_s": report.save_s,
+                "save_bytes": report.num_bytes,
+            }
+        )
 
     def write(self, row: Row) -> None:
         try:
@@ -192,6 +206,9 @@ class ProgressLine(Callback):
             f"{evaluation.bits_per_byte:.4f} bits per byte"
         )
 
+    def on_save(self, run: Run, report: SaveReport) -> None:
+        self._progress.say(str(report))
+
     def on_end(self, run: Run) -> None:
         self._progress.close()
 
@@ -237,15 +254,28 @@ class WandB(RowWriter):
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps, and at the end. All ranks."""
+    """Saves every so many steps, and at the end, and tells the other callbacks what is complete. All ranks."""
+
+    def __init__(self, listeners: list[Callback]) -> None:
+        self._listeners = listeners
 
     def on_step(self, run: Run, row: Row) -> None:
+        run.saver.advance()
         every = run.config.checkpoint.every_steps
         if every and run.state.step % every == 0:
             run.save()
+        self._tell(run)
 
     def on_end(self, run: Run) -> None:
         run.save()
+        run.saver.finish()
+        self._tell(run)
+
+    def _tell(self, run: Run) -> None:
+        for report in run.saver.reports:
+            for listener in self._listeners:
+                listener.on_save(run, report)
+        run.saver.reports.clear()
 
 
 class Evaluations(Callback):
@@ -286,4 +316,4 @@ def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
             listeners.append(WandB())
     # An evaluation comes after the step's row is written and before its checkpoint, so that a resumed run neither
     # repeats nor misses one.
-    return [*measuring, *listeners, Evaluations(listeners), Checkpoints()]
+    return [*measuring, *listeners, Evaluations(listeners), Checkpoints(listeners)]

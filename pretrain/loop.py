@@ -36,15 +36,20 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = No
     batches = run.batches()
     for callback in callbacks:
         callback.on_start(run)
-    while run.state.step < config.train.num_steps:
-        result, row = take_step(run, batches, stop_requested=stop.requested)
+    try:
+        while run.state.step < config.train.num_steps:
+            result, row = take_step(run, batches, stop_requested=stop.requested)
+            for callback in callbacks:
+                callback.on_step(run, row)
+            _check_progress(run)
+            if result.stop_requested and run.state.step < config.train.num_steps:
+                break
         for callback in callbacks:
-            callback.on_step(run, row)
-        _check_progress(run)
-        if result.stop_requested and run.state.step < config.train.num_steps:
-            break
-    for callback in callbacks:
-        callback.on_end(run)
+            callback.on_end(run)
+    except BaseException:
+        # Perhaps of this rank alone, so nothing that asks the others may follow.
+        run.saver.abandon()
+        raise
     if run.state.step < config.train.num_steps:
         raise StoppedEarly(
             f"stopped at step {run.state.step} of {config.train.num_steps} as asked; "
@@ -70,7 +75,9 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
         micro_batch_size=config.train.micro_batch_size,
         sequence_length=config.train.sequence_length,
         stop_requested=stop_requested,
+        save_votes=run.saver.votes,
     )
+    run.saver.hear(result.ranks_saved, result.ranks_failed_to_save)
     return result, _account(run, result, time.perf_counter() - started)
 
 
@@ -124,6 +131,8 @@ def _learning_rates(run: Run) -> dict[GroupName, float]:
 def _check_progress(run: Run) -> None:
     skipped, limit = run.state.num_skipped_in_row, run.config.train.max_skipped_steps
     if skipped >= limit:
+        # All ranks are here.
+        run.saver.finish()
         raise UserError(
             f"the last {skipped} steps had no finite gradient and were skipped (train.max_skipped_steps = {limit}): "
             f"the run has diverged at step {run.state.step}. Lower optimizer.lr, or raise optimizer.warmup_steps; "

@@ -99,6 +99,11 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
             for state in self.optimizer.state.values():
                 state["step"].fill_(num_updates)
 
+    @torch.no_grad()
+    def set_weights_from_main(self) -> None:
+        """Round the main weights to this rank's shares of the model's, as after an update."""
+        self._copy_main_params_to_model_params()
+
     def _allocate_state(self) -> None:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -171,6 +176,13 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
         """See `MemoryDistributedOptimizer.set_num_updates`."""
         super().set_num_updates(num_updates)
         self._tables.num_updates = num_updates
+
+    @torch.no_grad()
+    def set_weights_from_main(self) -> None:
+        """See `MemoryDistributedOptimizer.set_weights_from_main`."""
+        super().set_weights_from_main()
+        for shard in self._shards.values():
+            shard.set_weights()
 
     def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         shard = self._shards.get(model_parameter)
@@ -271,6 +283,11 @@ class MemoryOptimizer(ChainedOptimizer):
         """See `MemoryDistributedOptimizer.set_num_updates`."""
         for optimizer in self.chained_optimizers:
             optimizer.set_num_updates(num_updates)
+
+    def set_weights_from_main(self) -> None:
+        """Round all main weights to this rank's shares of the model's; who reads weights gathers them first."""
+        for optimizer in self.chained_optimizers:
+            optimizer.set_weights_from_main()
 
     def describe_offload(self) -> str | None:
         """Where this rank's tables are stepped and by what, in words; None if they are not offloaded."""

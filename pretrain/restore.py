@@ -8,10 +8,14 @@ from pathlib import Path
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
 from pretrain.build import build_unset_chunks
+from pretrain.checkpoint.folder import read_state, refuse_damage
 from pretrain.checkpoint.run import load_weights
+from pretrain.checkpoint.safe_metadata import files_with_weights
+from pretrain.checkpoint.shared_check import damage_seen_by_ranks
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import model_vocab_size
 from pretrain.data.tokenizer import Tokenizer
+from pretrain.saved_run import ranks_were_started
 
 
 def restore_model(
@@ -20,7 +24,13 @@ def restore_model(
     """This rank's model chunks with the weights of the checkpoint in a folder. Collective.
 
     `config` is the checkpoint's, with the layout of `groups`; the tokenizer decides the embedding's size.
+
+    Raises:
+        CheckpointError: on every rank: the checkpoint is damaged, or cannot be read.
     """
+    if config.checkpoint.check_hashes and ranks_were_started():
+        saved = read_state(path)
+        refuse_damage(saved, damage_seen_by_ranks(saved, files_with_weights(saved)))
     chunks = build_unset_chunks(config, groups, vocab_size=model_vocab_size(config.model, tokenizer))
     load_weights(path, chunks)
     for chunk in chunks:

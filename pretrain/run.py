@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from megatron.core.distributed import DistributedDataParallel
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
-from pretrain.checkpoint.folder import SavedState, newest_complete
-from pretrain.checkpoint.run import restore_run, save_run
+from pretrain.checkpoint.folder import SavedState, newest_complete, nothing_complete, refuse_damage
+from pretrain.checkpoint.run import entries_to_save, restore_run
+from pretrain.checkpoint.saver import Saver
+from pretrain.checkpoint.shared_check import damage_seen_by_ranks
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import training_flops_per_token
@@ -31,7 +33,7 @@ from pretrain.folder import RunFolder
 from pretrain.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.owner import Owner, owned
 from pretrain.preflight import check_gpu_memory
-from pretrain.saved_run import check_resumable
+from pretrain.saved_run import check_resumable, ranks_were_started
 from pretrain.state import RunState
 from pretrain.weight_gathering import complete_weights
 
@@ -45,7 +47,8 @@ class Run:
         held_out: the validation documents.
         chunks: this rank's model chunks.
         flops_per_token: of training, for the metrics.
-        last_saved_step: step of the newest checkpoint, or None.
+        last_saved_step: step of the newest checkpoint, or of the one that is being written, or None.
+        saver: writes the checkpoints.
     """
 
     config: RunConfig
@@ -59,6 +62,7 @@ class Run:
     state: RunState
     flops_per_token: float
     last_saved_step: int | None = None
+    saver: Saver = field(default_factory=Saver)
 
     @property
     def num_microbatches(self) -> int:
@@ -93,10 +97,11 @@ class Run:
         complete_weights(self.chunks)
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step has one. Collective."""
+        """Write a checkpoint, or begin to (`checkpoint.asynchronous`), unless this step has one. Collective."""
         if self.last_saved_step != self.state.step:
             self.complete_weights()
-            save_run(self.config, self.state, self.chunks, self.optimizer, self.folder.checkpoints)
+            entries = entries_to_save(self.config, self.chunks, self.optimizer)
+            self.saver.start(self.config, self.state, entries, self.folder.checkpoints)
             self.last_saved_step = self.state.step
 
 
@@ -174,7 +179,13 @@ def _find_resumable(
     config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None
 ) -> SavedState | None:
     """The checkpoint to go on from, after checking that it is of this run."""
-    saved, problems = _agreed_checkpoint(folder.checkpoints) if start is None else (start, [])
+    check_hashes = config.checkpoint.check_hashes
+    if start is None:
+        saved, problems = _agreed_checkpoint(folder.checkpoints, check_hashes=check_hashes)
+    else:
+        saved, problems = start, []
+        if check_hashes and ranks_were_started():
+            refuse_damage(start, damage_seen_by_ranks(start))
     if groups.is_main:
         for problem in problems:
             print(f"passed over a damaged checkpoint: {problem}", flush=True)
@@ -188,14 +199,37 @@ def _find_resumable(
     return saved
 
 
-def _agreed_checkpoint(folder: Path) -> tuple[SavedState | None, list[str]]:
-    """The newest complete checkpoint as rank 0 sees it: ranks on other nodes may see a shared folder a moment later."""
+def _agreed_checkpoint(folder: Path, *, check_hashes: bool) -> tuple[SavedState | None, list[str]]:
+    """The newest complete checkpoint, and why newer ones were passed over. Collective.
+
+    Rank 0 looks for it: ranks on other nodes may see a shared folder a moment later. All of them read it.
+    """
+    problems: list[str] = []
+    before = None
+    while True:
+        saved, passed_over = _newest_seen_by_main(folder, before, problems)
+        problems += passed_over
+        if saved is None or not check_hashes:
+            return saved, problems
+        try:
+            refuse_damage(saved, damage_seen_by_ranks(saved))
+        except CheckpointError as error:
+            problems.append(str(error))
+            before = saved.step
+        else:
+            return saved, problems
+
+
+def _newest_seen_by_main(folder: Path, before: int | None, problems: list[str]) -> tuple[SavedState | None, list[str]]:
+    """See `newest_complete`; `problems` are those of the checkpoints that are not from before that step."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [newest_complete(folder)]
+            found = [newest_complete(folder, before=before)]
+            if problems and found[0][0] is None:
+                found = [nothing_complete(folder, problems)]
         except CheckpointError as error:
-            found = [error]
+            found = [nothing_complete(folder, [*problems, str(error)]) if problems else error]
     dist.broadcast_object_list(found, src=0)
     if isinstance(found[0], CheckpointError):
         raise found[0]

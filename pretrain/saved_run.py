@@ -5,9 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from megamem.identity import Role
-from pretrain.checkpoint.folder import SavedState, list_checkpoints, newest_complete, read_state, step_folder
+from parallel.ranks import current_ranks
+from pretrain.checkpoint.folder import (
+    SavedState,
+    list_checkpoints,
+    newest_complete,
+    no_damage,
+    read_state,
+    refuse_damage,
+    step_folder,
+)
+from pretrain.checkpoint.hashes import damaged_files
 from pretrain.config.changes import config_changes
 from pretrain.config.fields import role_of
 from pretrain.config.loader import from_dict, load_config
@@ -20,8 +31,19 @@ _MOST_STEPS_LISTED = 20
 _READ_WITH_THE_WEIGHTS = ("model.", "data.datasets", "train.sequence_length", "train.precision")
 
 
-def find_checkpoint(folder: RunFolder, step: int | None, *, before: int | None = None) -> SavedState:
+def find_checkpoint(
+    folder: RunFolder,
+    step: int | None,
+    *,
+    before: int | None = None,
+    with_optimizer: bool = False,
+    check_hashes: bool = True,
+) -> SavedState:
     """A run's checkpoint of a step, or its newest complete one (of those from before a step).
+
+    With `check_hashes`, contents are held against their hashes where the run's `checkpoint.check_hashes` says so; only
+    those of the files that have weights, unless the optimizer's state is wanted too. Where torchrun or srun started the
+    process, the ranks do that together when they load.
 
     Raises:
         CheckpointError: there is none.
@@ -30,22 +52,43 @@ def find_checkpoint(folder: RunFolder, step: int | None, *, before: int | None =
         raise CheckpointError(
             f"{folder.path}: no such run folder. Train one with `megamem train CONFIG --run-dir {folder.path}`"
         )
+    damage = partial(_damage, with_optimizer=with_optimizer) if check_hashes else no_damage
     if step is not None:
         path = step_folder(folder.checkpoints, step)
         if not path.exists():
             raise CheckpointError(f"{folder.path} has no checkpoint of step {step}: {_steps_there_are(folder)}")
-        return read_state(path)
-    saved, problems = newest_complete(folder.checkpoints, before=before)
+        saved = read_state(path)
+        refuse_damage(saved, damage(saved))
+        return saved
+    newest, problems = newest_complete(folder.checkpoints, before=before, damage=damage)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
-    if saved is None and before is not None:
+    if newest is None and before is not None:
         raise CheckpointError(
             f"{folder.checkpoints} has no checkpoint from before step {before}: checkpoint.every_steps and "
             "checkpoint.keep_last say which ones a run keeps"
         )
-    if saved is None:
+    if newest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet. Train it first with `megamem train`")
-    return saved
+    return newest
+
+
+def _damage(saved: SavedState, *, with_optimizer: bool) -> list[str]:
+    """What this process finds wrong with the contents of a checkpoint that it is to use."""
+    check_hashes = saved.config.get("checkpoint", {}).get("check_hashes", True)
+    if not check_hashes or ranks_were_started():
+        return []
+    if with_optimizer:
+        return damaged_files(saved.path)
+    from pretrain.checkpoint.safe_metadata import files_with_weights  # imports torch
+
+    return damaged_files(saved.path, files_with_weights(saved))
+
+
+def ranks_were_started() -> bool:
+    """Whether torchrun or srun started this process among others, who look at contents together."""
+    ranks = current_ranks()
+    return ranks is not None and not ranks.are_watched
 
 
 def _steps_there_are(folder: RunFolder) -> str:

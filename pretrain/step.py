@@ -20,6 +20,7 @@ from parallel.context import own_tokens
 from parallel.groups import ParallelGroups
 from pretrain.auxiliary_losses import auxiliary_means, auxiliary_sums
 from pretrain.build import Chunk, unwrap
+from pretrain.checkpoint.votes import NO_VOTES, SaveVotes
 from pretrain.optimizer import GradientNorms, MemoryOptimizer
 from pretrain.weight_gathering import wait_for
 
@@ -49,12 +50,16 @@ class StepResult:
             tokens.
         norms: of the gradients. Weights were updated if they are finite.
         stop_requested: whether any rank was told to stop.
+        ranks_saved: how many ranks are done with their part of a save in flight.
+        ranks_failed_to_save: how many could not do it.
     """
 
     loss: LossSum
     auxiliary: dict[str, dict[int, float]]
     norms: GradientNorms
     stop_requested: bool
+    ranks_saved: int = 0
+    ranks_failed_to_save: int = 0
 
 
 def train_step(
@@ -67,6 +72,7 @@ def train_step(
     micro_batch_size: int,
     sequence_length: int,
     stop_requested: bool = False,
+    save_votes: SaveVotes = NO_VOTES,
 ) -> StepResult:
     """Forward and backward over the microbatches, clip, update.
 
@@ -79,6 +85,7 @@ def train_step(
         micro_batch_size: b.
         sequence_length: s.
         stop_requested: this rank was told to stop; one rank is enough for all to stop.
+        save_votes: what this rank says of a save in flight, which all will know after the step.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -88,8 +95,9 @@ def train_step(
     optimizer.zero_grad()
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
     norms = _update(optimizer)
-    loss, auxiliary, stop = _world_loss(losses, chunks, groups, stop_requested)
-    return StepResult(loss, auxiliary, norms, stop)
+    loss, auxiliary, flags = _world_loss(losses, chunks, groups, (stop_requested, save_votes.done, save_votes.failed))
+    num_stop, num_saved, num_failed = flags
+    return StepResult(loss, auxiliary, norms, num_stop > 0, num_saved, num_failed)
 
 
 @torch.no_grad()
@@ -108,7 +116,7 @@ def evaluation_loss(
     losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=True)
     for chunk in chunks:
         chunk.train()
-    return _world_loss(losses, (), groups, False)[0]
+    return _world_loss(losses, (), groups, ())[0]
 
 
 def _schedule(
@@ -160,19 +168,21 @@ def _update(optimizer: MemoryOptimizer) -> GradientNorms:
 
 
 def _world_loss(
-    losses: Sequence[Tensor], chunks: Sequence[Chunk], groups: ParallelGroups, stop_requested: bool
-) -> tuple[LossSum, dict[str, dict[int, float]], bool]:
-    """Losses over all ranks, known to every rank, and whether any rank was told to stop.
+    losses: Sequence[Tensor], chunks: Sequence[Chunk], groups: ParallelGroups, flags: Sequence[bool]
+) -> tuple[LossSum, dict[str, dict[int, float]], list[int]]:
+    """Losses over all ranks, known to every rank, and of each flag, how many ranks have set it.
 
     `losses` are [loss sum, targets] per microbatch, on the last stage. The layers of `chunks` have the auxiliary ones.
     """
     auxiliary = auxiliary_sums(chunks, groups.device)
-    totals = torch.zeros(3 + auxiliary.numel(), dtype=torch.float64, device=groups.device)
+    first = 2 + len(flags)
+    totals = torch.zeros(first + auxiliary.numel(), dtype=torch.float64, device=groups.device)
     if losses and dist.get_rank(groups.megatron.tp) == 0:
         totals[:2] = torch.stack(list(losses)).sum(0)
-    totals[2] = float(stop_requested)
-    totals[3:] = auxiliary.flatten()
+    for position, flag in enumerate(flags, start=2):
+        totals[position] = float(flag)
+    totals[first:] = auxiliary.flatten()
     dist.all_reduce(totals)
     # Host sync: the loss is printed and logged at every step.
-    nats, num_tokens, stop, *sums = totals.tolist()
-    return LossSum(nats, num_tokens), auxiliary_means(sums, chunks), stop > 0
+    nats, num_tokens, *sums = totals.tolist()
+    return LossSum(nats, num_tokens), auxiliary_means(sums[len(flags) :], chunks), [int(n) for n in sums[: len(flags)]]

@@ -164,6 +164,12 @@ class HostShard:
             state["param"][window].copy_(weights[window].cpu())
         return HostShard(group, weights, gradient, state)
 
+    def set_weights(self) -> None:
+        """Round the main weights to the device's, a window at a time."""
+        for window in _windows(self.weights.numel()):
+            # Narrowed on the host, as in a step.
+            self.weights[window].copy_(self.state["param"][window].to(self.weights.dtype))
+
 
 class _Slot:
     """One window's staging memory, and when it may be read.

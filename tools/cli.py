@@ -27,6 +27,7 @@ COMMAND_MODULES = (
     "tools.data",
     "tools.evaluate",
     "tools.generate",
+    "tools.checkpoint.command",
     "tools.plot",
     "tools.bench.command",
     "tools.compare.command",

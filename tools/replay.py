@@ -80,7 +80,7 @@ def _start(folder: RunFolder, step: int | None, last_step: int) -> SavedState:
     """
     from pretrain.saved_run import find_checkpoint
 
-    saved = find_checkpoint(folder, step, before=last_step)
+    saved = find_checkpoint(folder, step, before=last_step, with_optimizer=True)
     if saved.step >= last_step:
         raise CheckpointError(
             f"{folder.metrics} has no step after {step}, so there is nothing to compare with: choose an earlier --step"

@@ -15,6 +15,14 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def size_in_words(num_bytes: int) -> str:
+    """ "512 B", "5.4 MB", "1.20 GB": powers of 1,000."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
 def count_in_millions(number: int) -> str:
     """ "12,345", "5.4M", "1.20B": as short as it can be without becoming 0."""
     if number < 1e6:

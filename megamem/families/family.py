@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution
@@ -49,6 +49,10 @@ def _as_it_is(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     return tensor
 
 
+def _same_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape
+
+
 @dataclass(frozen=True)
 class ReleasedNames:
     """A layer's parameters in a public code.
@@ -59,14 +63,19 @@ class ReleasedNames:
         stacked: our names of parameters that the release numbers, `<released>.<number>`; stacked along a new first
             axis.
         unused: parameters that the release has and does not use.
-        convert: a released tensor in our layout, given our name for it and the layer's config.
+        tables_in: whether a table is that of one layer, or one for the whole model, with the layers' rows in order.
+        convert: a released tensor in our layout, given our name for it and the layer's config. The elements keep their
+            order.
+        shape: the released shape of a parameter, given our name for it and our shape.
     """
 
     parameters: Mapping[str, str]
     tables: Mapping[str, str]
     stacked: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    tables_in: Literal["layer", "model"] = "layer"
     convert: Callable[[str, Tensor, MemoryConfig], Tensor] = _as_it_is
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = _same_shape
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megamem.families.family import ReleasedNames
 from megamem.memory_config import MemoryConfig
@@ -26,7 +26,9 @@ META_VALUES = {
 }
 
 
-def tucker_names(extra: Mapping[str, str] | None = None) -> ReleasedNames:
+def tucker_names(
+    extra: Mapping[str, str] | None = None, *, tables_in: Literal["layer", "model"] = "layer"
+) -> ReleasedNames:
     """UltraMem and UltraMemV2 in the latter's public code, with what one of them has besides."""
     return ReleasedNames(
         parameters={
@@ -42,7 +44,9 @@ def tucker_names(extra: Mapping[str, str] | None = None) -> ReleasedNames:
         },
         tables=ULTRAMEMV2_TABLES,
         stacked={"tucker_core": "cores"},
+        tables_in=tables_in,
         convert=_squeeze_singular_vectors,
+        shape=_unsqueezed,
     )
 
 
@@ -51,12 +55,20 @@ def _squeeze_singular_vectors(name: str, tensor: Tensor, memory: MemoryConfig) -
     return tensor.flatten(0, 1).squeeze(1) if name in ("u", "v") else tensor
 
 
+def _unsqueezed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, shape[0], 1, shape[1]) if name in ("u", "v") else shape
+
+
 def meta_names(parameters: Mapping[str, str], tables: Mapping[str, str]) -> ReleasedNames:
     """A product-key layer in Meta's public code."""
-    return ReleasedNames(parameters, tables, convert=_unflatten_keys)
+    return ReleasedNames(parameters, tables, convert=_unflatten_keys, shape=_flattened)
 
 
 def _unflatten_keys(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     """Keys are [2 H N, d] in Meta's release."""
     assert isinstance(memory, ProductKeyConfig)
     return tensor.view(memory.num_heads, 2, -1, memory.key_dim) if name == "keys" else tensor
+
+
+def _flattened(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0] * shape[1] * shape[2], shape[3]) if name == "keys" else shape

@@ -2,26 +2,33 @@
 
 A checkpoint is written into `.writing_step_XXXXXXXX` and renamed to `step_XXXXXXXX` when every rank's files are on
 disk. It is complete if its `state.json`, which is written last, lists files that are all there at the size they had.
+Format 2 also says the SHA-256 of every file, against which `pretrain.checkpoint.hashes` holds the contents; format 1
+knows sizes alone, and is read as before. Which checkpoint is the newest is told by its step, never by a clock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import platform
 import re
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import sync
+from pretrain.checkpoint.hashes import RecordedFile, record
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
 STATE_FILE = "state.json"
-_FORMAT = 1
+_FORMAT = 2
+_READABLE_FORMATS = (1, 2)
+_SEAL = "sha256"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _WRITING_PREFIX = ".writing_"
 _PACKAGES = ("megamem", "torch", "megatron-core", "numpy", "triton", "transformer-engine")
@@ -35,11 +42,16 @@ class SavedState:
         path: the checkpoint's folder.
         run: how far the run had come.
         config: the resolved config, as plain values.
+        files: what was written, by name; without hashes in format 1.
+        weights_dtype: of the weights that are not written because fp32 main weights determine them, as "bfloat16" (see
+            `pretrain.checkpoint.derived`); None in format 1, which writes all of them.
     """
 
     path: Path
     run: RunState
     config: dict[str, Any]
+    files: Mapping[str, RecordedFile]
+    weights_dtype: str | None
 
     @property
     def step(self) -> int:
@@ -66,23 +78,48 @@ def start_writing(folder: Path, step: int) -> Path:
     return path
 
 
-def complete(folder: Path, step: int, **content: dict[str, Any]) -> Path:
+def complete(
+    folder: Path, step: int, files: Mapping[str, RecordedFile] | None = None, **content: dict[str, Any] | str
+) -> Path:
     """Write `state.json`, of this content, into a step's writing folder, and give the folder its name.
 
     An older checkpoint of the step is replaced.
+
+    Args:
+        folder: the run's checkpoints.
+        step: whose files are all written.
+        files: what was written, by name; None: all that is there, which is read for its hashes.
+        content: `run`, `rng`, `config`, `versions` and `weights_dtype`, see `SavedState`.
     """
     path, final = writing_folder(folder, step), step_folder(folder, step)
-    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
-    (path / STATE_FILE).write_text(
-        json.dumps({"format": _FORMAT, **content, "files": files}, indent=1), encoding="utf-8"
-    )
+    write_state(path, files if files is not None else {file.name: record(file) for file in path.iterdir()}, content)
+    publish(path, final)
+    return final
+
+
+def write_state(path: Path, files: Mapping[str, RecordedFile], content: Mapping[str, Any]) -> None:
+    """Write a checkpoint's `state.json`, and wait until it is on disk."""
+    listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
+    state = sealed({"format": _FORMAT, **content, "files": listed})
+    (path / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     sync(path / STATE_FILE)
     sync(path)
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `state.json` says, with the hash of it that tells whether it still says that."""
+    content = {key: value for key, value in state.items() if key != _SEAL}
+    # As JSON gives it back: lists for tuples, text for keys.
+    text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
+    return {**content, _SEAL: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def publish(path: Path, final: Path) -> None:
+    """Give a folder whose `state.json` is on disk its name, in place of whatever has it."""
     if final.exists():
         shutil.rmtree(final)
     path.rename(final)
-    sync(folder)
-    return final
+    sync(final.parent)
 
 
 def read_state(path: Path) -> SavedState:
@@ -94,27 +131,39 @@ def read_state(path: Path) -> SavedState:
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         format_version, versions = content["format"], content["versions"]
-        saved = SavedState(path, RunState(**content["run"]), content["config"])
+        files = {str(name): _recorded(entry) for name, entry in content["files"].items()}
+        weights_dtype = content["weights_dtype"] if format_version == _FORMAT else None
+        saved = SavedState(path, RunState(**content["run"]), content["config"], files, weights_dtype)
         name_of_step = step_folder(path.parent, saved.step).name
-        sizes = {str(name): int(size) for name, size in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its {STATE_FILE} cannot be read ({error})"
         ) from error
-    if format_version != _FORMAT:
+    if format_version not in _READABLE_FORMATS:
         raise CheckpointError(
-            f"{path} has checkpoint format {format_version}, and this version reads format {_FORMAT}: "
-            f"use the version that wrote it ({versions})"
+            f"{path} has checkpoint format {format_version}, and this version reads the formats "
+            f"{' and '.join(map(str, _READABLE_FORMATS))}: use the version that wrote it ({versions})"
         )
+    if format_version == _FORMAT and sealed(content) != content:
+        raise CheckpointError(f"{path} is damaged: its {STATE_FILE} has other contents than were written")
     if name_of_step != path.name:
         raise CheckpointError(f"{path} is damaged: its {STATE_FILE} says that it is of step {saved.step}")
-    for name, size in sizes.items():
-        file = path / name
+    for name, recorded in files.items():
+        if name != Path(name).name:
+            raise CheckpointError(f"{path} is damaged: its {STATE_FILE} lists {name!r}, which is no file of its folder")
+        file, size = path / name, recorded.num_bytes
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
             found = "is missing" if actual is None else f"has {actual} bytes"
             raise CheckpointError(f"{path} is damaged: {name} {found}, and {size} bytes were written")
     return saved
+
+
+def _recorded(entry: Any) -> RecordedFile:
+    """An entry of `files`: a size in format 1, a size and a hash in format 2."""
+    if isinstance(entry, dict):
+        return RecordedFile(int(entry["bytes"]), str(entry["sha256"]))
+    return RecordedFile(int(entry), None)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -125,8 +174,20 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def newest_complete(folder: Path, *, before: int | None = None) -> tuple[SavedState | None, list[str]]:
+def no_damage(saved: SavedState) -> Sequence[str]:
+    """The contents of a checkpoint as they are taken where nobody looks at them."""
+    return ()
+
+
+def newest_complete(
+    folder: Path, *, before: int | None = None, damage: Callable[[SavedState], Sequence[str]] = no_damage
+) -> tuple[SavedState | None, list[str]]:
     """The newest complete checkpoint (of those from before a step), and why newer ones were passed over.
+
+    Args:
+        folder: the run's checkpoints.
+        before: a step; None: any.
+        damage: what is wrong with the contents of a checkpoint whose files have the right sizes, in words.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is complete.
@@ -140,16 +201,31 @@ def newest_complete(folder: Path, *, before: int | None = None) -> tuple[SavedSt
         try:
             saved = read_state(path)
             check_small_files(path)
+            refuse_damage(saved, damage(saved))
             return saved, problems
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
-        raise CheckpointError(
-            "no checkpoint of this run can be read: "
-            + "; ".join(problems)
-            + f". Restore one of them, or start over in another --run-dir, or delete {folder}"
-        )
+        raise nothing_complete(folder, problems)
     return None, []
+
+
+def refuse_damage(saved: SavedState, damage: Sequence[str]) -> None:
+    """
+    Raises:
+        CheckpointError: naming the checkpoint and its damage, if there is any.
+    """
+    if damage:
+        raise CheckpointError(f"{saved.path} is damaged: {'; '.join(damage)}")
+
+
+def nothing_complete(folder: Path, problems: Sequence[str]) -> CheckpointError:
+    """What to raise where every checkpoint of a run has a problem."""
+    return CheckpointError(
+        "no checkpoint of this run can be read: "
+        + "; ".join(problems)
+        + f". Restore one of them, or start over in another --run-dir, or delete {folder}"
+    )
 
 
 def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_every_steps: int) -> list[Path]:

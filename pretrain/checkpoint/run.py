@@ -1,24 +1,30 @@
-"""Saving and restoring a run: weights, optimizer state, counters."""
+"""What of a run is saved, and how it is restored: weights, optimizer state, counters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
 from megamem.model import MemoryGPTModel
+from megamem.shards import walk_shards
 from pretrain.build import unwrap
 from pretrain.checkpoint import folder as folders
-from pretrain.checkpoint.storage import load_tensors, save_tensors
-from pretrain.config.loader import to_dict
+from pretrain.checkpoint.derived import derived_weights
+from pretrain.checkpoint.index import Index
+from pretrain.checkpoint.loading import Target, load
+from pretrain.checkpoint.saver import Saver
+from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
-from pretrain.errors import CheckpointError
 from pretrain.optimizer import MemoryOptimizer
 from pretrain.state import RunState
+from pretrain.weight_gathering import complete_weights, start_gathering
 
 
 def save_run(
@@ -28,47 +34,39 @@ def save_run(
     optimizer: MemoryOptimizer,
     folder: Path,
 ) -> Path:
-    """Write the checkpoint of the current step and remove superseded ones. Collective.
+    """Write the checkpoint of the current step and remove superseded ones, to the end. Collective.
 
     Returns:
         The checkpoint's folder, inside of `folder`.
 
     Raises:
-        CheckpointError: it cannot be written; earlier ones are intact.
+        CheckpointError: on all ranks: it cannot be written; earlier ones are intact.
     """
-    main = dist.get_rank() == 0
-    path = folders.writing_folder(folder, state.step)
-    if main:
-        _or_error(lambda: folders.start_writing(folder, state.step), path)
-    dist.barrier()
-    save_tensors(_entries(chunks, optimizer), path)
-    if main:
-        _or_error(lambda: _finish(config, state, folder), path)
-    dist.barrier()
+    saver = Saver()
+    saver.start(config, state, entries_to_save(config, chunks, optimizer), folder)
+    saver.finish()
     return folders.step_folder(folder, state.step)
 
 
-def _finish(config: RunConfig, state: RunState, folder: Path) -> None:
-    folders.complete(
-        folder,
-        state.step,
-        run=asdict(state),
-        # Random numbers of a step follow from these two; see `pretrain.loop.seed_step`.
-        rng={"seed": config.seed, "step": state.step},
-        config=to_dict(config),
-        versions=folders.package_versions(),
-    )
-    rules = config.checkpoint
-    folders.remove_superseded(folder, state.step, keep_last=rules.keep_last, keep_every_steps=rules.keep_every_steps)
+def entries_to_save(
+    config: RunConfig, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer
+) -> dict[str, Any]:
+    """Sharded state dict of what a checkpoint of this run holds.
+
+    Without `checkpoint.weights_copy` that is the optimizer's state, and of the model what its main weights do not
+    determine.
+    """
+    model = _model_entries([unwrap(chunk) for chunk in chunks])
+    state = optimizer.sharded_state_dict(model)
+    if config.checkpoint.weights_copy:
+        return {"model": model, "optimizer": state}
+    kept = [shard for tensor, shard in walk_shards(model) if not is_trained(tensor)]
+    return {"model": kept, "optimizer": state}
 
 
-def _or_error(action: Callable[[], object], path: Path) -> None:
-    try:
-        action()
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint cannot be written to {path}: {error}. Earlier checkpoints are intact"
-        ) from error
+def is_trained(tensor: Tensor) -> bool:
+    """Whether a model's tensor has fp32 main weights: `pretrain.optimizer` steps all parameters that want gradients."""
+    return tensor.requires_grad
 
 
 def restore_run(
@@ -76,35 +74,67 @@ def restore_run(
 ) -> None:
     """Load weights and optimizer state in place, whatever layout wrote them. Collective.
 
+    The weights come from the main weights, each rank's share of them, and are gathered as after an update.
+
     Raises:
-        CheckpointError: the checkpoint cannot be read, or is of another model.
+        CheckpointError: on every rank: the checkpoint cannot be read, or is of another model.
     """
-    loaded = load_tensors(_entries(chunks, optimizer), saved.path)
-    _load_chunks([unwrap(chunk) for chunk in chunks], loaded)
+    bare = [unwrap(chunk) for chunk in chunks]
+    model = _model_entries(bare)
+    untrained = [shard for tensor, shard in walk_shards(model) if not is_trained(tensor)]
+    state = [shard for _, shard in walk_shards(optimizer.sharded_state_dict(model))]
+    load(saved.path, lambda index: [_target(shard) for shard in (*untrained, *state)])
     optimizer.set_num_updates(saved.run.num_updates)
+    optimizer.set_weights_from_main()
+    start_gathering(chunks)
+    complete_weights(chunks)
+    for chunk in bare:
+        chunk.weights_are_set = True
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:
     """Load the weights alone into bare chunks. Collective.
 
+    Those that are not stored are cast from the main weights, item by item; no moments are read.
+
     Raises:
-        CheckpointError: the checkpoint cannot be read, or is of another model.
+        CheckpointError: on every rank: the checkpoint cannot be read, or is of another model.
     """
-    _load_chunks(chunks, load_tensors(_model_entries(chunks), path))
-
-
-def _load_chunks(chunks: Sequence[MemoryGPTModel], loaded: dict[str, Any]) -> None:
-    for index, chunk in enumerate(chunks):
-        result = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
-        missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
-        assert not missing, f"the checkpoint's entries left {missing} unset"
+    shards = [shard for _, shard in walk_shards(_model_entries(chunks))]
+    name_of_dtype = folders.read_state(path).weights_dtype
+    load(path, lambda index: list(_weight_targets(shards, index, name_of_dtype)))
+    for chunk in chunks:
         chunk.weights_are_set = True
 
 
+def _weight_targets(shards: Sequence[ShardedTensor], index: Index, name_of_dtype: str | None) -> Iterator[Target]:
+    derived = derived_weights(index.tensors)
+    for shard in shards:
+        if shard.key in derived:
+            yield _target(shard, derived[shard.key], None if name_of_dtype is None else getattr(torch, name_of_dtype))
+        else:
+            yield _target(shard)
+
+
+def _target(shard: ShardedTensor, name: str | None = None, rounded_to: torch.dtype | None = None) -> Target:
+    region = region_of(shard)
+    if name is not None:
+        region = type(region)(name, region.offset, region.shape)
+    return Target(region, tuple(shard.global_shape), shard.data.detach().view(region.shape), rounded_to)
+
+
 def _model_entries(chunks: Sequence[MemoryGPTModel]) -> dict[str, Any]:
-    return {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+    """The chunks' sharded tensors, by chunk. They are views of the chunks' own, so that loading fills them in place.
 
-
-def _entries(chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> dict[str, Any]:
-    model = _model_entries([unwrap(chunk) for chunk in chunks])
-    return {**model, "optimizer": optimizer.sharded_state_dict(model)}
+    Megatron's pickled extra states are left out: local layers have none, and reading one would run pickled code.
+    """
+    entries = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+    _, tensors = extract_matching_values(entries, lambda entry: isinstance(entry, ShardedObject))
+    mine = {
+        tensor.untyped_storage().data_ptr() for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())
+    }
+    for _, shard in walk_shards(tensors):
+        assert shard.data.untyped_storage().data_ptr() in mine, (
+            f"{shard.key} is no part of a chunk: it cannot be loaded"
+        )
+    return tensors

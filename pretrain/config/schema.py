@@ -203,6 +203,17 @@ class CheckpointConfig(Config):
     """Newest checkpoints to keep; 0: all."""
     keep_every_steps: NonNegativeInt = 0
     """Checkpoints of steps divisible by this are never removed; 0: no such rule."""
+    weights_copy: bool = False
+    """Also write the weights in train.precision, for readers of them alone; false: only the fp32 main weights, which
+    determine them to the bit."""
+    writer_threads: PositiveInt = 2
+    """Threads per rank that write and hash files of a checkpoint, each a file at a time."""
+    asynchronous: bool = False
+    """Go on training while a checkpoint is written from a copy in host memory, page-locked with GPUs: 12 bytes per
+    parameter over all ranks, kept from the first save to the end of the run."""
+    check_hashes: bool = True
+    """Before a checkpoint is restored, read its files once, shared out over the ranks, and hold them against the SHA-256
+    that they were written with; false: trust their sizes."""
 
 
 @dataclass(frozen=True)

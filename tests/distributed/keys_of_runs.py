@@ -11,7 +11,7 @@ import random
 import string
 import sys
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -26,10 +26,13 @@ import tools.train
 from parallel.groups import ParallelGroups
 from pretrain.build import unwrap
 from pretrain.callbacks import default_callbacks
+from pretrain.checkpoint.folder import step_folder
+from pretrain.checkpoint.hashes import damaged_files
+from pretrain.checkpoint.safe_metadata import read_index
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, RunConfig
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.errors import UserError
+from pretrain.errors import CheckpointError, UserError
 from pretrain.folder import RunFolder
 from pretrain.loop import train
 from pretrain.run import Run, open_run
@@ -122,6 +125,11 @@ class Outputs:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
+        """Of steps and evaluations."""
+        return [row for row in self.all_rows if "save_s" not in row]
+
+    @property
+    def all_rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
 
     @property
@@ -137,6 +145,11 @@ class Outputs:
     @property
     def saved(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step_")) for path in self.folder.checkpoints.iterdir())
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last one."""
+        return step_folder(self.folder.checkpoints, self.saved[-1])
 
 
 @RUNS.key("train.num_steps", 4, RUN)
@@ -262,6 +275,51 @@ def _(base: Outputs, second: Outputs) -> None:
 @RUNS.key("checkpoint.keep_every_steps", 2, OFTEN)
 def _(base: Outputs, second: Outputs) -> None:
     assert (base.saved, second.saved) == ([5, 6], [2, 4, 5, 6])
+
+
+@RUNS.key("checkpoint.weights_copy", True, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Of what is stored, one tensor per parameter more."""
+    names = [set(read_index(outputs.checkpoint).tensors) for outputs in (base, second)]
+    main = {name for name in names[0] if name.startswith("optimizer.state.param.")}
+    assert names[1] - names[0] == {name.removeprefix("optimizer.state.param.") for name in main}
+    assert len(main) == len(base.weights)
+
+
+@RUNS.key("checkpoint.writer_threads", 3, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Files of the rank: weights, and moments, by as many threads each."""
+    assert [len(list(outputs.checkpoint.glob("*.distcp"))) for outputs in (base, second)] == [4, 6]
+
+
+@RUNS.key("checkpoint.asynchronous", True, OFTEN)
+def _(base: Outputs, second: Outputs) -> None:
+    """A save is told of when it is complete: before the next step, or after it."""
+    assert [row["step"] for row in base.all_rows if "validation_loss" not in row][:4] == [1, 1, 2, 2]
+    assert [row["step"] for row in second.all_rows if "validation_loss" not in row][:3] == [1, 2, 1]
+    for outputs in (base, second):
+        assert sorted(row["step"] for row in outputs.all_rows if "save_s" in row) == [1, 2, 3, 4, 5, 6]
+        assert outputs.saved == [5, 6]
+        assert damaged_files(outputs.checkpoint) == []
+
+
+@RUNS.key("checkpoint.check_hashes", False, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Damage that leaves a file as long as it was is found, or trained on."""
+    for outputs in (base, second):
+        file = outputs.checkpoint / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        item = read_index(outputs.checkpoint).items["optimizer.state.param.decoder.final_layernorm.weight"][0]
+        assert item.file == file.name
+        # An element, somewhere before the archive's directory.
+        content[item.start + item.num_bytes // 2] ^= 1
+        file.write_bytes(content)
+        again = partial(open_run, outputs.config, outputs.folder, outputs.groups)
+        if outputs is base:
+            with pytest.raises(CheckpointError, match=r"__0_0\.distcp has other contents than were written"):
+                again()
+        else:
+            assert again().state.step == 6
 
 
 @RUNS.key("logging.every_steps", 4, RUN)

@@ -17,7 +17,9 @@ from megamem.sharing import BankSpec
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.sharded_bank import make_bank
-from pretrain.checkpoint.storage import save_tensors
+from pretrain.checkpoint.saver import Saver
+from pretrain.config.schema import RunConfig
+from pretrain.state import RunState
 
 RANKS = 8
 MIB = 2**20
@@ -63,7 +65,7 @@ def peak_of_a_rank(folder: Path) -> tuple[int, int]:
                 global_shape=entry.global_shape,
                 offset=entry.global_offset,
             )
-        save_tensors(entries, folder)
+        Saver().start(RunConfig(), RunState(step=1), entries, folder)
         dist.barrier()
         return sum(table.nbytes for table in bank.parameters()), (kib("VmHWM") - before) * 1024
 
@@ -76,7 +78,7 @@ def test_a_rank_builds_and_saves_its_part_within_one_and_a_half_times_its_size(r
         assert shard_bytes == BANK_BYTES // RANKS
         # It was really there: not less than the tables, and not the whole bank either.
         assert shard_bytes < grown_bytes < 1.5 * shard_bytes + CONSTANT_BYTES < BANK_BYTES / 2
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = FileSystemReader(folder / "step_00000001").read_metadata().state_dict_metadata
     assert {name: tuple(entry.size) for name, entry in entries.items()} == {
         "banks.0.values": (1024**2, 192),
         "banks.0.pre_values": (1024**2, 64),

@@ -3,7 +3,8 @@
 A checkpoint is loaded into a run of other weights on the target layout and saved again from there: the two checkpoints
 must hold the same tensors. That compares every element of every global tensor, whichever ranks own it. A checkpoint's
 tensors are global and know no layout, so that every layout writes once and reads once per model: pairs of layouts add
-nothing to that.
+nothing to that. The weights are written besides the main weights, which have to determine them: what a run without that
+copy saves is the same without them, and gives the same weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch.distributed.checkpoint as torch_checkpoint
 from tiny_runs import PRIVATE, SHARED, on, tiny_run
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from pretrain.checkpoint.derived import derived_weights
+from pretrain.checkpoint.run import save_run
 from pretrain.config.schema import RunConfig
 from pretrain.state import RunState
 
@@ -56,6 +59,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2)
 """After two steps."""
+
+
+def with_weights(config: RunConfig) -> RunConfig:
+    return replace(config, checkpoint=replace(config.checkpoint, weights_copy=True))
 
 
 def layouts_of(config: RunConfig) -> dict[str, dict[str, int]]:
@@ -116,20 +123,27 @@ def check_pairs(
             with tiny_run(on(config, micro_batch_size=1, **sizes)) as run:
                 run.train(2)
                 run.save(tmp_path / name)
+                save_run(with_weights(config), STATE, run.chunks, run.optimizer, tmp_path / f"{name} with weights")
         # Each loads what another one saved, into weights of another seed, saves it again, and trains on.
         for source, target in pairs:
             other_seed = replace(on(config, micro_batch_size=1, **layouts[target]), seed=99)
             with tiny_run(other_seed) as run:
                 run.resume(tmp_path / source / "step_00000002")
                 assert run.run.state == STATE
-                run.save(tmp_path / f"{source} to {target}")
+                copied = tmp_path / f"{source} to {target}"
+                save_run(with_weights(config), STATE, run.chunks, run.optimizer, copied)
                 losses.append([loss for loss, _ in run.train(1)])
         dist.barrier()
         return losses
 
     losses = run_ranks(main, 4, timeout_s=300)[0]
     for source, target in pairs:
-        written = read_all(tmp_path / source / "step_00000002")
+        alone = read_all(tmp_path / source / "step_00000002")
+        written = read_all(tmp_path / f"{source} with weights" / "step_00000002")
+        derived = derived_weights(alone)
+        assert alone.keys() == written.keys() - derived.keys()
+        assert derived == {name: f"optimizer.state.param.{name}" for name in written.keys() - alone.keys()}
+        assert not [name for name in alone if not torch.equal(alone[name], written[name])]
         rewritten = read_all(tmp_path / f"{source} to {target}" / "step_00000002")
         assert written.keys() == rewritten.keys()
         assert not [name for name in written if torch.isnan(written[name].float()).any()]

@@ -138,13 +138,16 @@ def of_another_size(key: str) -> Callable[[Metadata], None]:
 
 QKV = "decoder.layers.3.self_attention.linear_qkv.weight"
 DAMAGES = {
-    "no weights": (without("banks.1.values"), "has no tensor banks.1.values"),
+    "no weights": (
+        without("optimizer.state.param.banks.1.values"),
+        "has no tensor optimizer.state.param.banks.1.values",
+    ),
     "no buffer": (without("decoder.layers.2.mlp.memory.u"), "has no tensor decoder.layers.2.mlp.memory.u"),
     "no moments": (without("optimizer.state.exp_avg.banks.0.values"), "has no tensor optimizer.state.exp_avg.banks.0"),
-    "a hole in a weight": (without_a_part(QKV), f"1024 elements of {QKV} are missing"),
-    "a hole in a moment": (without_a_part(f"optimizer.state.param.{QKV}"), r"\d+ elements of optimizer.state.param"),
+    "a hole in a weight": (without_a_part(f"optimizer.state.param.{QKV}"), r"\d+ elements of optimizer.state.param"),
+    "a hole in a moment": (without_a_part(f"optimizer.state.exp_avg.{QKV}"), r"\d+ elements of optimizer.state.exp"),
     "another size": (
-        of_another_size("banks.1.values"),
+        of_another_size("optimizer.state.param.banks.1.values"),
         r"banks.1.values has the shape \(289, 16\), and not \(288, 16\)",
     ),
 }

@@ -4,6 +4,8 @@ saved.
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import pickle
 import resource
@@ -15,6 +17,7 @@ import pytest
 from commands import Megamem, checkpoint, last_step, steps
 
 import pretrain.checkpoint.folder as folders
+from pretrain.checkpoint.hashes import record
 
 FOUR = ("parallel.tensor=2", "parallel.pipeline=2")
 
@@ -84,6 +87,44 @@ def test_disk_full_while_saving(
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_00000007", "step_00000008"]
 
 
+def test_disk_full_while_writing_in_the_background(
+    megamem: Megamem, config_file: Path, five_steps: Path, tmp_path: Path
+) -> None:
+    """Every rank hears of it from a step, and the run ends before its last one."""
+    run = Path(shutil.copytree(five_steps, tmp_path / "run"))
+    options = ("train.num_steps=300", "checkpoint.every_steps=7", "checkpoint.asynchronous=true")
+    result = megamem("train", config_file, *FOUR, "--run-dir", run, *options, before=full_for_all)
+    assert result.code == 4, result.output
+    message = result.output[result.output.rindex("megamem: error:") :]
+    assert "cannot be written" in message
+    assert "arlier checkpoints are intact" in message
+    assert "Traceback" not in result.output
+    # It was found at a boundary between two steps, at the latest before the next save.
+    assert 8 <= last_step(run) <= 14
+    assert folders.newest_complete(run / "checkpoints")[0] == folders.read_state(checkpoint(run, 5))
+
+
+def read_only_from_now_on() -> None:
+    """Checkpoints' folders cannot be made; whoever runs the tests may be allowed to write anywhere."""
+
+    def refuse(folder: Path, step: int) -> Path:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    folders.start_writing = refuse
+
+
+def test_a_folder_that_cannot_be_written(megamem: Megamem, config_file: Path, five_steps: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(five_steps, tmp_path / "run"))
+    command = ("train", config_file, *FOUR, "--run-dir", run, "train.num_steps=7")
+    result = megamem(*command, before=read_only_from_now_on)
+    assert result.code == 4, result.output
+    assert "Read-only file system" in result.output
+    assert "Traceback" not in result.output
+    result = megamem(*command)
+    assert result.code == 0, result.output
+    assert "(step 5)" in result.output
+
+
 def truncate(path: Path) -> None:
     file = next(path.glob("*.distcp"))
     os.truncate(file, file.stat().st_size // 2)
@@ -101,16 +142,6 @@ def replace_the_state(path: Path) -> None:
     (path / folders.STATE_FILE).write_text('{"format": 1, "run": [], "rng": 0, "config": 0, "versions": 0, "files": 0}')
 
 
-def scribble_on_the_index(path: Path) -> None:
-    index = path / ".metadata"
-    index.write_bytes(os.urandom(index.stat().st_size))
-
-
-def scribble_on_the_common_file(path: Path) -> None:
-    common = path / "common.pt"
-    common.write_bytes(os.urandom(common.stat().st_size))
-
-
 def replace_the_common_file(path: Path) -> None:
     """By a pickle of the same size that would run something."""
     common = path / "common.pt"
@@ -118,20 +149,59 @@ def replace_the_common_file(path: Path) -> None:
     common.write_bytes(content + b"." * (common.stat().st_size - len(content)))
 
 
-def scribble_on_the_format(path: Path) -> None:
-    file = path / "metadata.json"
-    file.write_bytes(b"{" * file.stat().st_size)
+def truncated(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        os.truncate(path / name, (path / name).stat().st_size - 1)
+
+    damage.__name__ = f"truncated {name}"
+    return damage
 
 
+def scribbled_on(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).write_bytes(os.urandom((path / name).stat().st_size))
+
+    damage.__name__ = f"scribbled on {name}"
+    return damage
+
+
+def flipped(name: str) -> Callable[[Path], None]:
+    """One bit in the middle: an element of a tensor, a name in the index, ..."""
+
+    def damage(path: Path) -> None:
+        content = bytearray((path / name).read_bytes())
+        # No white space, which says nothing in JSON.
+        place = next(i for i in range(len(content) // 2, len(content)) if bytes([content[i]]).strip())
+        content[place] ^= 1
+        (path / name).write_bytes(content)
+
+    damage.__name__ = f"a bit of {name}"
+    return damage
+
+
+def index_out_of_the_folder(path: Path) -> None:
+    """By someone who makes all sizes and hashes right."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{checkpoint(path.parent.parent, 3).name}/{place.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = json.loads((path / folders.STATE_FILE).read_text())
+    del state["sha256"], state["files"]
+    (path / folders.STATE_FILE).unlink()
+    folders.write_state(path, {file.name: record(file) for file in path.iterdir()}, state)
+
+
+SMALL_FILES = (".metadata", "common.pt", "metadata.json", folders.STATE_FILE)
 DAMAGES = (
     truncate,
     remove_a_file,
     scribble_on_the_state,
     replace_the_state,
-    scribble_on_the_index,
-    scribble_on_the_common_file,
     replace_the_common_file,
-    scribble_on_the_format,
+    index_out_of_the_folder,
+    *(truncated(name) for name in SMALL_FILES),
+    *(scribbled_on(name) for name in (".metadata", "common.pt", "metadata.json")),
+    *(flipped(name) for name in ("__0_0.distcp", "__0_2.distcp", *SMALL_FILES)),
 )
 
 
@@ -162,6 +232,33 @@ def test_nothing_but_damaged_checkpoints(megamem: Megamem, config_file: Path, sa
         assert "no checkpoint of this run can be read" in result.output
         assert "Traceback" not in result.output
     assert [path for path in before if not path.exists()] == []
+
+
+def test_who_reads_a_saved_run_passes_over_damaged_contents(
+    megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    """Weights that eval and generate would use; moments are of no use to them, and not looked at."""
+    run = Path(shutil.copytree(saved_run, tmp_path / "run"))
+    flipped("__0_2.distcp")(checkpoint(run, 6))
+    for command in (("eval", run), ("generate", run, "--max-tokens", 2)):
+        result = megamem(*command)
+        assert result.code == 0, result.output
+        assert "passed over" not in result.output
+    flipped("__0_0.distcp")(checkpoint(run, 6))
+    for command in (("eval", run), ("generate", run, "--max-tokens", 2)):
+        result = megamem(*command)
+        assert result.code == 0, result.output
+        assert f"passed over a damaged checkpoint: {checkpoint(run, 6)}" in result.output
+        assert "__0_0.distcp has other contents than were written" in result.output
+    for command in (("eval", run, "--step", 6), ("generate", run, "--step", 6), ("replay", run, "--step", 6)):
+        result = megamem(*command)
+        assert result.code == 4, result.output
+        assert f"{checkpoint(run, 6)} is damaged: __0_0.distcp has other contents" in result.output
+    # The steps after 3 are taken again, from the checkpoint of 3.
+    flipped("__0_2.distcp")(checkpoint(run, 3))
+    result = megamem("replay", run, "--nproc", 1)
+    assert result.code == 4, result.output
+    assert "__0_2.distcp has other contents" in result.output
 
 
 class Payload:

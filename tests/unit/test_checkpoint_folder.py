@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pickle
 import platform
 from collections.abc import Callable, Iterable
@@ -14,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pretrain.checkpoint import folder as folders
+from pretrain.checkpoint.hashes import RecordedFile, damaged_files, shares
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
@@ -24,7 +27,15 @@ def write(folder: Path, step: int, content: bytes = b"weights") -> Path:
     (path / ".metadata").write_bytes(pickle.dumps(Metadata({})))
     torch.save({"content_metadata": {}}, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    return folders.complete(folder, step, run={"step": step}, rng={"seed": 1}, config={"a": 1}, versions={"torch": "2"})
+    return folders.complete(
+        folder,
+        step,
+        run={"step": step},
+        rng={"seed": 1},
+        config={"a": 1},
+        versions={"torch": "2"},
+        weights_dtype="bfloat16",
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -40,15 +51,44 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert path == folders.step_folder(tmp_path, 7)
     saved = folders.read_state(path)
     assert (saved.path, saved.run, saved.config) == (path, RunState(step=7), {"a": 1})
-    assert json.loads((path / folders.STATE_FILE).read_text()) == {
-        "format": 1,
+    assert saved.weights_dtype == "bfloat16"
+    names = ("__0_0.distcp", ".metadata", "common.pt", "metadata.json")
+    contents = {name: (path / name).read_bytes() for name in names}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    assert saved.files == {name: RecordedFile(len(contents[name]), hashes[name]) for name in names}
+    state = json.loads((path / folders.STATE_FILE).read_text())
+    rest = json.dumps({key: value for key, value in state.items() if key != "sha256"}, sort_keys=True)
+    assert state == {
+        "format": 2,
         "run": {"step": 7},
         "rng": {"seed": 1},
         "config": {"a": 1},
         "versions": {"torch": "2"},
-        "files": {"__0_0.distcp": 7}
-        | {name: (path / name).stat().st_size for name in (".metadata", "common.pt", "metadata.json")},
+        "weights_dtype": "bfloat16",
+        "files": {name: {"bytes": len(contents[name]), "sha256": hashes[name]} for name in names},
+        "sha256": hashlib.sha256(rest.encode()).hexdigest(),
     }
+
+
+def as_format_1(path: Path) -> None:
+    """What a checkpoint's `state.json` said before there were hashes."""
+    state = json.loads((path / folders.STATE_FILE).read_text())
+    del state["weights_dtype"], state["sha256"]
+    sizes = {name: entry["bytes"] for name, entry in state["files"].items()}
+    (path / folders.STATE_FILE).write_text(json.dumps({**state, "format": 1, "files": sizes}))
+
+
+def test_format_1_is_read_and_knows_sizes_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, 7)
+    as_format_1(path)
+    saved = folders.read_state(path)
+    assert saved.weights_dtype is None
+    assert saved.files["__0_0.distcp"] == RecordedFile(7, None)
+    (path / "__0_0.distcp").write_bytes(b"WEIGHTS")
+    assert damaged_files(path) == []
+    shorten(path)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 1 bytes, and 7 bytes were written"):
+        damaged_files(path)
 
 
 def test_the_packages_that_wrote_it_are_named() -> None:
@@ -108,7 +148,7 @@ def lose_state(path: Path) -> None:
 def edit_state(**changes: object) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
         state = json.loads((path / folders.STATE_FILE).read_text())
-        (path / folders.STATE_FILE).write_text(json.dumps({**state, **changes}))
+        (path / folders.STATE_FILE).write_text(json.dumps(folders.sealed({**state, **changes})))
 
     edit.__name__ = f"state with {changes}"
     return edit
@@ -128,20 +168,32 @@ def plant_code(path: Path) -> None:
     index.write_bytes(b"cos\nsystem\n."[:size].ljust(size, b"\0"))
 
 
+def change_a_counter(path: Path) -> None:
+    """One digit of what a run would go on from, in a file that is JSON still."""
+    text = (path / folders.STATE_FILE).read_text()
+    (path / folders.STATE_FILE).write_text(text.replace('"seed": 1', '"seed": 5'))
+    assert (path / folders.STATE_FILE).read_text() != text
+
+
 DAMAGES = (
+    change_a_counter,
     shorten,
     lengthen,
     lose,
     lose_state,
     binary_state,
     list_as_state,
-    edit_state(format=2),
+    edit_state(format=3),
+    edit_state(weights_dtype="float32", format="2"),
     edit_state(run=[]),
     edit_state(run={"step": 8}),
     edit_state(run={"step": None}),
     edit_state(run={"step": 9, "num_epochs": 1}),
     edit_state(files=["__0_0.distcp"]),
     edit_state(files={"__0_0.distcp": "big"}),
+    edit_state(files={"__0_0.distcp": {"bytes": 7}}),
+    edit_state(files={"../notes.txt": {"bytes": 4, "sha256": ""}}),
+    edit_state(files={"/etc/hostname": 4}),
     plant_code,
 )
 
@@ -155,6 +207,54 @@ def test_damage_is_reported_and_passed_over(tmp_path: Path, damage: Callable[[Pa
     assert saved.path == older
     assert len(problems) == 1
     assert str(newer) in problems[0]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+def test_flipped_bits_are_found_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, 6)
+    assert damaged_files(path) == []
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (problem,) = damaged_files(path)
+    assert problem.startswith(f"{name} has other contents than were written")
+    assert damaged_files(path, [other for other in folders.read_state(path).files if other != name]) == []
+
+
+def test_reading_for_hashes_tells_how_far_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path, 6, b"w" * (9 << 20))
+    told: list[int] = []
+    assert damaged_files(path, ["__0_0.distcp"], told.append) == []
+    assert sum(told) == 9 << 20
+    assert len(told) > 1
+    assert damaged_files(path, ["other"]) == ["other is not among the files that were written"]
+
+
+def test_damaged_contents_are_passed_over(tmp_path: Path) -> None:
+    older, newer = write(tmp_path, 6), write(tmp_path, 9)
+    (newer / "__0_0.distcp").write_bytes(b"WEIGHTS")
+    assert folders.newest_complete(tmp_path)[0] == folders.read_state(newer)
+    saved, (problem,) = folders.newest_complete(tmp_path, damage=lambda saved: damaged_files(saved.path))
+    assert saved == folders.read_state(older)
+    assert problem.startswith(f"{newer} is damaged: __0_0.distcp has other contents")
+
+
+def test_files_are_shared_out_by_bytes() -> None:
+    sizes = {"a": 10, "b": 9, "c": 5, "d": 4, "e": 4, "f": 0}
+    files = {name: RecordedFile(size, None) for name, size in sizes.items()}
+    shared = shares(files, 3)
+    assert sorted(name for names in shared for name in names) == sorted(files)
+    assert [sum(sizes[name] for name in names) for names in shared] == [10, 13, 9]
+    assert shares(files, 1) == [sorted(files, key=lambda name: -sizes[name])]
+
+
+def test_the_newest_is_told_by_its_step_and_not_by_the_clock(tmp_path: Path) -> None:
+    older, newer = write(tmp_path, 6), write(tmp_path, 9)
+    for file in (newer, *newer.iterdir()):
+        os.utime(file, (0, 0))
+    assert folders.newest_complete(tmp_path)[0] == folders.read_state(newer)
+    folders.remove_superseded(tmp_path, 9, keep_last=1, keep_every_steps=0)
+    assert folders.list_checkpoints(tmp_path) == [newer]
+    assert not older.exists()
 
 
 def test_nothing_but_damage_is_an_error_that_names_all(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ import pretrain.run as run_module
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.callbacks import Callback, MetricsFile, TensorBoard, default_callbacks
+from pretrain.checkpoint.saver import Saver, SaveReport
+from pretrain.checkpoint.votes import SaveVotes
 from pretrain.config.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -126,7 +128,45 @@ class World:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
+        """Of steps and evaluations."""
+        return [row for row in self.all_rows if "save_s" not in row]
+
+    @property
+    def saves(self) -> list[dict[str, Any]]:
+        return [row for row in self.all_rows if "save_s" in row]
+
+    @property
+    def all_rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.run.folder.metrics.read_text().splitlines()]
+
+
+class SaverDouble(Saver):
+    """Notes what it is to save; a save is complete when it is told to advance, or to finish."""
+
+    def __init__(self, log: list[str], config: RunConfig, folder: Path) -> None:
+        super().__init__()
+        self.log, self.expected = log, (config, folder)
+        self.in_flight: int | None = None
+
+    @property
+    def votes(self) -> SaveVotes:
+        return SaveVotes(done=self.in_flight is not None)
+
+    def start(self, config: RunConfig, state: RunState, entries: Any, folder: Path) -> None:
+        assert ((config, folder), entries) == (self.expected, f"entries of {state.step}")
+        self.log.append(f"save {state.step}")
+        self.in_flight = state.step
+
+    def advance(self) -> None:
+        if self.in_flight is not None:
+            self.reports.append(SaveReport(self.in_flight, 0.5, 2.5, 1000))
+            self.in_flight = None
+
+    def finish(self) -> None:
+        self.advance()
+
+    def abandon(self) -> None:
+        self.log.append("abandon")
 
 
 class Samples:
@@ -160,16 +200,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         chunks: Any = [SimpleNamespace(), SimpleNamespace()]
         run = Run(config, RunFolder(tmp_path), groups, nothing, Samples(), "held out", chunks, optimizer, state, 1e12)  # type: ignore[arg-type]
         world = World(run)
+        run.saver = SaverDouble(world.log, config, tmp_path / "checkpoints")
 
-        def save(config: RunConfig, state: RunState, chunks: Any, optimizer: Any, folder: Path) -> None:
-            assert (config, chunks, optimizer, folder) == (
-                run.config,
-                run.chunks,
-                run.optimizer,
-                tmp_path / "checkpoints",
-            )
+        def entries(config: RunConfig, chunks: Any, optimizer: Any) -> str:
+            assert (config, chunks, optimizer) == (run.config, run.chunks, run.optimizer)
             assert world.weights_are_complete
-            world.log.append(f"save {state.step}")
+            return f"entries of {run.state.step}"
 
         def evaluate(*arguments: Any, **keywords: Any) -> Evaluation:
             assert arguments == (run.chunks, run.held_out, run.groups)
@@ -191,7 +227,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
         monkeypatch.setattr(loop, "train_step", world.step)
         monkeypatch.setattr(loop, "seed_step", lambda seed, step: world.log.append(f"seed {seed} {step}"))
-        monkeypatch.setattr(run_module, "save_run", save)
+        monkeypatch.setattr(run_module, "entries_to_save", entries)
         monkeypatch.setattr(run_module, "complete_weights", world.complete_weights)
         monkeypatch.setattr(callbacks_module, "evaluate", evaluate)
         monkeypatch.setattr(callbacks_module, "UsageCollector", Collector)
@@ -298,6 +334,7 @@ def test_the_steps_read_consecutive_samples_and_a_resumed_run_the_next(make: Any
                 "micro_batch_size": 2,
                 "sequence_length": 8,
                 "stop_requested": False,
+                "save_votes": SaveVotes(),
             }
 
 
@@ -439,6 +476,7 @@ def test_trackers_get_the_same_rows_as_the_file(make: Any) -> None:
     measuring, file, *_, evaluations, checkpoints = default_callbacks(world.run)
     assert isinstance(file, MetricsFile)
     evaluations._listeners = [tracker]  # type: ignore[attr-defined]
+    checkpoints._listeners = []  # type: ignore[attr-defined]
     loop.train(world.run, [measuring, file, tracker, evaluations, checkpoints])
     steps_of = {name: [step for found, _, step in tracked if found == name] for name, _, _ in tracked}
     assert steps_of["loss"] == [row["step"] for row in world.rows if "loss" in row] == [5, 7, 10, 12]
@@ -519,6 +557,27 @@ def test_a_step_is_saved_once(make: Any) -> None:
     world.run.save()
     assert world.log == ["save 0", "save 1"]
     assert world.run.last_saved_step == 1
+
+
+def test_a_save_is_told_of_when_it_is_complete(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    world = make(spaced(checkpoint=5))
+    world.train()
+    assert world.saves == [
+        {"step": step, "save_stall_s": 0.5, "save_s": 2.5, "save_bytes": 1000} for step in (5, 10, 12)
+    ]
+    # The save of step 5 is in flight in step 6, in which the ranks hear of it.
+    assert [row["step"] for row in world.all_rows][4:8] == [5, 6, 5, 7]
+    assert [step.arguments["save_votes"].done for step in world.steps] == [step in (6, 11) for step in range(1, 13)]
+    assert "saved step 5: stalled 0.5 s, written in 2.5 s, 0.001 MB" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_finishes_the_save_in_flight_and_one_that_fails_abandons_it(make: Any) -> None:
+    world = make(spaced(checkpoint=1))
+    world.skipped = set(range(1, 20))
+    with pytest.raises(UserError, match="no finite gradient"):
+        world.train()
+    assert world.run.saver.in_flight is None
+    assert world.log[-1] == "abandon"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ are stand-ins.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain.checkpoint.run as saving
 import pretrain.restore as restore_module
 import pretrain.run as run_module
 import pretrain.saved_run as saved_run_module
@@ -23,7 +22,6 @@ from pretrain.checkpoint.folder import SavedState
 from pretrain.config.fields import all_keys, role_of
 from pretrain.config.loader import load_config, to_dict
 from pretrain.config.schema import (
-    CheckpointConfig,
     DataConfig,
     DatasetEntry,
     EvaluationConfig,
@@ -50,7 +48,7 @@ STATE = RunState(step=6, consumed_samples=100, consumed_tokens=3200, num_updates
 
 
 def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
-    return SavedState(Path("somewhere/step_00000006"), state, to_dict(config))
+    return SavedState(Path("somewhere/step_00000006"), state, to_dict(config), files={}, weights_dtype="float32")
 
 
 # What may change
@@ -182,7 +180,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     }
     for name, result in results.items():
         monkeypatch.setattr(run_module, name, parts.call(name, result))
-    monkeypatch.setattr(run_module, "_agreed_checkpoint", lambda folder: (parts.saved, []))
+    monkeypatch.setattr(run_module, "_agreed_checkpoint", lambda folder, check_hashes: (parts.saved, []))
     return parts
 
 
@@ -285,56 +283,6 @@ def test_the_first_rank_writes_the_configuration_and_all_wait_for_it(
         assert [path.name for path in run.folder.path.iterdir()] == ["config.yaml"]
 
 
-def test_a_checkpoint_says_where_the_run_stands_and_follows_its_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(CONFIG, checkpoint=CheckpointConfig(keep_last=7, keep_every_steps=9))
-    log: list[Any] = []
-    entries: Any = {"model0": "entries"}
-    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(saving.dist, "barrier", lambda: log.append("barrier"))
-    monkeypatch.setattr(saving, "_entries", lambda *_: entries)
-    monkeypatch.setattr(saving, "save_tensors", lambda tensors, path: log.append(("tensors", tensors, path.name)))
-    monkeypatch.setattr(saving.folders, "package_versions", lambda: {"torch": "2"})
-    for name in ("start_writing", "complete", "remove_superseded"):
-        monkeypatch.setattr(
-            saving.folders, name, lambda *args, name=name, **keywords: log.append((name, args, keywords))
-        )
-    nothing: Any = None
-    assert saving.save_run(config, STATE, nothing, nothing, tmp_path) == tmp_path / "step_00000006"
-    assert log == [
-        ("start_writing", (tmp_path, 6), {}),
-        "barrier",
-        ("tensors", entries, ".writing_step_00000006"),
-        (
-            "complete",
-            (tmp_path, 6),
-            {
-                "run": asdict(STATE),
-                "rng": {"seed": 3, "step": 6},
-                "config": to_dict(config),
-                "versions": {"torch": "2"},
-            },
-        ),
-        ("remove_superseded", (tmp_path, 6), {"keep_last": 7, "keep_every_steps": 9}),
-        "barrier",
-    ]
-
-
-def test_restoring_tells_the_optimizer_how_many_updates_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not how many steps: two of them were skipped."""
-    log: list[Any] = []
-    loaded: Any = {"model0": "weights"}
-    monkeypatch.setattr(saving, "_entries", lambda chunks, optimizer: "entries")
-    monkeypatch.setattr(saving, "load_tensors", lambda entries, path: log.append((entries, path)) or loaded)
-    monkeypatch.setattr(saving, "unwrap", lambda chunk: f"bare {chunk}")
-    monkeypatch.setattr(saving, "_load_chunks", lambda chunks, tensors: log.append((chunks, tensors)))
-    optimizer: Any = SimpleNamespace(set_num_updates=lambda number: log.append(number))
-    saved, chunks = saved_with(CONFIG), ["chunk"]
-    saving.restore_run(saved, chunks, optimizer)  # type: ignore[arg-type]
-    assert log == [("entries", saved.path), (["bare chunk"], loaded), 4]
-
-
 # A trained model
 
 
@@ -368,15 +316,16 @@ def test_the_newest_checkpoint_or_that_of_a_step_is_found(tmp_path: Path, monkey
     monkeypatch.setattr(
         saved_run_module,
         "newest_complete",
-        lambda path, before=None: (newest if path == folder.checkpoints else None, []),
+        lambda path, before, damage: (newest if path == folder.checkpoints else None, []),
     )
     monkeypatch.setattr(saved_run_module, "read_state", lambda path: path)
+    monkeypatch.setattr(saved_run_module, "_damage", lambda saved, with_optimizer: [])
     for step in (12, 0):
         (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     assert saved_run_module.find_checkpoint(folder, None) is newest
     assert saved_run_module.find_checkpoint(folder, 12) == tmp_path / "checkpoints" / "step_00000012"
     assert saved_run_module.find_checkpoint(folder, 0) == tmp_path / "checkpoints" / "step_00000000"
-    monkeypatch.setattr(saved_run_module, "newest_complete", lambda path, before=None: (None, []))
+    monkeypatch.setattr(saved_run_module, "newest_complete", lambda path, before, damage: (None, []))
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         saved_run_module.find_checkpoint(folder, None)
     with pytest.raises(CheckpointError, match="no such run folder"):

@@ -22,6 +22,7 @@ _ULTRAMEMV2 = ReleasedNames(
     ULTRAMEMV2_TABLES,
     # The release normalises the keys, and drops the result.
     unused=("keys_norm.weight",),
+    tables_in="model",
 )
 _META = meta_names(
     {**META_QUERY, **META_VALUES, "swilu_projection.weight": "silu_gate", "swilu_projection.bias": "silu_gate_bias"},

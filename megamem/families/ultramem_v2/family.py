@@ -16,5 +16,5 @@ ULTRAMEM_V2 = Family(
     costs=tucker_costs,
     distribution=partial(tucker_distribution, released_gain_exponent=-0.4),
     table_std=tucker_table_std,
-    released={ULTRAMEMV2_RELEASE: tucker_names({"pre_values_proj.weight": "pre_value_proj"})},
+    released={ULTRAMEMV2_RELEASE: tucker_names({"pre_values_proj.weight": "pre_value_proj"}, tables_in="model")},
 )

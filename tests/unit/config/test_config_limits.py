@@ -116,6 +116,7 @@ LIMITS = [
     *at_most(2**31 - 1, "data.seed"),
     *at_least(0, "evaluation.every_steps"),
     *at_least(1, "evaluation.max_sequences"),
+    *at_least(1, "checkpoint.writer_threads"),
     *at_least(0, "checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps"),
     *at_least(1, "logging.every_steps"),
     *at_least(0, "logging.memory_every_steps", **MEMORY),

@@ -1,0 +1,42 @@
+"""Weights that a checkpoint need not hold, because the optimizer's fp32 main weights determine them.
+
+After every update, and before the first, a weight is its main weight rounded to the dtype of the model: in bf16 that is
+a cast to nearest even, in fp32 the same bits. So `optimizer.state.param.<weight>` stands for `<weight>`, in its own
+global shape, and the weights of a checkpoint are those that are stored and those that follow. Buffers, and parameters
+that are not trained, have no main weights and are always written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+STATE_PREFIX = "optimizer.state."
+MAIN_PREFIX = f"{STATE_PREFIX}param."
+
+
+def main_name(weight: str) -> str:
+    """The name that a weight's fp32 main weights have in a checkpoint."""
+    return f"{MAIN_PREFIX}{weight}"
+
+
+def derived_weights(names: Iterable[str]) -> dict[str, str]:
+    """Which weights are not among a checkpoint's tensors, but follow from one of them.
+
+    Args:
+        names: of the tensors that are stored.
+
+    Returns:
+        The name of the fp32 tensor by the name of the weight, which is that tensor's cast to
+        `SavedState.weights_dtype`. Weights that are stored themselves are not among them.
+    """
+    stored = set(names)
+    return {
+        weight: name
+        for name in sorted(stored)
+        if name.startswith(MAIN_PREFIX) and (weight := name.removeprefix(MAIN_PREFIX)) not in stored
+    }
+
+
+def is_moment(name: str) -> bool:
+    """Whether a tensor is of use to the optimizer alone: whoever wants the weights does not read it."""
+    return name.startswith(STATE_PREFIX) and not name.startswith(MAIN_PREFIX)

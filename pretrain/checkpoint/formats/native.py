@@ -1,0 +1,159 @@
+"""Our own checkpoints: Megatron's `torch_dist` files with a `state.json`, in the folder of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.atomic_write import sync
+from pretrain.checkpoint.derived import derived_weights, main_name
+from pretrain.checkpoint.folder import STATE_FILE, SavedState, complete, package_versions, read_state, writing_folder
+from pretrain.checkpoint.formats.format import OpenedCheckpoint, Target
+from pretrain.checkpoint.formats.names import NATIVE
+from pretrain.checkpoint.hashes import RecordedFile, record
+from pretrain.checkpoint.store.files import WrittenFile
+from pretrain.checkpoint.store.mapped import Selected
+from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader
+from pretrain.checkpoint.store.torch_dist import open_torch_dist
+from pretrain.checkpoint.store.torch_dist_writer import TorchDistFile, pack, parts_of, write_index
+from pretrain.config.loader import to_dict, to_yaml
+from pretrain.config.schema import RunConfig
+from pretrain.errors import CheckpointError
+from pretrain.folder import RunFolder
+from pretrain.saved_run import find_checkpoint, saved_config
+from pretrain.state import RunState
+
+_SPLIT_BY_COLUMNS = ("mlp.linear_fc2.weight", "ffn.linear_fc2.weight", "self_attention.linear_proj.weight")
+"""Weights that tensor parallelism splits along their second dimension; the others it splits by rows, or not."""
+
+
+class NativeFormat:
+    """See `CheckpointFormat`."""
+
+    name = NATIVE
+    holds_optimizer = True
+
+    def is_at(self, path: Path) -> bool:
+        return (path / STATE_FILE).is_file() or RunFolder(path).checkpoints.is_dir()
+
+    def open(self, path: Path, step: int | None) -> OpenedCheckpoint:
+        if (path / STATE_FILE).is_file():
+            saved, folder = read_state(path), RunFolder(path.parent.parent)
+        else:
+            folder = RunFolder(path)
+            saved = find_checkpoint(folder, step, check_hashes=False)
+        config = saved_config(saved, None)
+        stored = open_torch_dist(saved.path)
+        return OpenedCheckpoint(
+            path=saved.path,
+            format_name=self.name,
+            reader=_with_derived_weights(stored, saved),
+            config=config,
+            saved=saved,
+            tokenizer=folder.tokenizer if folder.tokenizer.is_dir() else None,
+        )
+
+    def convert(self, source: OpenedCheckpoint, target: Target) -> NativeConversion:
+        return NativeConversion(source, target)
+
+
+class NativeConversion:
+    """See `Conversion`. The folder is a run's, which `megamem train` goes on with."""
+
+    def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
+        self._source = source
+        self._config = _for_target(source.config, target)
+        names = {name: name for name in (*source.weights, *(source.optimizer_state if target.with_optimizer else ()))}
+        casts: dict[str, torch.dtype] = {}
+        if target.dtype is not None:
+            casts = dict.fromkeys(source.weights, target.dtype)
+            # Another dtype is rounded to from the fp32 main weights.
+            names.update({name: main_name(name) for name in casts if main_name(name) in source.reader.tensors})
+        self._expected = Selected(source.reader, names, casts)
+        # Weights that main weights determine are not stored twice.
+        stored = {name: there for name, there in names.items() if main_name(name) not in names}
+        self.reader = Selected(source.reader, stored, casts)
+        self._state = RunState() if source.saved is None else source.saved.run
+        # Where a run writes a checkpoint before it has its name.
+        self._inside = writing_folder(RunFolder(Path()).checkpoints, self._state.step)
+        self.files = _files(f"{self._inside}/", self.reader.tensors, target)
+
+    def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
+        run, state, path = RunFolder(folder), self._state, folder / self._inside
+        write_index(path, self.reader.tensors, self.files, written)
+        recorded = {Path(file.name).name: RecordedFile(file.num_bytes, file.sha256) for file in written}
+        for file in path.iterdir():
+            if file.name not in recorded:
+                sync(file)
+                recorded[file.name] = record(file)
+        complete(
+            run.checkpoints,
+            state.step,
+            recorded,
+            run=asdict(state),
+            rng={"seed": self._config.seed, "step": state.step},
+            config=to_dict(self._config),
+            versions=package_versions(),
+            weights_dtype="bfloat16" if self._config.train.precision == "bf16" else "float32",
+        )
+        run.config.write_text(to_yaml(self._config), encoding="utf-8")
+        if self._source.tokenizer is not None:
+            shutil.copytree(self._source.tokenizer, run.tokenizer, dirs_exist_ok=True)
+
+    def expected(self) -> TensorReader:
+        return self._expected
+
+
+def _for_target(config: RunConfig, target: Target) -> RunConfig:
+    """The configuration of a run that goes on from the conversion."""
+    layout, before = target.layout, config.parallel
+    parallel = replace(
+        before,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+        memory=layout.memory,
+        # Another number of chunks would need another one.
+        pipeline_layout=before.pipeline_layout
+        if (before.pipeline, before.virtual_pipeline) == (layout.pipeline, layout.virtual_pipeline)
+        else None,
+    )
+    config = replace(config, parallel=parallel)
+    if target.dtype is None:
+        return config
+    return replace(config, train=replace(config.train, precision="bf16" if target.dtype is torch.bfloat16 else "fp32"))
+
+
+def _with_derived_weights(stored: TensorReader, saved: SavedState) -> Selected:
+    """All tensors, those too that follow from fp32 main weights."""
+    derived = derived_weights(stored.tensors)
+    names = {**{name: name for name in stored.tensors}, **derived}
+    return Selected(stored, names, dict.fromkeys(derived, getattr(torch, saved.weights_dtype or "float32")))
+
+
+def _files(folder: str, tensors: Mapping[str, TensorInfo], target: Target) -> list[TorchDistFile]:
+    """Tables, matrices and optimizer state, each cut as the layout's ranks cut them."""
+    parts = [part for name, info in sorted(tensors.items()) for part in parts_of(name, info, _columns(name, target))]
+    return pack(f"{folder}__0", parts, tensors, target.max_file_bytes)
+
+
+def _columns(name: str, target: Target) -> int:
+    """Groups of columns in which a tensor, or its optimizer state, is held by ranks."""
+    weight = name.split(".", 3)[3] if name.startswith("optimizer.state.") else name
+    if weight.startswith("banks."):
+        return target.layout.memory
+    return target.layout.tensor if weight.endswith(_SPLIT_BY_COLUMNS) else 1
+
+
+def describe(saved: SavedState) -> dict[str, Any]:
+    """What a checkpoint says of itself besides its tensors."""
+    content = json.loads((saved.path / STATE_FILE).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{saved.path / STATE_FILE} holds no object")
+    return {"versions": content.get("versions", {}), **asdict(saved.run)}

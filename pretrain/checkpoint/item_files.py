@@ -1,0 +1,188 @@
+"""Files of items, hashed while they are written.
+
+A rank writes with several threads, each of which has a file of its own at a time, and one item of it in memory. What
+only the optimizer reads is in other files than the weights, so that who wants the weights needs to read, and to check,
+no more than them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint.derived import is_moment
+from pretrain.checkpoint.hashes import RecordedFile
+from pretrain.checkpoint.index import StoredItem
+from pretrain.checkpoint.store.tensors import Region
+from pretrain.checkpoint.write_plan import with_storage_of_its_own
+
+
+class HashedFile:
+    """A new file that is hashed as it is written, and on disk when its block ends without an error.
+
+    Attributes:
+        num_bytes: written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.num_bytes = 0
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._failure: OSError | None = None
+
+    def __enter__(self) -> HashedFile:
+        self._file = self._path.open("xb", buffering=0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+        if self._failure is not None:
+            # PyTorch's writer of archives raises something else on top of it.
+            raise self._failure
+
+    @property
+    def recorded(self) -> RecordedFile:
+        """What `state.json` is to say of the file."""
+        return RecordedFile(self.num_bytes, self._digest.hexdigest())
+
+    def write(self, content: Any) -> int:
+        """Append bytes, all of them.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        rest = memoryview(content).cast("B")
+        total = len(rest)
+        self._digest.update(rest)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._failure = error
+            raise
+        self.num_bytes += total
+        return total
+
+    def flush(self) -> None:
+        """Nothing is held back; `torch.save` asks."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that is on disk, with what is in it."""
+
+    name: str
+    recorded: RecordedFile
+    items: tuple[StoredItem, ...]
+
+
+class FileWriters:
+    """Threads that write a rank's items, from when they are made until they are all done or one of them failed."""
+
+    def __init__(self, folder: Path, rank: int, data: Mapping[Region, Tensor], num_threads: int) -> None:
+        """Start to write.
+
+        Args:
+            folder: exists.
+            rank: files are named `__<rank>_<number>.distcp`.
+            data: what to write, which must not change meanwhile.
+            num_threads: at work; there are up to twice as many files.
+        """
+        self._stop = threading.Event()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint")
+        self._futures: list[Future[WrittenFile]] = [
+            self._threads.submit(
+                self._write, folder / f"__{rank}_{number}.distcp", {item: data[item] for item in items}
+            )
+            for number, items in enumerate(files_of(data, num_threads))
+        ]
+        self._threads.shutdown(wait=False)
+
+    @property
+    def are_done(self) -> bool:
+        """Whether nothing is being written any more, well or not."""
+        return all(future.done() for future in self._futures)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why a file could not be written; None as long as there is no reason."""
+        return next((e for f in self._futures if f.done() and not f.cancelled() and (e := f.exception())), None)
+
+    def wait(self) -> list[WrittenFile]:
+        """The files, when all of them are on disk.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        return [future.result() for future in self._futures]
+
+    def abandon(self) -> None:
+        """Write no further than the items at hand."""
+        self._stop.set()
+
+    def _write(self, path: Path, data: Mapping[Region, Tensor]) -> WrittenFile:
+        try:
+            return write_file(path, data, self._stop)
+        except BaseException:
+            # What the others write will not be used.
+            self._stop.set()
+            raise
+
+
+class _AbandonedError(Exception):
+    """The save was given up while this file was being written."""
+
+
+def write_file(path: Path, data: Mapping[Region, Tensor], stop: threading.Event) -> WrittenFile:
+    """Write items into a new file, one after the other, until another thread says stop.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    items = []
+    with HashedFile(path) as file:
+        for region, tensor in data.items():
+            if stop.is_set():
+                raise _AbandonedError(path.name)
+            start = file.num_bytes
+            torch.save(with_storage_of_its_own(tensor), file)  # type: ignore[arg-type]
+            items.append(StoredItem(region, path.name, start, file.num_bytes - start))
+    return WrittenFile(path.name, file.recorded, tuple(items))
+
+
+def files_of(data: Mapping[Region, Tensor], num_threads: int) -> list[list[Region]]:
+    """The items of each file: what the model needs, then what the optimizer alone needs, each in as many files as
+    there are threads, of about the same bytes; files without an item are left out.
+    """
+    files: list[list[Region]] = []
+    for of_optimizer in (False, True):
+        chosen = [item for item in data if is_moment(item.name) == of_optimizer]
+        files += [items for items in _balanced(chosen, data, num_threads) if items]
+    return files
+
+
+def _balanced(items: Sequence[Region], data: Mapping[Region, Tensor], num_files: int) -> list[list[Region]]:
+    files: list[list[Region]] = [[] for _ in range(num_files)]
+    loads = [0] * num_files
+    for item in sorted(items, key=lambda item: -data[item].nbytes):
+        emptiest = loads.index(min(loads))
+        files[emptiest].append(item)
+        loads[emptiest] += data[item].nbytes
+    # A reader goes through a file from its start to its end.
+    return [sorted(items, key=lambda item: (item.name, item.offset)) for items in files]

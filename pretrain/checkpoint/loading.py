@@ -1,0 +1,177 @@
+"""Reading a checkpoint into the tensors of a model and its optimizer, on any layout.
+
+Every rank reads the items that it has a part of, each once, and copies the parts in place. It holds one item per thread
+besides what it loads.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain.checkpoint.index import Index, StoredItem
+from pretrain.checkpoint.safe_metadata import check_small_files, read_index
+from pretrain.checkpoint.store.tensors import Region, overlap
+from pretrain.errors import CheckpointError
+
+_READING_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a region of a stored tensor goes.
+
+    Attributes:
+        region: of the stored tensor.
+        global_shape: that the stored tensor has to have.
+        data: in the region's shape, filled in place, of any dtype.
+        rounded_to: a dtype that every element is cast to on its way; None: straight to that of `data`.
+    """
+
+    region: Region
+    global_shape: tuple[int, ...]
+    data: Tensor
+    rounded_to: torch.dtype | None = None
+
+
+def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
+    """Fill this rank's targets from the checkpoint in a folder. Collective.
+
+    Args:
+        folder: of the checkpoint.
+        targets_of: what to fill, given what there is.
+
+    Raises:
+        CheckpointError: on every rank: the checkpoint is damaged, lacks a tensor or a part of it, or has it in another
+            shape. Nothing was filled, unless a file could not be read.
+    """
+    index, targets = None, None
+    refusal = None
+    try:
+        check_small_files(folder)
+        index = read_index(folder)
+        targets = targets_of(index)
+    except CheckpointError as error:
+        refusal = str(error)
+    _agree(refusal)
+    assert index is not None
+    assert targets is not None
+    shortfall = next((text for target in targets if (text := _shortfall(target, index))), None)
+    _agree(
+        shortfall
+        and f"the checkpoint {folder} does not hold what this model needs: {shortfall}. "
+        "Use the version of the package that wrote it, or remove it to use an earlier one"
+    )
+    problem = _fill(folder, index, targets)
+    _agree(problem and f"the checkpoint {folder} cannot be read: {problem}. Remove it to use an earlier one")
+
+
+def _agree(problem: str | None) -> None:
+    """Raise, on every rank, the first problem that any rank has."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if found := next((text for text in problems if text), None):
+        raise CheckpointError(found)
+
+
+def _shortfall(target: Target, index: Index) -> str | None:
+    """What a checkpoint lacks of a target, in words; None if it has all of it. Stored parts do not overlap."""
+    name = target.region.name
+    if name not in index.tensors:
+        return f"it has no tensor {name}"
+    shape = index.tensors[name].shape
+    if shape != target.global_shape:
+        return f"its {name} has the shape {shape}, and not {target.global_shape}"
+    parts = (overlap(target.region, item.region) for item in index.items[name])
+    missing = target.region.numel - sum(part.numel for part in parts if part is not None)
+    return f"{missing} elements of {name} are missing" if missing > 0 else None
+
+
+def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
+    """Read every item that a target has a part of; what went wrong, in words."""
+    uses: dict[StoredItem, list[Target]] = {}
+    for target in targets:
+        for item in index.items[target.region.name]:
+            if overlap(target.region, item.region) is not None:
+                uses.setdefault(item, []).append(target)
+    by_file: dict[str, list[StoredItem]] = {}
+    for item in sorted(uses, key=lambda item: (item.file, item.start)):
+        by_file.setdefault(item.file, []).append(item)
+
+    def read(file: str) -> None:
+        with (folder / file).open("rb", buffering=0) as stream:
+            for item in by_file[file]:
+                stored = _read_item(stream, item, index)
+                for target in uses[item]:
+                    _copy(stored, item.region, target)
+
+    with ThreadPoolExecutor(_READING_THREADS) as threads:
+        futures = {file: threads.submit(read, file) for file in by_file}
+        for file, future in futures.items():
+            error = future.exception()
+            # Damaged bytes make PyTorch raise anything. Its text goes no further: it advises to load without restraint.
+            if isinstance(error, MemoryError):
+                raise error
+            if error is not None:
+                return f"{file} ({error.strerror if isinstance(error, OSError) else 'damaged contents'})"
+    return None
+
+
+def _read_item(stream: io.RawIOBase, item: StoredItem, index: Index) -> Tensor:
+    part: Any = _Part(stream, item.start, item.num_bytes)
+    tensor = torch.load(part, map_location="cpu", weights_only=True)
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != item.region.shape:
+        raise ValueError(f"{item.region} is something else")
+    if tensor.dtype != index.tensors[item.region.name].dtype:
+        raise ValueError(f"{item.region} has the dtype {tensor.dtype}")
+    return tensor
+
+
+def _copy(stored: Tensor, region: Region, target: Target) -> None:
+    common = overlap(region, target.region)
+    assert common is not None
+    source = stored[_slices(common, region)]
+    if target.rounded_to is not None:
+        source = source.to(target.rounded_to)
+    target.data[_slices(common, target.region)].copy_(source)
+
+
+def _slices(inner: Region, outer: Region) -> tuple[slice, ...]:
+    starts = (a - b for a, b in zip(inner.offset, outer.offset, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(starts, inner.shape, strict=True))
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, stream: io.RawIOBase, start: int, num_bytes: int) -> None:
+        self._stream, self._start, self._num_bytes = stream, start, num_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = max(0, min(len(buffer), self._num_bytes - self._position))
+        self._stream.seek(self._start + self._position)
+        found = self._stream.readinto(memoryview(buffer)[:wanted]) or 0
+        self._position += found
+        return found

@@ -1,0 +1,58 @@
+"""A file of `torch.save` that holds a dictionary of tensors, as a checkpoint."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from pretrain.checkpoint.store.lazy_tensor import LazyTensor
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader
+from pretrain.checkpoint.store.torch_zip import open_zip
+from pretrain.checkpoint.store.torch_zip_writer import StoredTensor, write_zip
+from pretrain.errors import CheckpointError
+
+
+class StateDictReader:
+    """An opened file; see `TensorReader`. What it holds besides tensors is left."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it without reading its tensors. They may be under a key `model`.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or holds no tensors by name.
+        """
+        self._path = path
+        tree = open_zip(path)
+        tree = tree.get("model", tree) if isinstance(tree, dict) else tree
+        held = tree.items() if isinstance(tree, dict) else ()
+        self._held = {name: tensor for name, tensor in held if isinstance(tensor, LazyTensor) and isinstance(name, str)}
+        if not self._held:
+            raise CheckpointError(f"{path} holds no tensors by name")
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See `TensorReader`."""
+        return {name: tensor.info for name, tensor in self._held.items()}
+
+    def read(self, region: Region) -> Tensor:
+        """See `TensorReader`."""
+        if region.name not in self._held:
+            raise CheckpointError(f"{self._path} has no tensor {region.name}")
+        return self._held[region.name].read(region.offset, region.shape)
+
+
+def write_state_dict(path: Path, tensors: TensorReader) -> None:
+    """Write all tensors of a checkpoint into a file that `torch.load` reads with `weights_only`.
+
+    Args:
+        path: the file, which must not exist.
+        tensors: what to write.
+
+    Raises:
+        CheckpointError: it cannot be written, or the tensors cannot be read.
+    """
+    tree = OrderedDict((name, StoredTensor(name, info)) for name, info in tensors.tensors.items())
+    write_zip(path, tree, tensors.read)

@@ -1,0 +1,114 @@
+"""Reading Megatron's `torch_dist` format, which is PyTorch's distributed checkpoint: an index, and files of items.
+
+Every item is what `torch.save` makes of one rectangle of one tensor. The index says which file holds it, from where to
+where, and which rectangle it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint.index import Index, StoredItem
+from pretrain.checkpoint.safe_metadata import read_index
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, overlap
+from pretrain.checkpoint.store.torch_zip import LazyTensor, open_zip
+from pretrain.errors import CheckpointError
+
+_NUM_OPEN_ITEMS = 256
+"""Items whose place in their file is remembered."""
+
+
+class TorchDistReader:
+    """A `TensorReader` of a folder of this format."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder = folder
+        self._tensors, self._parts = index.tensors, index.items
+        self._item = lru_cache(_NUM_OPEN_ITEMS)(self._open_item)
+        # [parts, dimensions] first positions, and those after the last, of every tensor's parts.
+        self._edges = {
+            name: (
+                np.array([part.region.offset for part in parts], np.int64),
+                np.array([np.add(part.region.offset, part.region.shape) for part in parts], np.int64),
+            )
+            for name, parts in self._parts.items()
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is there, by name."""
+        return self._tensors
+
+    def parts(self, name: str) -> Sequence[StoredItem]:
+        """How a tensor is stored."""
+        return self._parts[name]
+
+    def read(self, region: Region) -> Tensor:
+        """See `TensorReader`."""
+        if region.name not in self._tensors:
+            raise CheckpointError(f"{self.folder} has no tensor {region.name}")
+        result = torch.empty(region.shape, dtype=self._tensors[region.name].dtype)
+        found = 0
+        for part in self._parts_of(region):
+            common = overlap(part.region, region)
+            assert common is not None
+            source = self._item(part).read(_relative(common, part.region), common.shape)
+            result[_slices(common, region)] = source
+            found += common.numel
+        if found != region.numel:
+            raise CheckpointError(
+                f"{self.folder} is damaged: of {region.numel} elements of {region.name} at {region.offset} it holds "
+                f"{found}. Use another checkpoint"
+            )
+        return result
+
+    def check(self, part: StoredItem) -> None:
+        """See whether a part is where the index says, without reading its elements.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        self._open_item(part)
+
+    def _parts_of(self, region: Region) -> Iterator[StoredItem]:
+        starts, stops = self._edges[region.name]
+        parts = self._parts[region.name]
+        if not region.shape:
+            yield from parts
+        elif parts:
+            low, high = np.array(region.offset), np.add(region.offset, region.shape)
+            for index in np.flatnonzero(((starts < high) & (stops > low)).all(axis=1)).tolist():
+                yield parts[index]
+
+    def _open_item(self, part: StoredItem) -> LazyTensor:
+        item = open_zip(self.folder / part.file, part.start, part.num_bytes)
+        expected = self._tensors[part.region.name].dtype
+        if not isinstance(item, LazyTensor) or (item.shape, item.dtype) != (part.region.shape, expected):
+            raise CheckpointError(
+                f"{self.folder / part.file} is damaged: what is at byte {part.start} is not the part of "
+                f"{part.region.name} that the index says"
+            )
+        return item
+
+
+def open_torch_dist(folder: Path) -> TorchDistReader:
+    """Open a checkpoint of this format.
+
+    Raises:
+        CheckpointError: its index is missing or damaged, or not to be trusted.
+    """
+    return TorchDistReader(folder, read_index(folder))
+
+
+def _relative(inner: Region, outer: Region) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
+
+
+def _slices(inner: Region, outer: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(_relative(inner, outer), inner.shape, strict=True))

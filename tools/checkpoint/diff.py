@@ -1,0 +1,45 @@
+"""`megamem checkpoint diff`."""
+
+from __future__ import annotations
+
+import argparse
+
+from pretrain.checkpoint.formats.compare import Counter, differences
+from pretrain.checkpoint.formats.convert import Resources
+from tools.checkpoint.command import opened
+from tools.checkpoint.phases import Phases
+from tools.words import plural, size_in_words
+
+_DIFFERENT = 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare two checkpoints; 0 only if they are equal."""
+    resources = Resources(args.workers, args.max_memory)
+    first, second = opened(args.first), opened(args.second)
+    names = [*first.weights, *(name for name in second.weights if name not in first.reader.tensors)]
+    if not args.weights_only:
+        states = dict.fromkeys([*first.optimizer_state, *second.optimizer_state])
+        names += states
+    num_bytes = sum(first.reader.tensors[name].num_bytes for name in names if name in first.reader.tensors)
+    with Phases() as phases:
+        found = differences(
+            first.reader,
+            second.reader,
+            names,
+            tolerance=args.tolerance,
+            labels=(str(args.first), str(args.second)),
+            compare_dtypes=not args.any_dtype,
+            num_workers=resources.num_workers,
+            max_piece_bytes=resources.piece_bytes,
+            on_bytes=Counter(phases.start("compare", num_bytes)),
+        )
+    for each in found:
+        print(f"{each.name} {each.text}")
+    kind = "equal" if not args.tolerance else f"equal within {args.tolerance:g}"
+    compared = f"{plural(len(names), 'tensor')} of {size_in_words(num_bytes)}"
+    if found:
+        print(f"{len(found):,} of {compared} differ")
+        return _DIFFERENT
+    print(f"{kind}: {compared}")
+    return 0
