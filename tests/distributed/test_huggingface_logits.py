@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
 from pretrain.checkpoint.huggingface.card import Figures
-from pretrain.checkpoint.huggingface.folder import export
+from pretrain.checkpoint.huggingface.folder import export, open_folder
 from pretrain.config.schema import RunConfig
 from pretrain.data.tokenizer import ByteTokenizer
 from tests.whole_tensors import whole_tensors
@@ -207,6 +208,14 @@ def test_a_folder_that_transformers_saved_is_the_same_model(exported: Any, tmp_p
     load(folder).save_pretrained(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path)(some_tokens()).logits, expected, rtol=0, atol=1e-5)
+    # And is one that we can go on with.
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    before, after = open_folder(folder), open_folder(tmp_path)
+    assert after.config == before.config
+    assert after.config.model == MODELS[name]
+    assert after.tensors.tensors == before.tensors.tensors
+    for key, info in before.tensors.tensors.items():
+        assert torch.equal(after.tensors.read(info.whole(key)), before.tensors.read(info.whole(key)))
 
 
 def test_in_bf16_what_selects_stays_in_fp32(exported: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kernels.list_topk import naive
 from megamem.norm import rms_normalise
@@ -53,3 +56,21 @@ def test_the_shuffle_is_that_of_training(num_keys: int) -> None:
 def test_norms_round_as_in_training(dtype: torch.dtype) -> None:
     x, gain = torch.randn(5, 16).to(dtype), torch.rand(16).to(dtype)
     assert torch.equal(memory_megamem.rms_normalise(x, gain, 1e-5), rms_normalise(x, gain, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mapped_tensor_is_that_of_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: torch.randn(rows, 3).to(dtype) for name, rows in (("a", 5), ("b", 2000), ("c", 1))}
+    save_file(tensors, tmp_path / "x.safetensors")
+    for name, tensor in tensors.items():
+        found = memory_megamem.mapped_tensor(str(tmp_path / "x.safetensors"), name)
+        assert found.dtype == dtype
+        assert torch.equal(found, tensor)
+
+
+def test_what_is_written_to_a_mapped_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(2000, 3)}, path)
+    before = path.read_bytes()
+    memory_megamem.mapped_tensor(str(path), "a").zero_()
+    assert path.read_bytes() == before

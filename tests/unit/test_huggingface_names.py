@@ -19,12 +19,14 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
 from megamem.slots import Slot
+from pretrain.checkpoint.huggingface.card import Figures
 from pretrain.checkpoint.huggingface.config import exported_config, imported_config
-from pretrain.checkpoint.huggingface.folder import open_folder
+from pretrain.checkpoint.huggingface.folder import export, open_folder
 from pretrain.checkpoint.huggingface.names import pairs
 from pretrain.checkpoint.huggingface.renamed import RenamedReader, shown_tensors
 from pretrain.checkpoint.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, inverted
+from pretrain.config.schema import RunConfig
 from pretrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from pretrain.errors import CheckpointError, DataError
 from tests.whole_tensors import WholeTensors
@@ -165,13 +167,13 @@ def export_config(model: ModelConfig, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["dense", "dense, untied, no qk_norm"])
 def test_configurations_of_dense_models_go_both_ways(name: str) -> None:
     model = replace(MODELS[name], vocab_size_multiple=128, rotary_base=5000, norm_epsilon=1e-6)
-    assert imported_config(export_config(model), "config.json") == replace(model, vocab_size=VOCAB_SIZE)
+    assert imported_config(export_config(model), "config.json").model == replace(model, vocab_size=VOCAB_SIZE)
 
 
 def test_older_files_say_it_otherwise() -> None:
     content = export_config(MODELS["dense, untied, no qk_norm"], rope_theta=7000.0, rope_scaling=None)
     del content["rope_parameters"], content["head_dim"], content["num_key_value_heads"]
-    model = imported_config(content, "config.json")
+    model = imported_config(content, "config.json").model
     assert (model.rotary_base, model.attention_head_dim, model.query_groups) == (7000, 4, 4)
 
 
@@ -207,7 +209,7 @@ def test_what_cannot_be_represented_is_refused_by_name(key: str) -> None:
 
 def test_a_sliding_window_that_is_switched_off_is_none() -> None:
     content = export_config(BASE, sliding_window=4096, use_sliding_window=False)
-    assert imported_config(content, "config.json").qk_norm
+    assert imported_config(content, "config.json").model.qk_norm
 
 
 def test_a_memory_that_the_exported_model_does_not_know_is_refused() -> None:
@@ -263,6 +265,7 @@ def test_a_written_tokenizer_makes_the_same_ids(tmp_path: Path, bpe: Any, kind: 
     assert read.tokenize(TEXT) == tokenizer.tokenize(TEXT)
     assert read.detokenize(read.tokenize(TEXT)) == TEXT
     assert (read.eod, read.vocab_size) == (tokenizer.eod, tokenizer.vocab_size)
+    assert kind == "bpe" or read.fingerprint == tokenizer.fingerprint
 
 
 def test_what_training_did_not_apply_is_left_out(tmp_path: Path, bpe: Any) -> None:
@@ -341,7 +344,7 @@ def change(folder: Path, **tensors: Tensor | None) -> None:
 def test_a_folder_opens_as_a_model_of_ours(folder: Path) -> None:
     imported = open_folder(folder)
     model = MODELS["dense, untied, no qk_norm"]
-    assert imported.model == replace(model, vocab_size=VOCAB_SIZE, vocab_size_multiple=128)
+    assert imported.config.model == replace(model, vocab_size=VOCAB_SIZE, vocab_size_multiple=128)
     expected = native(model)
     for name, tensor in all_of(imported.tensors).items():
         assert torch.equal(tensor[: expected[name].shape[0]], expected[name])
@@ -394,3 +397,38 @@ def test_a_folder_without_a_configuration_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         open_folder(folder)
+
+
+def test_a_configuration_that_is_too_large_is_not_read(folder: Path) -> None:
+    with (folder / "config.json").open("r+b") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(CheckpointError, match="1099511627776 bytes"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["moe", "memory", "memory instead"])
+def test_an_exported_model_of_ours_opens_as_what_it_was(tmp_path: Path, name: str) -> None:
+    config = RunConfig(seed=7, model=MODELS[name])
+    ours = WholeTensors(native(MODELS[name]))
+    export(config, ours, tmp_path, tokenizer=ByteTokenizer(), vocab_size=VOCAB_SIZE, figures=Figures(1, 2))
+    opened = open_folder(tmp_path)
+    assert (opened.config.seed, opened.config.model) == (7, replace(MODELS[name], vocab_size=VOCAB_SIZE))
+    assert opened.tensors.tensors == ours.tensors
+    assert all(torch.equal(tensor, ours.held[each]) for each, tensor in all_of(opened.tensors).items())
+
+
+@pytest.mark.parametrize("change", [None, {}, {"seed": 1, "model": {"num_layers": -1}}, {"seed": 1, "model": {}}])
+def test_an_exported_model_that_does_not_say_what_it_was_is_refused(change: Any) -> None:
+    with pytest.raises(CheckpointError, match="native"):
+        imported_config({**export_config(MODELS["memory"]), "native": change}, "config.json")
+
+
+def test_an_exported_model_larger_than_its_weights_is_refused(tmp_path: Path) -> None:
+    config = RunConfig(model=MODELS["moe"])
+    ours = WholeTensors(native(MODELS["moe"]))
+    export(config, ours, tmp_path, tokenizer=ByteTokenizer(), vocab_size=VOCAB_SIZE, figures=Figures(1, 2))
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["native"]["model"]["moe"]["num_experts"] = 10**12
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="which the weights do not have"):
+        open_folder(tmp_path)

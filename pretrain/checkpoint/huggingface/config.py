@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from megamem.shuffle import KeyedShuffle
 from megamem.slots import Slot
 from pretrain.checkpoint.huggingface.names import memory_weights
 from pretrain.checkpoint.store.tensors import TensorInfo
-from pretrain.errors import CheckpointError
+from pretrain.config.loader import from_dict, to_dict
+from pretrain.config.schema import RunConfig
+from pretrain.errors import CheckpointError, ConfigError
 
 LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
 _MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
@@ -101,7 +104,14 @@ def exported_config(
         "moe": moe,
         "memory": _memory(model, seed, tensors),
         "memory_device": None,
+        "native": _native(model, vocab_size, seed),
     }
+
+
+def _native(model: ModelConfig, vocab_size: int, seed: int) -> dict[str, Any]:
+    """What makes it a model of ours again."""
+    plain = to_dict(RunConfig(seed=seed, model=replace(model, vocab_size=vocab_size)))
+    return {"seed": seed, "model": plain["model"]}
 
 
 def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
@@ -158,21 +168,38 @@ def _unknown(model: ModelConfig, why: str) -> CheckpointError:
     )
 
 
-def imported_config(config: Mapping[str, Any], origin: str) -> ModelConfig:
-    """The model that a `config.json` of a Llama or Qwen3 describes.
+def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
+    """The configuration of a run that goes on with the model of a `config.json`; what that does not say has its default.
 
     Args:
-        config: its content.
+        config: its content: of a Llama, a Qwen3, or a model that was exported.
         origin: what to call it in messages.
 
     Raises:
         CheckpointError: naming key and value of what our models cannot be.
     """
+    if config.get("architectures") == [OWN]:
+        native = config.get("native")
+        if not isinstance(native, dict) or native.keys() != {"seed", "model"}:
+            raise _refused(origin, "native", native, "it says which model of ours was exported: copy the file again")
+        try:
+            found = from_dict(native, f"native in {origin}")
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+        if found.model.vocab_size is None:
+            raise _refused(origin, "native.model.vocab_size", None, "it must be a number")
+        return found
+    return RunConfig(model=_imported_model(config, origin))
+
+
+def _imported_model(config: Mapping[str, Any], origin: str) -> ModelConfig:
     match config.get("architectures"):
         case [str(architecture)] if architecture in (LLAMA, QWEN3):
             pass
         case other:
-            raise CheckpointError(f"{origin}: architectures is {other}, and {[LLAMA]} or {[QWEN3]} can be imported")
+            raise CheckpointError(
+                f"{origin}: architectures is {other}, and {[LLAMA]}, {[QWEN3]} or {[OWN]} can be imported"
+            )
     qwen = architecture == QWEN3
     _check_plain(config, origin)
     heads, hidden = _whole(config, "num_attention_heads", origin), _whole(config, "hidden_size", origin)

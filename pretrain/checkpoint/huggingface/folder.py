@@ -12,7 +12,7 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.checkpoint.huggingface.card import Figures, model_card
 from pretrain.checkpoint.huggingface.config import OWN, architecture_of, exported_config, imported_config
-from pretrain.checkpoint.huggingface.names import pairs
+from pretrain.checkpoint.huggingface.names import exported_memory, pairs
 from pretrain.checkpoint.huggingface.renamed import RenamedReader, shown_tensors
 from pretrain.checkpoint.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.checkpoint.store.safetensors_store import open_safetensors, open_writer
@@ -26,6 +26,7 @@ _REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megam
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one file; Hugging Face's own default."""
 _ELEMENTS_AT_A_TIME = 2**24
+_MAX_CONFIG_BYTES = 2**24
 
 
 def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int) -> RenamedReader:
@@ -131,18 +132,18 @@ class Imported:
     """A Hugging Face folder, as a model of ours.
 
     Attributes:
-        model: its configuration, with `vocab_size` set.
+        config: of a run that goes on with it, with `model.vocab_size` set; a default where the folder says nothing.
         tensors: its weights under our global names; rows that pad the vocabulary are 0.
         tokenizer: with which to prepare data for it.
     """
 
-    model: ModelConfig
+    config: RunConfig
     tensors: RenamedReader
     tokenizer: Tokenizer
 
 
 def open_folder(folder: Path) -> Imported:
-    """Open a Llama or Qwen3 to train it on.
+    """Open a Llama, a Qwen3 or an exported model to train it on.
 
     Raises:
         CheckpointError: it is damaged, or of a model that ours cannot be.
@@ -150,28 +151,32 @@ def open_folder(folder: Path) -> Imported:
     """
     path = folder / CONFIG_FILE
     try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it is no mapping")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): give a folder of Hugging Face's format") from error
-    model = imported_config(content, str(path))
+    config = imported_config(content, str(path))
+    model = config.model
     assert model.vocab_size is not None
     source = open_safetensors(folder)
     _check_size(model, source.tensors, path)
-    found = pairs(model, vocab_size=model.vocab_size, tensors={})
+    found = pairs(model, vocab_size=model.vocab_size, tensors=exported_memory(model, source.tensors))
     padded = (padded_size(model.vocab_size, model.vocab_size_multiple), model.hidden_size)
     vocabulary = {"embedding.word_embeddings.weight": padded, "output_layer.weight": padded}
     shown = shown_tensors(found, source.tensors, vocabulary)
     _check_all_used(model, source.tensors, shown_tensors(inverted(found), shown), path)
-    return Imported(model, RenamedReader(source, found, shown), read_tokenizer(folder, content))
+    return Imported(config, RenamedReader(source, found, shown), read_tokenizer(folder, content))
 
 
 def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path) -> None:
     """Refuse a configuration of a model far larger than the weights: pairs are made of each block and head of it."""
     key = "model.layers.0.self_attn.k_proj.weight"
     rows = found[key].shape[0] if key in found and found[key].shape else 0
-    if model.num_layers > len(found) or model.query_groups > rows:
+    experts = 0 if model.moe is None else model.moe.num_experts
+    if max(model.num_layers, experts) > len(found) or model.query_groups > rows:
         raise CheckpointError(
             f"{path} speaks of {model.num_layers} layers and {model.query_groups} key/value heads, which the weights "
             "do not have: copy the folder again"

@@ -53,6 +53,21 @@ def memory_weights(model: ModelConfig, index: int, tensors: Mapping[str, TensorI
     return {name.removeprefix(prefix): info for name, info in tensors.items() if name.startswith(prefix)}
 
 
+def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The weights of memories and the banks of an exported model, under our global names.
+
+    Args:
+        theirs: all tensors, by Hugging Face's names.
+    """
+    found = {name.removeprefix("model."): info for name, info in theirs.items() if name.startswith("model.banks.")}
+    for index, span in enumerate(model.memory_spans):
+        prefix = f"model.layers.{span.read}.memory."
+        for name, info in theirs.items():
+            if name.startswith(prefix):
+                found[f"{model.memory_name(index)}.{name.removeprefix(prefix)}"] = info
+    return found
+
+
 def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
     ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
     width = model.attention_head_dim

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.tokenizer import TOKENIZER_FILE, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from pretrain.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 
 _SETTINGS_FILE = "tokenizer_config.json"
@@ -44,10 +44,11 @@ def _definition(tokenizer: Tokenizer) -> str:
         # What training did not apply would be applied here: tokens at the beginning, truncation, padding.
         unused = {"post_processor": None, "truncation": None, "padding": None}
         return json.dumps({**json.loads(tokenizer.definition), **unused}, ensure_ascii=False, indent=2)
-    return _bytes_definition(tokenizer)
+    assert isinstance(tokenizer, ByteTokenizer)
+    return _bytes_definition()
 
 
-def _bytes_definition(tokenizer: Tokenizer) -> str:
+def _bytes_definition() -> str:
     """Bytes as a byte-level BPE without merges."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
@@ -56,7 +57,7 @@ def _bytes_definition(tokenizer: Tokenizer) -> str:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(_BYTE_EOD, special=True, normalized=False)])
-    assert backend.token_to_id(_BYTE_EOD) == tokenizer.eod
+    assert backend.token_to_id(_BYTE_EOD) == ByteTokenizer.eod
     return backend.to_str(pretty=True)
 
 
@@ -70,7 +71,7 @@ def _characters_of_bytes() -> dict[str, int]:
 
 
 def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; documents end with its end-of-sequence token.
+    """The tokenizer of a Hugging Face folder; documents end with its end-of-sequence token. Exported bytes are bytes.
 
     Args:
         folder: has a `tokenizer.json`.
@@ -84,7 +85,9 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
             f"{folder} has no {TOKENIZER_FILE}: load its tokenizer with transformers and save it there "
             "(`AutoTokenizer.from_pretrained(...).save_pretrained(...)`)"
         )
-    return load_tokenizer(folder / TOKENIZER_FILE, _end_of_text(folder, config))
+    read = load_tokenizer(folder / TOKENIZER_FILE, _end_of_text(folder, config))
+    is_bytes = isinstance(read, HuggingFaceTokenizer) and json.loads(read.definition) == json.loads(_bytes_definition())
+    return ByteTokenizer() if is_bytes else read
 
 
 def _end_of_text(folder: Path, config: Mapping[str, Any]) -> str | None:

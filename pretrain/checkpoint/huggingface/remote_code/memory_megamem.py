@@ -11,6 +11,8 @@ pre-values, B sums per token.
 
 from __future__ import annotations
 
+import json
+import mmap
 from typing import Any
 
 import torch
@@ -61,6 +63,25 @@ class Shuffle:
         z = (z ^ ((z >> 30) & (2**34 - 1))) * -4658895280553007687
         z = (z ^ ((z >> 27) & (2**37 - 1))) * -7723592293110705685
         return z ^ ((z >> 31) & (2**33 - 1))
+
+
+def mapped_tensor(path: str, name: str) -> Tensor:
+    """A tensor of a safetensors file as pages of that file, of which only those that are touched are read.
+
+    The system keeps them while there is memory, and drops them when it is short. They are read one by one: the rows of
+    a memory lie anywhere in its table, and reading ahead would read dozens of pages for each.
+    """
+    with open(path, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        entry = json.loads(stream.read(size))[name]
+        # A private copy where it is written to, which nobody does: PyTorch warns of memory that cannot be written.
+        pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
+        pages.madvise(mmap.MADV_RANDOM)
+    begin, end = entry["data_offsets"]
+    dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[entry["dtype"]]
+    count = (end - begin) // dtype.itemsize
+    return torch.frombuffer(pages, dtype=dtype, count=count, offset=8 + size + begin).view(entry["shape"])
 
 
 class MegamemBank(nn.Module):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -18,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import cached_file, can_return_tuple
 
 from .configuration_megamem import MegamemConfig
-from .memory_megamem import MegamemBank, MegamemMemory, rms_normalise
+from .memory_megamem import MegamemBank, MegamemMemory, mapped_tensor, rms_normalise
 
 
 class MegamemRMSNorm(nn.Module):
@@ -307,7 +306,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
     def _map_tables(self, folder: Any, where: dict[str, Any]) -> None:
         """Give every bank its tables as tensors that are pages of the weights' files."""
 
-        def file(name: str, **options: Any) -> str | None:
+        def file(name: str, **options: Any) -> Any:
             return cached_file(folder, name, **where, **options)
 
         index = file("model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
@@ -319,8 +318,7 @@ class MegamemForCausalLM(MegamemPreTrainedModel, GenerationMixin):
         for number, bank in banks.items():
             for table in bank.names:
                 key = f"model.banks.{number}.{table}"
-                with safe_open(file(names.get(key, "model.safetensors")), "pt", device="cpu") as tensors:
-                    bank.on_host[table] = tensors.get_tensor(key)
+                bank.on_host[table] = mapped_tensor(file(names.get(key, "model.safetensors")), key)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """See transformers; not of a model without its tables."""
