@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -92,6 +92,10 @@ class WrittenFile:
     items: tuple[StoredItem, ...]
 
 
+class SaveAbandonedError(Exception):
+    """A save was given up while this file was being written."""
+
+
 class FileWriters:
     """Threads that write a rank's items, from when they are made until they are all done or one of them failed."""
 
@@ -121,15 +125,20 @@ class FileWriters:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why a file could not be written; None as long as there is no reason."""
-        return next((e for f in self._futures if f.done() and not f.cancelled() and (e := f.exception())), None)
+        """Why a file could not be written, rather than that the others were given up for it; None if all went well."""
+        failures = [error for future in self._futures if future.done() and (error := future.exception()) is not None]
+        return min(failures, key=lambda error: isinstance(error, SaveAbandonedError), default=None)
 
     def wait(self) -> list[WrittenFile]:
         """The files, when all of them are on disk.
 
         Raises:
             OSError: the disk refuses.
+            SaveAbandonedError: the save was given up, and not for a failure on this rank.
         """
+        wait(self._futures)
+        if (failure := self.failure) is not None:
+            raise failure
         return [future.result() for future in self._futures]
 
     def abandon(self) -> None:
@@ -145,21 +154,18 @@ class FileWriters:
             raise
 
 
-class _AbandonedError(Exception):
-    """The save was given up while this file was being written."""
-
-
 def write_file(path: Path, data: Mapping[Region, Tensor], stop: threading.Event) -> WrittenFile:
     """Write items into a new file, one after the other, until another thread says stop.
 
     Raises:
         OSError: the disk refuses.
+        SaveAbandonedError: another thread said stop.
     """
     items = []
     with HashedFile(path) as file:
         for region, tensor in data.items():
             if stop.is_set():
-                raise _AbandonedError(path.name)
+                raise SaveAbandonedError(path.name)
             start = file.num_bytes
             torch.save(with_storage_of_its_own(tensor), file)  # type: ignore[arg-type]
             items.append(StoredItem(region, path.name, start, file.num_bytes - start))

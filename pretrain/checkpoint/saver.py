@@ -28,7 +28,7 @@ from torch import Tensor
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.hashes import RecordedFile
 from pretrain.checkpoint.index import INDEX_FILE, pickled_index
-from pretrain.checkpoint.item_files import FileWriters, HashedFile, WrittenFile
+from pretrain.checkpoint.item_files import FileWriters, HashedFile, SaveAbandonedError, WrittenFile
 from pretrain.checkpoint.staging import StagingBuffer
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.votes import NO_VOTES, SaveVotes
@@ -174,6 +174,9 @@ class Saver:
             return
         started_s = time.perf_counter()
         if not save.is_written:
+            if num_failed:
+                # What this rank still writes is of no use.
+                save.writers.abandon()
             self._collect(save, background=True)
         else:
             self._conclude(save)
@@ -317,8 +320,11 @@ def _agree(path: Path, failure: BaseException | None) -> None:
         CheckpointError: on all ranks: one of them could not write.
         BaseException: what this rank failed with, if it is a defect and no refusal of the disk.
     """
+    if isinstance(failure, SaveAbandonedError):
+        # For what failed on another rank, which says so.
+        failure = None
     of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, None if failure is None else f"{type(failure).__name__}: {failure}")
+    dist.all_gather_object(of_all, None if failure is None else str(failure) or type(failure).__name__)
     failed = {rank: text for rank, text in enumerate(of_all) if text is not None}
     if failure is not None and not isinstance(failure, OSError):
         raise failure

@@ -123,7 +123,26 @@ def test_who_gives_up_writes_no_further(tmp_path: Path, monkeypatch: pytest.Monk
     assert writers.failure is None
     writers.abandon()
     go_on.set()
-    with pytest.raises(item_files._AbandonedError):
+    with pytest.raises(item_files.SaveAbandonedError):
         writers.wait()
     assert writers.are_done
     assert serialised == [5]
+
+
+def test_the_reason_is_told_and_not_what_was_given_up_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first file is given up, as the second one cannot be written."""
+    failed = threading.Event()
+    write = item_files.write_file
+
+    def second_fails(path: Path, data: Any, stop: threading.Event) -> Any:
+        if path.name == "__0_1.distcp":
+            raise OSError(5, "Input/output error")
+        assert stop.wait(60)
+        failed.set()
+        return write(path, data, stop)
+
+    monkeypatch.setattr(item_files, "write_file", second_fails)
+    writers = FileWriters(tmp_path, 0, items(MAIN, [5, 4, 3, 2]), 2)
+    with pytest.raises(OSError, match="Input/output error"):
+        writers.wait()
+    assert failed.is_set()
