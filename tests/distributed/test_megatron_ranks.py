@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,7 +30,6 @@ from megamem.config import ModelConfig, MoEConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
-from pretrain.checkpoint.megatron_ranks.arguments import arguments_of
 from pretrain.checkpoint.megatron_ranks.folder import write_ranks
 from pretrain.checkpoint.megatron_ranks.layout import RankFile, RankLayout
 from pretrain.checkpoint.megatron_ranks.pairs import extra_states, rank_pairs
@@ -239,9 +240,9 @@ def largest_difference(model: ModelConfig, folder: Path) -> float:
             for number, gain in enumerate(each for each in ours.parameters() if each.dim() == 1):
                 gain.mul_(1 + torch.rand(len(gain), generator=torch.Generator().manual_seed(number)))
         weights = {name.replace(".local_experts.", "."): each.detach() for name, each in ours.named_parameters()}
-        arguments = arguments_of(config, RunState(step=3), layout, vocabulary=VOCABULARY, world_size=1)
-        path = write_ranks(folder, InMemory(weights), arguments=arguments, model=model, layout=layout, iteration=3)
-        # As Megatron-LM loads it.
+        path = write_ranks(
+            folder, InMemory(weights), config=config, state=RunState(step=3), layout=layout
+        )  # As Megatron-LM loads it.
         tree = torch.load(path / "mp_rank_00" / "model_optim_rng.pt", map_location="cpu", weights_only=False)
         (theirs,) = models_of_rank(model, layout)
         theirs.load_state_dict(tree["model"], strict=True)
@@ -271,3 +272,67 @@ def test_a_plain_megatron_model_computes_the_same(
     (found,) = run_ranks(compare, 1)
     for name, difference in found.items():
         assert difference < 1e-5, name
+
+
+def moments_elsewhere(model: ModelConfig, layout: RankLayout, folder: Path) -> list[str]:
+    """Of which of this rank's parameters Megatron's optimizer has other moments, after it has loaded our file, than the
+    parameter's own: the double of its elements, and their squares.
+    """
+    with cuda_on_cpu():
+        chunks = megatron_chunks(model, layout)
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=False)
+        wrapped = [
+            DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4), wrapped, use_gloo_process_groups=False
+        )
+        file = RankFile(
+            parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank(), 0
+        )
+        path = folder / "iter_0000003" / layout.folder(file) / "model_optim_rng.pt"
+        tree = torch.load(path, map_location="cpu", weights_only=False)
+        for chunk, key in zip(chunks, layout.chunks(model, file), strict=True):
+            chunk.load_state_dict(tree[key], strict=True)
+        optimizer.load_state_dict(tree["optimizer"])
+        (plain,) = optimizer.chained_optimizers
+        found = []
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                state = plain.optimizer.state[parameter]
+                if not state["exp_avg"].equal(2 * parameter) or not state["exp_avg_sq"].equal(parameter**2):
+                    found.append(name)
+                if state["step"] != 3:
+                    found.append(f"{name}: step {state['step']}")
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_megatrons_optimizer_goes_on_with_the_moments(num_ranks: int, run_ranks: Any, tmp_path: Path) -> None:
+    cases = {
+        1: {"one rank": (DENSE, RankLayout(implementation="local"))},
+        4: {name: CASES[name] for name in ("tensor 2 x pipeline 2", "tensor 2 x pipeline 2, interleaved")},
+    }[num_ranks]
+    for name, (model, layout) in cases.items():
+        model = replace(model, vocab_size_multiple=16)
+        shapes = shapes_of(pair.ours for pair in rank_pairs(model, VOCABULARY, RankLayout()))
+        weights = {each: torch.randn(shape) for each, shape in shapes.items()}
+        state = {f"optimizer.state.exp_avg.{each}": 2 * weight for each, weight in weights.items()}
+        squares = {f"optimizer.state.exp_avg_sq.{each}": weight**2 for each, weight in weights.items()}
+        config = RunConfig(model=model, train=TrainConfig(sequence_length=16))
+        write_ranks(
+            tmp_path / name,
+            InMemory({**weights, **state, **squares}),
+            config=config,
+            state=RunState(step=3, consumed_samples=96, num_updates=3),
+            layout=layout,
+            with_optimizer=True,
+        )
+
+    def load() -> dict[str, list[str]]:
+        return {name: moments_elsewhere(*case, tmp_path / name) for name, case in cases.items()}
+
+    for by_case in run_ranks(load, num_ranks):
+        assert by_case == {name: [] for name in cases}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.checkpoint.megatron_ranks.arguments import arguments_of, run_of
+from pretrain.checkpoint.megatron_ranks.arguments import run_of
 from pretrain.checkpoint.megatron_ranks.folder import differing_copies, open_ranks, write_ranks
 from pretrain.checkpoint.megatron_ranks.layout import RankFile, RankLayout
+from pretrain.checkpoint.megatron_ranks.optimizer import MOMENTS
 from pretrain.checkpoint.megatron_ranks.pairs import extra_states, rank_pairs
 from pretrain.checkpoint.store.paired import shapes_of
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
@@ -69,15 +70,8 @@ def run_config(model: ModelConfig) -> RunConfig:
 
 
 def write(folder: Path, model: ModelConfig, layout: RankLayout, weights: dict[str, Tensor] | None = None) -> Path:
-    arguments = arguments_of(run_config(model), STATE, layout, vocabulary=VOCABULARY, world_size=4)
-    return write_ranks(
-        folder,
-        InMemory(weights_of(model) if weights is None else weights),
-        arguments=arguments,
-        model=model,
-        layout=layout,
-        iteration=STATE.step,
-    )
+    held = InMemory(weights_of(model) if weights is None else weights)
+    return write_ranks(folder, held, config=run_config(model), state=STATE, layout=layout)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,6 +95,70 @@ def test_what_is_written_is_read_again(case: str, tmp_path: Path) -> None:
     for name, weight in weights.items():
         assert ours.read(ours.tensors[name].whole(name)).equal(weight), name
     assert differing_copies(opened) == []
+
+
+def with_state(weights: dict[str, Tensor], *, main: bool) -> dict[str, Tensor]:
+    """The same with random moments, and main weights of which the weights are the roundings."""
+    state = {
+        f"optimizer.state.{kind}.{name}": torch.randn(each.shape) for name, each in weights.items() for kind in MOMENTS
+    }
+    every = {**weights, **state}
+    for name, each in weights.items():
+        every[f"optimizer.state.param.{name}"] = torch.randn(each.shape) if main else each
+    return every
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", ["one rank, local", "tensor 2 x pipeline 2, interleaved"])
+def test_optimizer_state_there_and_back(case: str, precision: Literal["bf16", "fp32"], tmp_path: Path) -> None:
+    model, layout = CASES[case]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    every = with_state(weights_of(model, dtype), main=precision == "bf16")
+    config = run_config(model)
+    config = replace(config, train=replace(config.train, precision=precision))
+    write_ranks(tmp_path, InMemory(every), config=config, state=STATE, layout=layout, with_optimizer=True)
+    opened = open_ranks(tmp_path)
+    assert opened.has_optimizer
+    ours = opened.as_ours()
+    assert set(ours.tensors) == set(every)
+    for name, tensor in every.items():
+        assert ours.read(ours.tensors[name].whole(name)).equal(tensor), name
+    # Older versions of Megatron-LM have the groups in the other order.
+    for file in opened.path.glob("*/model_optim_rng.pt"):
+        changed(file, lambda tree: _other_order(tree["optimizer"]))
+    ours = open_ranks(tmp_path).as_ours()
+    for name, tensor in every.items():
+        assert ours.read(ours.tensors[name].whole(name)).equal(tensor), name
+    changed(file, lambda tree: tree["optimizer"].get("optimizer", tree["optimizer"])["state"].popitem())
+    with pytest.raises(CheckpointError, match=f"{file}.*optimizer state that is not of the parameters"):
+        open_ranks(tmp_path)
+
+
+def _other_order(optimizer: dict[str, Any]) -> None:
+    """Groups and their numbers as an optimizer gives them that has its groups in the other order."""
+    adam = optimizer.get("optimizer", optimizer)
+    adam["param_groups"].reverse()
+    old = [number for group in adam["param_groups"] for number in group["params"]]
+    adam["state"] = {new: adam["state"][number] for new, number in enumerate(old)}
+    first = 0
+    for group in adam["param_groups"]:
+        group["params"] = list(range(first, first + len(group["params"])))
+        first += len(group["params"])
+    if "fp32_from_fp16_params" in optimizer:
+        optimizer["fp32_from_fp16_params"].reverse()
+
+
+def test_optimizer_state_of_mixtures_is_refused(tmp_path: Path) -> None:
+    every = with_state(weights_of(MIXTURE), main=True)
+    with pytest.raises(ConfigError, match="mixtures of experts"):
+        write_ranks(
+            tmp_path,
+            InMemory(every),
+            config=run_config(MIXTURE),
+            state=STATE,
+            layout=RankLayout(),
+            with_optimizer=True,
+        )
 
 
 def test_the_folders_are_named_as_megatron_lm_names_them(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 
 
 def arguments_of(
-    config: RunConfig, state: RunState, layout: RankLayout, *, vocabulary: int, world_size: int
+    config: RunConfig, state: RunState, layout: RankLayout, *, vocabulary: int, with_optimizer: bool
 ) -> Namespace:
     """What Megatron-LM's argument parser would have made of a run.
 
@@ -92,7 +92,7 @@ def arguments_of(
         state: how far it has come.
         layout: of the files.
         vocabulary: rows of the embedding, padding included.
-        world_size: ranks that the files are for.
+        with_optimizer: whether the files hold the optimizer's state.
 
     Raises:
         ConfigError: Megatron-LM would pad the vocabulary to another size on this layout.
@@ -145,13 +145,13 @@ def arguments_of(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.tensor,
         context_parallel_size=1,
-        world_size=world_size,
+        world_size=layout.tensor * layout.pipeline * layout.expert,
         data_parallel_random_init=False,
         transformer_impl=layout.implementation,
         use_mcore_models=True,
         ckpt_format="torch",
         use_distributed_optimizer=False,
-        no_save_optim=True,
+        no_save_optim=not with_optimizer,
         no_save_rng=True,
         bf16=bf16,
         fp16=False,

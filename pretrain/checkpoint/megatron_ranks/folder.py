@@ -3,14 +3,13 @@
     latest_checkpointed_iteration.txt              the newest iteration, in digits
     iter_0000100/mp_rank_00/model_optim_rng.pt     a file of `torch.save` per rank
 
-A file's object has `args`, `checkpoint_version`, `iteration`, and the weights under `model`, or under `model0`, `model1`,
-... for the chunks of interleaved stages.
+A file's object has `args`, `checkpoint_version`, `iteration`, the weights under `model`, or under `model0`, `model1`,
+... for the chunks of interleaved stages, and perhaps an `optimizer`'s state.
 """
 
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +21,14 @@ from torch import Tensor
 
 from megamem.config import ModelConfig
 from parallel.atomic_write import sync
-from pretrain.checkpoint.megatron_ranks.arguments import layout_of, model_of
+from pretrain.checkpoint.megatron_ranks.arguments import arguments_of, layout_of, model_of
 from pretrain.checkpoint.megatron_ranks.layout import FILE_NAME, RankFile, RankLayout, is_rank_folder
+from pretrain.checkpoint.megatron_ranks.optimizer import (
+    check_optimizer,
+    held_state,
+    optimizer_entries,
+    optimizer_pairs,
+)
 from pretrain.checkpoint.megatron_ranks.pairs import EMBEDDING, extra_states, rank_pairs
 from pretrain.checkpoint.store.lazy_tensor import LazyTensor
 from pretrain.checkpoint.store.paired import PairedReader, shapes_of
@@ -31,7 +36,9 @@ from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorRe
 from pretrain.checkpoint.store.torch_pickle import Inert
 from pretrain.checkpoint.store.torch_zip import open_zip
 from pretrain.checkpoint.store.torch_zip_writer import StoredTensor, write_zip
+from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.state import RunState
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 3.0
@@ -69,61 +76,87 @@ class RanksCheckpoint:
         return self.held[region.name].read(region.offset, region.shape)
 
     @property
+    def has_optimizer(self) -> bool:
+        """Whether main weights and moments are there."""
+        return any("/optimizer." in name for name in self.held)
+
+    @property
     def pairs(self) -> list[Pair]:
-        """Our tensors in its files; see `rank_pairs`."""
+        """Our tensors in its files: see `rank_pairs`, and `optimizer_pairs` where it has an optimizer's state."""
         assert self.model.vocab_size is not None
-        return rank_pairs(self.model, self.model.vocab_size, self.layout)
+        weights = rank_pairs(self.model, self.model.vocab_size, self.layout)
+        if not self.has_optimizer:
+            return weights
+        return weights + optimizer_pairs(weights, self.held[weights[0].theirs.name].dtype)
 
     def as_ours(self) -> PairedReader:
-        """The same weights under our names and in our shapes."""
+        """The same tensors under our names and in our shapes."""
         return PairedReader(self.pairs, self)
 
 
 def write_ranks(
-    folder: Path, weights: TensorReader, *, arguments: Namespace, model: ModelConfig, layout: RankLayout, iteration: int
+    folder: Path,
+    ours: TensorReader,
+    *,
+    config: RunConfig,
+    state: RunState,
+    layout: RankLayout,
+    with_optimizer: bool = False,
 ) -> Path:
-    """Write a model's weights as a checkpoint that Megatron-LM loads.
+    """Write a run as a checkpoint that Megatron-LM loads.
 
     Args:
         folder: of the checkpoint (`--load`); made if need be.
-        weights: ours, by global names. What else is there is left.
-        arguments: see `arguments_of`.
-        model: the model's config.
+        ours: weights by global names, and optimizer state as `optimizer.state.<kind>.<name>`.
+        config: the run's.
+        state: how far it has come.
         layout: of the files.
-        iteration: optimizer steps done.
+        with_optimizer: write main weights and moments too.
 
     Returns:
         The folder of the iteration.
 
     Raises:
-        CheckpointError: a weight is missing, the iteration is already there, or it cannot be written.
-        ConfigError: the model cannot be divided so, or has a memory.
+        CheckpointError: a tensor is missing, the iteration is already there, or it cannot be written.
+        ConfigError: the model cannot be divided so, or has a memory, or experts and optimizer state.
     """
-    if model.memory is None and EMBEDDING not in weights.tensors:
+    model = config.model
+    layout.check(model, 0)
+    if EMBEDDING not in ours.tensors:
         raise CheckpointError(f"{EMBEDDING} is missing")
-    pairs = rank_pairs(model, weights.tensors[EMBEDDING].shape[0] if model.memory is None else 1, layout)
-    path = folder / f"iter_{iteration:07d}"
-    theirs = PairedReader(inverted(pairs), weights)
-    shapes = shapes_of(pair.theirs for pair in pairs)
+    vocabulary, dtype = ours.tensors[EMBEDDING].shape[0], ours.tensors[EMBEDDING].dtype
+    pairs = rank_pairs(model, vocabulary, layout)
+    arguments = arguments_of(config, state, layout, vocabulary=vocabulary, with_optimizer=with_optimizer)
+    if with_optimizer:
+        check_optimizer(model)
+        # Main weights that are the weights themselves are written once.
+        pairs += [pair for pair in optimizer_pairs(pairs, dtype) if "/optimizer." in pair.theirs.name]
+    theirs = PairedReader(inverted(pairs), ours)
+    by_folder: dict[str, dict[str, StoredTensor]] = {}
+    for name, info in theirs.tensors.items():
+        by_folder.setdefault(name.partition("/")[0], {})[name] = StoredTensor(name, info)
+    path = folder / f"iter_{state.step:07d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.mkdir()
         for file in layout.files:
             rank = path / layout.folder(file)
             rank.mkdir()
-            prefix = f"{layout.folder(file)}/"
-            names = [name for name in shapes if name.startswith(prefix)]
-            models = _models(model, layout, file)
-            for name in names:
-                _, key, local = name.split("/")
-                models[key][local] = StoredTensor(name, theirs.tensors[name])
-            tree = {"args": arguments, "checkpoint_version": _VERSION, "iteration": iteration, **models}
-            tree["num_floating_point_operations_so_far"] = 0
+            tensors = by_folder[layout.folder(file)]
+            tree = {
+                "args": arguments,
+                "checkpoint_version": _VERSION,
+                "iteration": state.step,
+                "num_floating_point_operations_so_far": 0,
+                **_models(model, layout, file, tensors),
+            }
+            if with_optimizer:
+                tree.update(optimizer_entries(config, state, layout, file, tensors))
             write_zip(rank / FILE_NAME, tree, theirs.read)
             sync(rank)
         sync(path)
         # Last: Megatron-LM looks for nothing that this file does not name.
-        (folder / TRACKER).write_text(str(iteration), encoding="utf-8")
+        (folder / TRACKER).write_text(str(state.step), encoding="utf-8")
         sync(folder / TRACKER)
         sync(folder)
     except FileExistsError as error:
@@ -133,11 +166,19 @@ def write_ranks(
     return path
 
 
-def _models(model: ModelConfig, layout: RankLayout, file: RankFile) -> dict[str, OrderedDict[str, StoredTensor | None]]:
-    return {
+def _models(
+    model: ModelConfig, layout: RankLayout, file: RankFile, tensors: Mapping[str, StoredTensor]
+) -> dict[str, OrderedDict[str, StoredTensor | None]]:
+    """A file's model chunks by their keys."""
+    result: dict[str, OrderedDict[str, StoredTensor | None]] = {
         key: OrderedDict.fromkeys(extra_states(model, layout, chunk))
         for key, chunk in layout.chunks(model, file).items()
     }
+    for name, tensor in tensors.items():
+        _, key, local = name.split("/", 2)
+        if key in result:
+            result[key][local] = tensor
+    return result
 
 
 def open_ranks(path: Path) -> RanksCheckpoint:
@@ -177,8 +218,13 @@ def open_ranks(path: Path) -> RanksCheckpoint:
         if isinstance(tensor, LazyTensor) and not str(name).endswith("_extra_state")
     }
     _check(path, held, shapes_of(pair.theirs for pair in pairs))
+    for file in layout.files:
+        folder = layout.folder(file)
+        held.update(held_state(path / folder / FILE_NAME, trees[folder], model, layout, file))
     iteration = first.get("iteration")
-    return RanksCheckpoint(path, iteration if type(iteration) is int else 0, arguments, model, layout, held)
+    opened = RanksCheckpoint(path, iteration if type(iteration) is int else 0, arguments, model, layout, held)
+    _check(path, held, shapes_of(pair.theirs for pair in opened.pairs))
+    return opened
 
 
 def _iteration_folder(path: Path) -> Path:

@@ -43,7 +43,7 @@ class Weight:
 def weights_of(
     model: ModelConfig, vocabulary: int, layout: RankLayout, chunk: ModelChunk, file: RankFile
 ) -> Iterator[Weight]:
-    """The weights of a model chunk in one rank's file.
+    """The weights of a model chunk in one rank's file, in the order of its modules.
 
     Args:
         model: its config.
@@ -76,9 +76,9 @@ def _block(model: ModelConfig, layout: RankLayout, file: RankFile) -> Iterator[W
     fused = layout.implementation == "transformer_engine"
     norm, qkv = "input_layernorm.weight", "self_attention.linear_qkv"
     yield Weight(norm, f"{qkv}.layer_norm_weight" if fused else norm, (width,))
+    yield _same("self_attention.linear_proj.weight", (width, heads * head), "columns")
     # Rows are ordered by query group, so that a rank's groups are adjacent.
     yield _same(f"{qkv}.weight", ((heads + 2 * groups) * head, width), "rows")
-    yield _same("self_attention.linear_proj.weight", (width, heads * head), "columns")
     if model.qk_norm:
         yield _same("self_attention.q_layernorm.weight", (head,))
         yield _same("self_attention.k_layernorm.weight", (head,))
