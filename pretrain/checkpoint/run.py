@@ -16,7 +16,7 @@ from megamem.model import MemoryGPTModel
 from megamem.shards import walk_shards
 from pretrain.build import unwrap
 from pretrain.checkpoint import folder as folders
-from pretrain.checkpoint.derived import derived_weights
+from pretrain.checkpoint.derived import MAIN_PREFIX, STATE_PREFIX, derived_weights
 from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.loading import Target, load
 from pretrain.checkpoint.saver import Saver
@@ -74,7 +74,8 @@ def restore_run(
 ) -> None:
     """Load weights and optimizer state in place, whatever layout wrote them. Collective.
 
-    The weights come from the main weights, each rank's share of them, and are gathered as after an update.
+    The weights come from the main weights, each rank's share of them, and are gathered as after an update. Of a
+    checkpoint that holds weights alone, they are the main weights, and the moments start at zero.
 
     Raises:
         CheckpointError: on every rank: the checkpoint cannot be read, or is of another model.
@@ -83,13 +84,22 @@ def restore_run(
     model = _model_entries(bare)
     untrained = [shard for tensor, shard in walk_shards(model) if not is_trained(tensor)]
     state = [shard for _, shard in walk_shards(optimizer.sharded_state_dict(model))]
-    load(saved.path, lambda index: [_target(shard) for shard in (*untrained, *state)])
+    load(saved.path, lambda index: [*map(_target, untrained), *_state_targets(state, index)])
     optimizer.set_num_updates(saved.run.num_updates)
     optimizer.set_weights_from_main()
     start_gathering(chunks)
     complete_weights(chunks)
     for chunk in bare:
         chunk.weights_are_set = True
+
+
+def _state_targets(shards: Sequence[ShardedTensor], index: Index) -> Iterator[Target]:
+    weights_alone = not any(name.startswith(STATE_PREFIX) for name in index.tensors)
+    for shard in shards:
+        if not weights_alone:
+            yield _target(shard)
+        elif shard.key.startswith(MAIN_PREFIX):
+            yield _target(shard, shard.key.removeprefix(MAIN_PREFIX))
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:

@@ -122,6 +122,17 @@ def _add_convert(commands: Any) -> None:
         action="store_true",
         help="keep the optimizer's state (the default where source and format can have it; an error where they cannot)",
     )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="for megatron-ranks: whose modules Megatron-LM will have (default: transformer_engine)",
+    )
+    parser.add_argument(
+        "--moe-grouped-gemm", action="store_true", help="for megatron-ranks: a block's experts are one module there"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the model's configuration, for a SOURCE that has none (ultramem)"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of weights (default: as they are)")
     parser.add_argument(
         "--max-file-size",
@@ -162,11 +173,12 @@ def _run(name: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def opened(path: Path, step: int | None = None) -> OpenedCheckpoint:
-    """A checkpoint of whatever format."""
+def opened(path: Path, step: int | None = None, config: Path | None = None) -> OpenedCheckpoint:
+    """A checkpoint of whatever format; `config` is the file with the configuration of one that has none."""
     from pretrain.checkpoint.formats.registry import open_checkpoint
+    from pretrain.config.loader import load_config
 
-    return open_checkpoint(path, step)
+    return open_checkpoint(path, step, None if config is None else load_config(config))
 
 
 def size_in_bytes(text: str) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from pretrain.checkpoint.formats.convert import Resources, convert
 from pretrain.checkpoint.formats.format import Target
+from pretrain.checkpoint.formats.names import HUGGINGFACE, MEGATRON_RANKS, RELEASED
 from pretrain.checkpoint.formats.registry import FORMATS
 from pretrain.config.schema import ParallelConfig
 from pretrain.errors import ConfigError
@@ -26,16 +27,20 @@ def run(args: argparse.Namespace) -> int:
     layout = ParallelConfig(
         tensor=args.tensor, pipeline=args.pipeline, virtual_pipeline=args.virtual_pipeline, memory=args.memory
     )
-    source = opened(args.source, args.step)
+    source = opened(args.source, args.step, args.config)
     kind = FORMATS[args.format]
-    if args.with_optimizer and not (kind.holds_optimizer and source.optimizer_state):
-        lacking = source.path if kind.holds_optimizer else f"the format {kind.name}"
-        raise ConfigError(f"--with-optimizer: {lacking} has no optimizer state: leave it out to convert the weights")
+    can_hold = kind.holds_optimizer(source.config.model)
+    if args.with_optimizer and not (can_hold and source.optimizer_state):
+        lacking = f"{source.path} has" if can_hold else f"the format {kind.name} holds"
+        raise ConfigError(f"--with-optimizer: {lacking} no optimizer state here: leave it out to convert the weights")
+    _refuse_options_without_effect(args)
     target = Target(
         layout=layout,
-        with_optimizer=kind.holds_optimizer and bool(source.optimizer_state) and not args.weights_only,
+        with_optimizer=can_hold and bool(source.optimizer_state) and not args.weights_only,
         dtype=_DTYPES[args.dtype],
         max_file_bytes=args.max_file_size,
+        transformer_impl=args.transformer_impl or "transformer_engine",
+        grouped_experts=args.moe_grouped_gemm,
     )
     print(f"{source.path} ({source.format_name}) -> {args.destination} ({kind.name})", flush=True)
     started_s = time.monotonic()
@@ -51,3 +56,14 @@ def run(args: argparse.Namespace) -> int:
     if not target.with_optimizer and source.optimizer_state:
         print("without optimizer state: a run that starts from it begins with fresh moments")
     return 0
+
+
+def _refuse_options_without_effect(args: argparse.Namespace) -> None:
+    """Refuse options that the format has no use for."""
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "memory")
+    layout_options = [name for name in sizes if getattr(args, name) != 1]
+    megatron_options = [name for name in ("transformer_impl", "moe_grouped_gemm") if getattr(args, name)]
+    unused = layout_options if args.format in (HUGGINGFACE, RELEASED) else []
+    unused += megatron_options if args.format != MEGATRON_RANKS else []
+    if unused:
+        raise ConfigError(f"--{unused[0].replace('_', '-')} has no effect on --format {args.format}: leave it out")

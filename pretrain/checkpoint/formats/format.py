@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from megamem.config import ModelConfig
 from pretrain.checkpoint.derived import main_name
 from pretrain.checkpoint.folder import SavedState
 from pretrain.checkpoint.store.selected import Selected
@@ -94,12 +95,16 @@ class Target:
         with_optimizer: whether it holds the optimizer's state.
         dtype: of weights; None: as they are.
         max_file_bytes: of tensors in a file, about.
+        transformer_impl: for Megatron-LM's files: whose modules' names they have.
+        grouped_experts: for Megatron-LM's files: whether a block's experts are one module.
     """
 
     layout: ParallelConfig
     with_optimizer: bool
     dtype: torch.dtype | None
     max_file_bytes: int
+    transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
+    grouped_experts: bool = False
 
 
 class Conversion(Protocol):
@@ -132,20 +137,20 @@ class CheckpointFormat(Protocol):
         """As in `--format`."""
         ...
 
-    @property
-    def holds_optimizer(self) -> bool:
-        """Whether it can hold the optimizer's state."""
+    def holds_optimizer(self, model: ModelConfig) -> bool:
+        """Whether it can hold the optimizer's state of such a model."""
         ...
 
     def is_at(self, path: Path) -> bool:
         """Whether a path looks like a checkpoint of this format."""
         ...
 
-    def open(self, path: Path, step: int | None) -> OpenedCheckpoint:
+    def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
         """Open one.
 
         Args:
             step: of a run's checkpoint; None: the newest complete one.
+            config: of a checkpoint that has none with it.
 
         Raises:
             CheckpointError: it is damaged, or of something that cannot be represented.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megamem.config import ModelConfig
 from parallel.atomic_write import sync
 from pretrain.checkpoint.derived import derived_weights, main_name
 from pretrain.checkpoint.folder import (
@@ -44,24 +45,25 @@ class NativeFormat:
     """See `CheckpointFormat`."""
 
     name = NATIVE
-    holds_optimizer = True
+
+    def holds_optimizer(self, model: ModelConfig) -> bool:
+        return True
 
     def is_at(self, path: Path) -> bool:
         return (path / STATE_FILE).is_file() or RunFolder(path).checkpoints.is_dir()
 
-    def open(self, path: Path, step: int | None) -> OpenedCheckpoint:
+    def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
         if (path / STATE_FILE).is_file():
             saved, folder = read_state(path), RunFolder(path.parent.parent)
         else:
             folder = RunFolder(path)
             saved = find_checkpoint(folder, step, check_hashes=False)
-        config = saved_config(saved, None)
         stored = open_torch_dist(saved.path)
         return OpenedCheckpoint(
             path=saved.path,
             format_name=self.name,
             reader=_with_derived_weights(stored, saved),
-            config=config,
+            config=saved_config(saved, None),
             state=saved.run,
             saved=saved,
             tokenizer=open_saved_tokenizer(folder.tokenizer) if folder.tokenizer.is_dir() else None,
@@ -82,7 +84,8 @@ class NativeConversion:
         # Weights that main weights determine are not stored twice.
         stored = [name for name in names if main_name(name) not in names]
         self.reader = Joined(weights, source.reader, stored)
-        self._state = source.state
+        # Without moments, AdamW has seen no update.
+        self._state = source.state if target.with_optimizer else replace(source.state, num_updates=0)
         # Where a run writes a checkpoint before it has its name.
         self._inside = writing_folder(RunFolder(Path()).checkpoints, self._state.step)
         self.files = _files(f"{self._inside}/", self.reader.tensors, target)

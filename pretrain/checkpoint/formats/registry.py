@@ -6,18 +6,23 @@ from pathlib import Path
 
 from pretrain.checkpoint.formats.format import CheckpointFormat, OpenedCheckpoint
 from pretrain.checkpoint.formats.huggingface import HuggingFaceFormat
+from pretrain.checkpoint.formats.megatron_ranks import MegatronRanksFormat
 from pretrain.checkpoint.formats.native import NativeFormat
+from pretrain.checkpoint.formats.released import ReleasedFormat
+from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError
 
-FORMATS: dict[str, CheckpointFormat] = {each.name: each for each in (NativeFormat(), HuggingFaceFormat())}
+_EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), MegatronRanksFormat(), ReleasedFormat())
+FORMATS = {each.name: each for each in _EVERY}
 """By their names; in this order a path is looked at."""
 
 
-def open_checkpoint(path: Path, step: int | None = None) -> OpenedCheckpoint:
+def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | None = None) -> OpenedCheckpoint:
     """Open a checkpoint of whatever format.
 
     Args:
         step: of a run's checkpoint; None: the newest complete one.
+        config: of a checkpoint that has none with it.
 
     Raises:
         CheckpointError: there is none, or it cannot be opened.
@@ -26,7 +31,7 @@ def open_checkpoint(path: Path, step: int | None = None) -> OpenedCheckpoint:
         raise CheckpointError(f"{path}: no such file or folder")
     for each in FORMATS.values():
         if each.is_at(path):
-            return each.open(path, step)
+            return each.open(path, step, config)
     raise CheckpointError(
         f"{path} is no checkpoint of a format that is known ({', '.join(FORMATS)}): name a run's folder, one of its "
         "checkpoints, or a folder of another format"

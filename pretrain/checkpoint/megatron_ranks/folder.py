@@ -94,54 +94,74 @@ class RanksCheckpoint:
         return PairedReader(self.pairs, self)
 
 
-def write_ranks(
-    folder: Path,
-    ours: TensorReader,
-    *,
-    config: RunConfig,
-    state: RunState,
-    layout: RankLayout,
-    with_optimizer: bool = False,
-) -> Path:
-    """Write a run as a checkpoint that Megatron-LM loads.
+@dataclass(frozen=True)
+class RankOutput:
+    """A rank's file to be written, see `OutputFile`.
 
-    Args:
-        folder: of the checkpoint (`--load`); made if need be.
-        ours: weights by global names, and optimizer state as `optimizer.state.<kind>.<name>`.
-        config: the run's.
-        state: how far it has come.
-        layout: of the files.
-        with_optimizer: write main weights and moments too.
-
-    Returns:
-        The folder of the iteration.
-
-    Raises:
-        CheckpointError: a tensor is missing, the iteration is already there, or it cannot be written.
-        ConfigError: the model cannot be divided so, or has a memory, or experts and optimizer state.
+    Attributes:
+        name: its path within the checkpoint.
+        tree: the object, with a `StoredTensor` in place of each tensor.
+        num_bytes: of the tensors.
     """
-    model = config.model
-    layout.check(model, 0)
-    if EMBEDDING not in ours.tensors:
-        raise CheckpointError(f"{EMBEDDING} is missing")
-    vocabulary, dtype = ours.tensors[EMBEDDING].shape[0], ours.tensors[EMBEDDING].dtype
-    pairs = rank_pairs(model, vocabulary, layout)
-    arguments = arguments_of(config, state, layout, vocabulary=vocabulary, with_optimizer=with_optimizer)
-    if with_optimizer:
-        check_optimizer(model)
-        # Main weights that are the weights themselves are written once.
-        pairs += [pair for pair in optimizer_pairs(pairs, dtype) if "/optimizer." in pair.theirs.name]
-    theirs = PairedReader(inverted(pairs), ours)
-    by_folder: dict[str, dict[str, StoredTensor]] = {}
-    for name, info in theirs.tensors.items():
-        by_folder.setdefault(name.partition("/")[0], {})[name] = StoredTensor(name, info)
-    path = folder / f"iter_{state.step:07d}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
+
+    name: str
+    tree: Mapping[str, Any]
+    num_bytes: int
+
+    def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> None:
+        """See `OutputFile`."""
+        # Of the widest elements.
+        write_zip(path, self.tree, read, max_elements=max(1, max_piece_bytes // 8))
+
+
+class RanksPlan:
+    """A run as a checkpoint that Megatron-LM loads: the files, and what is in them.
+
+    Attributes:
+        reader: of the tensors, named `<rank's folder>/<model key>/<name>`.
+        files: of the ranks.
+    """
+
+    def __init__(
+        self,
+        ours: TensorReader,
+        *,
+        config: RunConfig,
+        state: RunState,
+        layout: RankLayout,
+        with_optimizer: bool = False,
+    ) -> None:
+        """
+        Args:
+            ours: weights by global names, and optimizer state as `optimizer.state.<kind>.<name>`.
+            config: the run's.
+            state: how far it has come.
+            layout: of the files.
+            with_optimizer: write main weights and moments too.
+
+        Raises:
+            CheckpointError: a tensor is missing.
+            ConfigError: the model cannot be divided so, or has a memory, or experts and optimizer state.
+        """
+        model = config.model
+        layout.check(model, 0)
+        if EMBEDDING not in ours.tensors:
+            raise CheckpointError(f"{EMBEDDING} is missing")
+        vocabulary, dtype = ours.tensors[EMBEDDING].shape[0], ours.tensors[EMBEDDING].dtype
+        pairs = rank_pairs(model, vocabulary, layout)
+        arguments = arguments_of(config, state, layout, vocabulary=vocabulary, with_optimizer=with_optimizer)
+        if with_optimizer:
+            check_optimizer(model)
+            # Main weights that are the weights themselves are written once.
+            pairs += [pair for pair in optimizer_pairs(pairs, dtype) if "/optimizer." in pair.theirs.name]
+        self.reader = PairedReader(inverted(pairs), ours)
+        by_folder: dict[str, dict[str, StoredTensor]] = {}
+        for name, info in self.reader.tensors.items():
+            by_folder.setdefault(name.partition("/")[0], {})[name] = StoredTensor(name, info)
+        self._step = state.step
+        self.iteration_folder = f"iter_{state.step:07d}"
+        self.files = []
         for file in layout.files:
-            rank = path / layout.folder(file)
-            rank.mkdir()
             tensors = by_folder[layout.folder(file)]
             tree = {
                 "args": arguments,
@@ -152,12 +172,48 @@ def write_ranks(
             }
             if with_optimizer:
                 tree.update(optimizer_entries(config, state, layout, file, tensors))
-            write_zip(rank / FILE_NAME, tree, theirs.read)
-            sync(rank)
-        sync(path)
-        # Last: Megatron-LM looks for nothing that this file does not name.
-        (folder / TRACKER).write_text(str(state.step), encoding="utf-8")
+            num_bytes = sum(tensor.info.num_bytes for tensor in tensors.values())
+            name = f"{self.iteration_folder}/{layout.folder(file)}/{FILE_NAME}"
+            self.files.append(RankOutput(name, tree, num_bytes))
+
+    def finish(self, folder: Path) -> None:
+        """Write what names the iteration. Megatron-LM looks for nothing that this file does not name."""
+        (folder / TRACKER).write_text(str(self._step), encoding="utf-8")
         sync(folder / TRACKER)
+
+
+def write_ranks(
+    folder: Path,
+    ours: TensorReader,
+    *,
+    config: RunConfig,
+    state: RunState,
+    layout: RankLayout,
+    with_optimizer: bool = False,
+) -> Path:
+    """Write a run as a checkpoint that Megatron-LM loads, see `RanksPlan`.
+
+    Args:
+        folder: of the checkpoint (`--load`); made if need be.
+
+    Returns:
+        The folder of the iteration.
+
+    Raises:
+        CheckpointError: a tensor is missing, the iteration is already there, or it cannot be written.
+        ConfigError: see `RanksPlan`.
+    """
+    plan = RanksPlan(ours, config=config, state=state, layout=layout, with_optimizer=with_optimizer)
+    path = folder / plan.iteration_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+        for file in plan.files:
+            (folder / file.name).parent.mkdir()
+            file.write(folder / file.name, plan.reader.read, 1 << 26)
+            sync((folder / file.name).parent)
+        sync(path)
+        plan.finish(folder)
         sync(folder)
     except FileExistsError as error:
         raise CheckpointError(f"{error.filename} is already there: remove it, or write to another folder") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -44,6 +45,30 @@ class StateDictReader:
         return self._held[region.name].read(region.offset, region.shape)
 
 
+@dataclass(frozen=True)
+class StateDictFile:
+    """Such a file to be written, see `OutputFile`.
+
+    Attributes:
+        name: of the file.
+        tensors: in it.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+    def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> None:
+        """See `OutputFile`."""
+        tree = OrderedDict((name, StoredTensor(name, info)) for name, info in self.tensors.items())
+        # Of the widest elements.
+        write_zip(path, tree, read, max_elements=max(1, max_piece_bytes // 8))
+
+
 def write_state_dict(path: Path, tensors: TensorReader) -> None:
     """Write all tensors of a checkpoint into a file that `torch.load` reads with `weights_only`.
 
@@ -54,5 +79,4 @@ def write_state_dict(path: Path, tensors: TensorReader) -> None:
     Raises:
         CheckpointError: it cannot be written, or the tensors cannot be read.
     """
-    tree = OrderedDict((name, StoredTensor(name, info)) for name, info in tensors.tensors.items())
-    write_zip(path, tree, tensors.read)
+    StateDictFile(path.name, tensors.tensors).write(path, tensors.read, 1 << 26)

@@ -1,0 +1,141 @@
+"""Checkpoints go to other formats and come back, and are trained on there and here: by the commands that a person types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Megamem, assert_same_tensors, checkpoint, steps, tensors
+
+
+@pytest.fixture(scope="module")
+def dense_run(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
+    """A dense model with a checkpoint of step 3, which went on to step 6."""
+    path = tmp_path_factory.mktemp("dense") / "run"
+    options = (
+        "model.memory=null",
+        "optimizer.value_lr_multiplier=null",
+        "optimizer.value_lr_end_multiplier=null",
+        "optimizer.pre_value_lr_multiplier=null",
+        "model.vocab_size=384",
+        "train.num_steps=6",
+        "checkpoint.every_steps=3",
+    )
+    result = megamem("train", config_file, "--run-dir", path, *options)
+    assert result.code == 0, result.output
+    return path
+
+
+def convert(megamem: Megamem, *args: object) -> str:
+    result = megamem("checkpoint", "convert", *args)
+    assert result.code == 0, result.output
+    assert "equal, as read back" in result.output
+    return result.output
+
+
+def assert_equal_weights(megamem: Megamem, first: Path, second: Path) -> None:
+    result = megamem("checkpoint", "diff", first, second, "--weights-only")
+    assert result.code == 0, result.output
+
+
+def test_a_memory_model_goes_to_hugging_face_and_back(
+    megamem: Megamem, saved_run: Path, config_file: Path, tmp_path: Path
+) -> None:
+    exported, back = tmp_path / "exported", tmp_path / "back"
+    convert(megamem, saved_run, exported, "--format", "huggingface", "--max-file-size", "64KiB")
+    assert {"config.json", "README.md", "tokenizer.json", "modeling_megamem.py"} <= {
+        each.name for each in exported.iterdir()
+    }
+    assert (exported / "model.safetensors.index.json").is_file()
+    output = convert(megamem, exported, back)
+    assert "without optimizer state" not in output
+    # The padding of the vocabulary is not exported: its rows are zeros here.
+    difference = megamem("checkpoint", "diff", saved_run, back, "--weights-only")
+    assert [line.split()[0] for line in difference.output.splitlines() if " differs in " in line] == [
+        "embedding.word_embeddings.weight"
+    ]
+    original, imported = tensors(checkpoint(saved_run, 6)), tensors(checkpoint(back, 0))
+    rows = "embedding.word_embeddings.weight"
+    assert torch.equal(imported[rows][:257], original[f"optimizer.state.param.{rows}"][:257])
+    assert not imported[rows][257:].any()
+    assert megamem("checkpoint", "verify", back, "--finite").code == 0
+
+
+def test_a_run_begins_from_weights_alone_with_fresh_moments(
+    megamem: Megamem, saved_run: Path, config_file: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    output = convert(megamem, saved_run, half, "--step", 3, "--weights-only")
+    assert "begins with fresh moments" in output
+    result = megamem(
+        "train", config_file, "--run-dir", half, "train.num_steps=4", "checkpoint.every_steps=1", "optimizer.lr=1e-9"
+    )
+    assert result.code == 0, result.output
+    # The loss of the fourth step is that of the weights before it.
+    assert steps(half)[0]["loss"] == steps(saved_run)[3]["loss"]
+    after, before = tensors(checkpoint(half, 4)), tensors(checkpoint(saved_run, 3))
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    moments = after[f"optimizer.state.exp_avg_sq.{name}"]
+    assert 0 < float(moments.max()) < 0.5 * float(before[f"optimizer.state.exp_avg_sq.{name}"].max())
+    torch.testing.assert_close(after[f"optimizer.state.param.{name}"], before[f"optimizer.state.param.{name}"])
+
+
+def test_a_dense_run_goes_on_after_megatrons_files(
+    megamem: Megamem, dense_run: Path, config_file: Path, tmp_path: Path
+) -> None:
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    convert(megamem, dense_run, ranks, "--step", 3, "--format", "megatron-ranks", "--tensor", 2, "--pipeline", 2)
+    files = sorted(str(path.relative_to(ranks)) for path in ranks.rglob("*.pt"))
+    assert files == [
+        f"iter_0000003/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt" for tensor in (0, 1) for stage in (0, 1)
+    ]
+    same = megamem("checkpoint", "diff", checkpoint(dense_run, 3), ranks)
+    assert same.code == 0, same.output
+    shown = megamem("checkpoint", "inspect", ranks)
+    assert "tensor 2, pipeline 2 x 1" in shown.output
+    convert(megamem, ranks, back)
+    data = next(line for line in config_file.read_text().splitlines() if "path:" in line).split("path:")[1].strip()
+    settings = (
+        f"data.datasets=[{{path: {data}}}]",
+        "optimizer.warmup_steps=3",
+        "optimizer.schedule=cosine",
+        "train.num_steps=6",
+        "checkpoint.every_steps=3",
+        "evaluation.max_sequences=8",
+    )
+    result = megamem("train", back / "config.yaml", "--run-dir", back, *settings)
+    assert result.code == 0, result.output
+    assert [row["loss"] for row in steps(back)] == [row["loss"] for row in steps(dense_run)[3:]]
+    assert_same_tensors(checkpoint(back, 6), checkpoint(dense_run, 6))
+
+
+def test_a_memory_model_goes_to_its_release_and_back(
+    megamem: Megamem, saved_run: Path, config_file: Path, tmp_path: Path
+) -> None:
+    released, back = tmp_path / "released", tmp_path / "back"
+    convert(megamem, saved_run, released, "--format", "ultramem")
+    config = tmp_path / "table.yaml"
+    config.write_text(f"base: {config_file}\nmodel: {{memory: {{shuffle: table}}}}\n")
+    refused = megamem("checkpoint", "inspect", released)
+    assert refused.code == 2
+    assert "--config" in refused.output
+    convert(megamem, released, back, "--config", config)
+    stored, original = tensors(checkpoint(back, 0)), tensors(checkpoint(saved_run, 6))
+    shared = {name for name in stored if f"optimizer.state.param.{name}" in original}
+    assert "banks.0.values" in shared
+    for name in shared:
+        assert torch.equal(stored[name], original[f"optimizer.state.param.{name}"]), name
+
+
+def test_what_a_format_cannot_hold_is_refused(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
+    for args, text in (
+        (("--format", "megatron-ranks"), "Megatron-LM has no memory layers"),
+        (("--format", "huggingface", "--with-optimizer"), "--with-optimizer"),
+        (("--format", "huggingface", "--tensor", 2), "--tensor has no effect on --format huggingface"),
+        (("--transformer-impl", "local"), "--transformer-impl has no effect on --format megatron-dist"),
+    ):
+        result = megamem("checkpoint", "convert", saved_run, tmp_path / "out", *args)
+        assert result.code == 2, result.output
+        assert text in result.output
+        assert not list(tmp_path.iterdir())
