@@ -70,7 +70,7 @@ def imported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         with joined(SHARED) as groups:
             for name, folder in folders.items():
                 opened = open_folder(folder)
-                config = replace(SHARED, model=opened.config.model)
+                config = replace(SHARED, model=opened.model)
                 (chunk,) = build_unset_chunks(config, groups, vocab_size=VOCAB_SIZE)
                 for _, shard in walk_shards(chunk.sharded_state_dict()):
                     region = Region(shard.key, tuple(shard.global_offset), tuple(shard.local_shape))

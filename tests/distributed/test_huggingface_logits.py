@@ -212,7 +212,7 @@ def test_a_folder_that_transformers_saved_is_the_same_model(exported: Any, tmp_p
     shutil.copy(folder / "tokenizer.json", tmp_path)
     before, after = open_folder(folder), open_folder(tmp_path)
     assert after.config == before.config
-    assert after.config.model == MODELS[name]
+    assert after.model == MODELS[name]
     assert after.tensors.tensors == before.tensors.tensors
     for key, info in before.tensors.tensors.items():
         assert torch.equal(after.tensors.read(info.whole(key)), before.tensors.read(info.whole(key)))

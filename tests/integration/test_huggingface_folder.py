@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import Megamem, checkpoint, tensors
+from commands import Megamem, checkpoint
 
 from pretrain.checkpoint.folder import read_state
+from pretrain.checkpoint.formats.registry import open_checkpoint
 from pretrain.checkpoint.huggingface.card import figures_of
 from pretrain.checkpoint.huggingface.folder import export
 from pretrain.checkpoint.store.safetensors_store import open_safetensors, open_writer
 from pretrain.checkpoint.store.tensors import TensorInfo, pieces
-from pretrain.config.loader import from_dict
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.folder import RunFolder
-from tests.whole_tensors import WholeTensors
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
@@ -59,10 +58,11 @@ def folder(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained run's last checkpoint, exported."""
     path = tmp_path_factory.mktemp("huggingface")
     saved, run = read_state(checkpoint(trained, 160)), RunFolder(trained)
+    opened = open_checkpoint(trained, 160)
     tokenizer = open_saved_tokenizer(run.tokenizer)
     export(
-        from_dict(saved.config),
-        WholeTensors(tensors(saved.path)),
+        opened.config,
+        opened.reader,
         path,
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,

@@ -344,7 +344,7 @@ def change(folder: Path, **tensors: Tensor | None) -> None:
 def test_a_folder_opens_as_a_model_of_ours(folder: Path) -> None:
     imported = open_folder(folder)
     model = MODELS["dense, untied, no qk_norm"]
-    assert imported.config.model == replace(model, vocab_size=VOCAB_SIZE, vocab_size_multiple=128)
+    assert imported.model == replace(model, vocab_size=VOCAB_SIZE, vocab_size_multiple=128)
     expected = native(model)
     for name, tensor in all_of(imported.tensors).items():
         assert torch.equal(tensor[: expected[name].shape[0]], expected[name])
@@ -412,7 +412,7 @@ def test_an_exported_model_of_ours_opens_as_what_it_was(tmp_path: Path, name: st
     ours = WholeTensors(native(MODELS[name]))
     export(config, ours, tmp_path, tokenizer=ByteTokenizer(), vocab_size=VOCAB_SIZE, figures=Figures(1, 2))
     opened = open_folder(tmp_path)
-    assert (opened.config.seed, opened.config.model) == (7, replace(MODELS[name], vocab_size=VOCAB_SIZE))
+    assert (opened.config.seed, opened.model) == (7, replace(MODELS[name], vocab_size=VOCAB_SIZE))
     assert opened.tensors.tensors == ours.tensors
     assert all(torch.equal(tensor, ours.held[each]) for each, tensor in all_of(opened.tensors).items())
 

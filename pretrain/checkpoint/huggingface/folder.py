@@ -141,6 +141,11 @@ class Imported:
     tensors: RenamedReader
     tokenizer: Tokenizer
 
+    @property
+    def model(self) -> ModelConfig:
+        """The model alone."""
+        return self.config.model
+
 
 def open_folder(folder: Path) -> Imported:
     """Open a Llama, a Qwen3 or an exported model to train it on.
