@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megamem.model import MemoryGPTModel
 from pretrain import build
 from pretrain.build import build_chunks, build_unset_chunks
-from pretrain.checkpoint.folder import read_state
+from pretrain.checkpoint.folder import STATE_FILE, read_state
 from pretrain.checkpoint.run import load_weights, restore_run, save_run
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError
@@ -103,6 +104,31 @@ def test_weights_alone_fill_a_chunk(run_ranks: Any, tmp_path: Path) -> None:
             load_weights(tmp_path / SAVED, run.bare)
             actual = dict((*run.bare[0].named_parameters(), *run.bare[0].named_buffers()))
             return [name for name in expected if not torch.equal(actual[name], expected[name])]
+
+    assert run_ranks(main, 1) == [[]]
+
+
+def test_format_1_is_restored_with_its_own_copy_of_the_weights(run_ranks: Any, tmp_path: Path) -> None:
+    """Which has sizes in place of hashes, and all weights besides the main weights."""
+    config = replace(SHARED, checkpoint=replace(SHARED.checkpoint, weights_copy=True))
+
+    def main() -> list[str]:
+        with tiny_run(config) as run:
+            run.train(2)
+            path = run.save(tmp_path)
+            expected = everything(run)
+        state = json.loads((path / STATE_FILE).read_text())
+        del state["sha256"], state["weights_dtype"]
+        sizes = {name: entry["bytes"] for name, entry in state["files"].items()}
+        (path / STATE_FILE).write_text(json.dumps({**state, "format": 1, "files": sizes}))
+        with tiny_run(replace(config, seed=99)) as run:
+            load_weights(path, run.bare)
+            weights = {f"0.{name}": tensor.detach().clone() for name, tensor in run.bare[0].named_parameters()}
+        with tiny_run(config, build_model=poisoned) as run:
+            run.resume(path)
+            restored = everything(run)
+        assert weights.keys() <= restored.keys() == expected.keys()
+        return [key for key in expected if not torch.equal({**restored, **weights}[key], expected[key])]
 
     assert run_ranks(main, 1) == [[]]
 
