@@ -15,6 +15,7 @@ from torch import Tensor
 from megamem.config import ModelConfig
 from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.families.registry import family_of
+from megamem.memory_config import Table
 from megamem.released_names import BLOCK_NAMES, MODEL_NAMES, from_meta, from_released, names_of
 from megamem.retrieval.config import TuckerConfig
 from megamem.shuffle import KeyedShuffle
@@ -173,7 +174,46 @@ def as_ours(source: TensorReader, model: ModelConfig, release: str) -> PairedRea
     except (ValueError, RuntimeError, IndexError) as error:
         raise CheckpointError(f"the checkpoint is not one of this model in the release {release}: {error}") from error
     pairs = released_pairs(model, {name: tuple(tensor.shape) for name, tensor in ours.items()}, release)
-    return PairedReader([pair for pair in pairs if pair.theirs.name in source.tensors], source)
+    there = [pair for pair in pairs if pair.theirs.name in source.tensors]
+    # Of a table that layers share, any copy will do.
+    filled = {pair.ours for pair in there}
+    missing = {pair.ours.name for pair in pairs if pair.ours not in filled}
+    if isinstance(model.memory, TuckerConfig):
+        # They are numbered there: the last ones may be absent without a gap.
+        cores = model.memory.num_cores
+        missing |= {name for name, each in ours.items() if name.endswith(".memory.cores") and each.shape[0] < cores}
+    if missing := missing | _missing(set(ours), model, release):
+        listed = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
+        raise CheckpointError(f"the checkpoint is not complete: it lacks {listed}, or a part of it")
+    return PairedReader(there, source)
+
+
+def _missing(found: set[str], model: ModelConfig, release: str) -> set[str]:
+    """Of our names, those that the found ones lack: what some blocks or memory layers have, all must have."""
+    expected = {f"banks.{bank.index}.{table.name}" for bank in model.memory_plan.banks for table in _tables(model)}
+    memories = [f"{model.memory_name(layer)}." for layer in range(model.num_memory_layers)]
+    # Without a memory layer's keys nothing is said of it.
+    expected |= _in_all(found, memories) or {f"{prefix}keys" for prefix in memories}
+    if release == ULTRAMEMV2_RELEASE:
+        backbone = {name for name in found if not name.startswith(tuple(memories))}
+        blocks = [f"decoder.layers.{block}." for block in range(model.num_layers)]
+        with_memory = {span.read for span in model.memory_spans}
+        # A block's feed-forward stands in another module where it has a memory.
+        for numbers in (with_memory, set(range(model.num_layers)) - with_memory):
+            expected |= _in_all(backbone, [blocks[number] for number in numbers])
+        expected |= {f"{prefix}self_attention.linear_qkv.weight" for prefix in blocks}
+        expected |= set(_MODELS) - ({"output_layer.weight"} if model.tied_embeddings else set())
+    return expected - found
+
+
+def _tables(model: ModelConfig) -> tuple[Table, ...]:
+    return model.memory.tables if model.memory is not None else ()
+
+
+def _in_all(names: set[str], prefixes: list[str]) -> set[str]:
+    """What one of the prefixes has, for all of them."""
+    parts = {name.removeprefix(prefix) for prefix in prefixes for name in names if name.startswith(prefix)}
+    return {f"{prefix}{part}" for prefix in prefixes for part in parts}
 
 
 def as_released(ours: TensorReader, model: ModelConfig, release: str, *, seed: int) -> PairedReader:

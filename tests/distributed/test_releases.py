@@ -160,3 +160,17 @@ def test_what_a_release_does_not_have_is_refused(states: dict[str, dict[str, Ten
     del state["decoder.layers.1.mlp.memory.keys"]
     with pytest.raises(CheckpointError, match=r"decoder\.layers\.1\.mlp\.memory\.keys is missing"):
         as_released(InMemory(state), model, ULTRAMEMV2_RELEASE, seed=SEED)
+
+
+@pytest.mark.parametrize("case", ["dense", "v2, every other block", "meta: memory_plus"])
+def test_a_missing_tensor_is_named(case: str, states: dict[str, dict[str, Tensor]]) -> None:
+    memory, release = MEMORIES[case]
+    model = model_of(memory)
+    whole = read_all(as_released(InMemory(states[case]), model, release, seed=SEED))
+    for name in whole:
+        # Any of the copies of a shared table will do.
+        if release == META_RELEASE and name.endswith(".values.weight"):
+            continue
+        part = {each: tensor for each, tensor in whole.items() if each != name}
+        with pytest.raises(CheckpointError, match="is not complete"):
+            as_ours(InMemory(part), model, release)

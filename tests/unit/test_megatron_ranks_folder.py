@@ -283,6 +283,8 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ("add_bias_linear", True, "add_bias_linear = True"),
         ("rotary_percent", 0.5, "rotary_percent = 0.5"),
         ("use_rope_scaling", True, "use_rope_scaling"),
+        ("rotary_base", 10000.5, "rotary_base is 10000.5, and only whole numbers"),
+        ("fp16", True, "fp16 = True"),
         ("num_layers", "4", "num_layers = 4: a number"),
         ("num_layers", 5, "pipeline x virtual pipeline 4 does not divide model.num_layers, 5"),
         ("hidden_size", 32, r"has shape \(24, 24\), and its args ask for \(24, 32\)"),

@@ -57,6 +57,11 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "apply_layernorm_1p": (False,),
     "squared_relu": (False,),
+    "quick_geglu": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
+    "softmax_type": ("vanilla",),
+    "use_transformer_engine_op_fuser": (False,),
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
     "window_size": (None,),
@@ -77,7 +82,10 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_router_num_groups": (None,),
     "moe_shared_expert_intermediate_size": (None,),
+    "moe_router_group_topk": (None,),
+    "moe_apply_probs_on_input": (False,),
     "moe_latent_size": (None,),
+    "moe_single_grouped_weight": (False,),
     "fp16": (False,),
 }
 
@@ -210,7 +218,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
             tied_embeddings=not arguments.get("untie_embeddings_and_output_weights"),
             qk_norm=bool(arguments.get("qk_layernorm")),
             norm_epsilon=float(arguments.get("norm_epsilon", 1e-5)),
-            rotary_base=int(arguments.get("rotary_base", 10000)),
+            rotary_base=_whole(arguments, "rotary_base", 10000),
             moe=_mixture_of(arguments) if has_experts else None,
         )
     except (ValueError, TypeError) as error:
@@ -292,6 +300,14 @@ def layout_of(arguments: Mapping[str, Any]) -> RankLayout:
         implementation=implementation,
         grouped_experts=bool(arguments.get("num_experts") and arguments.get("moe_grouped_gemm")),
     )
+
+
+def _whole(arguments: Mapping[str, Any], name: str, default: int) -> int:
+    """A whole number, which may be written as one with a point."""
+    value = arguments.get(name, default)
+    if int(value) != value:
+        raise ValueError(f"{name} is {value}, and only whole numbers are supported")
+    return int(value)
 
 
 def _integer(arguments: Mapping[str, Any], name: str) -> int:
