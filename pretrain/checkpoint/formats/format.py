@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 OPTIMIZER_PREFIX = "optimizer."
 """What the names of optimizer state start with, in our own checkpoints."""
 
+_BUFFERS = (".memory.u", ".memory.v", ".memory.permutation")
+
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
@@ -64,10 +66,10 @@ class OpenedCheckpoint:
     def weights_in(self, dtype: torch.dtype | None) -> Selected:
         """The model's tensors in another dtype, rounded from fp32 main weights where there are any; None: as they are.
 
-        Whole numbers stay what they are.
+        What is no weight stays as it is: permutations, and the singular vectors that retrieval selects by.
         """
         tensors = self.reader.tensors
-        cast = [name for name in self.weights if dtype is not None and tensors[name].dtype.is_floating_point]
+        cast = [name for name in self.weights if dtype is not None and not name.endswith(_BUFFERS)]
         main = {name: main_name(name) for name in cast if main_name(name) in tensors}
         names = {**{name: name for name in self.weights}, **main}
         return Selected(self.reader, names, {} if dtype is None else dict.fromkeys(cast, dtype))
