@@ -25,12 +25,19 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"memory": 2}], ids=["data 4", "tensor 2", "memory 2"])
-def test_all_ranks_write_about_the_same_bytes(run_ranks: Any, tmp_path: Path, sizes: dict[str, int]) -> None:
+LAYOUTS = {
+    "data 4": on(COPIED, micro_batch_size=1),
+    "tensor 2": on(COPIED, micro_batch_size=1, tensor=2),
+    "memory 2": on(COPIED, micro_batch_size=1, memory=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_write_about_the_same_bytes(run_ranks: Any, tmp_path: Path, layout: str) -> None:
     """Tables and backbone are held by several ranks, and written by all of them."""
 
     def main() -> None:
-        with tiny_run(on(COPIED, micro_batch_size=1, **sizes)) as run:
+        with tiny_run(LAYOUTS[layout]) as run:
             run.save(tmp_path)
 
     run_ranks(main, 4)

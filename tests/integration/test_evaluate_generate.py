@@ -12,6 +12,7 @@ import torch
 from commands import Megamem, evaluations
 
 from parallel.launch import launch_ranks
+from pretrain.checkpoint.folder import sealed
 from pretrain.config.schema import ParallelConfig
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.folder import RunFolder
@@ -84,7 +85,8 @@ def test_a_step_that_is_not_there_is_told_which_are(megamem: Megamem, trained: P
 def test_data_that_has_moved_is_named_by_hand(megamem: Megamem, trained: Path, corpus: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     for state in run.glob("checkpoints/*/state.json"):
-        state.write_text(state.read_text().replace(str(corpus), str(tmp_path / "gone")))
+        content = json.loads(state.read_text().replace(str(corpus), str(tmp_path / "gone")))
+        state.write_text(json.dumps(sealed(content)))
     result = megamem("eval", run)
     assert result.code == 3
     said = " ".join(result.output.split())

@@ -60,7 +60,7 @@ def before_the_state() -> None:
             die()
         write_state(path, *arguments)
 
-    folders.write_state = killed
+    folders.write_state = killed  # type: ignore[assignment]
 
 
 def before_the_name() -> None:
@@ -123,7 +123,7 @@ def wait_for_the_steps_after(run: Path) -> Callable[[], None]:
                 wait_until(lambda: last_step(run) >= step + 2, f"step {step + 2}")
             return write(path, *arguments)
 
-        item_files.write_file = held_up
+        item_files.write_file = held_up  # type: ignore[assignment]
 
     return patch
 

@@ -147,7 +147,9 @@ def test_a_folder_of_another_run_is_found_before_it_starts(
     folder = RunFolder(tmp_path / "run")
     checkpoints.start_writing(folder.checkpoints, 3)
     saved = to_dict(load_config(config_file))
-    checkpoints.complete(folder.checkpoints, 3, run={"step": 3}, rng={}, config=saved, versions={})
+    checkpoints.complete(
+        folder.checkpoints, 3, run={"step": 3}, rng={}, config=saved, versions={}, weights_dtype="float32"
+    )
     assert check(config_file, "--run-dir", folder.path) == 0
     for command in (["config", "check"], ["train"]):
         assert cli.main([*command, str(config_file), "--run-dir", str(folder.path), "model.hidden_size=64"]) == 4
