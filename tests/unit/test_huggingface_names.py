@@ -23,8 +23,9 @@ from pretrain.checkpoint.huggingface.card import Figures
 from pretrain.checkpoint.huggingface.config import exported_config, imported_config
 from pretrain.checkpoint.huggingface.folder import export, open_folder
 from pretrain.checkpoint.huggingface.names import pairs
-from pretrain.checkpoint.huggingface.renamed import RenamedReader, shown_tensors
 from pretrain.checkpoint.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
+from pretrain.checkpoint.store.paired import PairedReader
+from pretrain.checkpoint.store.selected import Padded
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, inverted
 from pretrain.config.schema import RunConfig
 from pretrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
@@ -106,14 +107,14 @@ def all_of(reader: Any) -> dict[str, Tensor]:
 def test_pairs_go_both_ways_bit_for_bit(name: str) -> None:
     model, ours = MODELS[name], WholeTensors(native(MODELS[name]))
     found = pairs(model, vocab_size=VOCAB_SIZE, tensors=ours.tensors)
-    there = RenamedReader(ours, inverted(found), shown_tensors(inverted(found), ours.tensors))
+    there = PairedReader(inverted(found), ours)
     # Every element is somewhere, once.
     assert sum(pair.ours.numel for pair in found) == sum(pair.theirs.numel for pair in found)
     padding = (PADDED - VOCAB_SIZE) * model.hidden_size * (1 if model.tied_embeddings else 2)
     assert sum(pair.ours.numel for pair in found) == sum(t.numel() for t in ours.held.values()) - padding
     theirs = WholeTensors(all_of(there))
     padded = dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), (PADDED, model.hidden_size))
-    back = RenamedReader(theirs, found, shown_tensors(found, theirs.tensors, padded))
+    back = Padded(PairedReader(found, theirs), padded)
     assert back.tensors == ours.tensors
     assert all(torch.equal(tensor, ours.held[each]) for each, tensor in all_of(back).items())
 
@@ -121,7 +122,7 @@ def test_pairs_go_both_ways_bit_for_bit(name: str) -> None:
 def test_any_region_is_that_of_the_whole() -> None:
     model, ours = MODELS["dense"], WholeTensors(native(MODELS["dense"]))
     found = inverted(pairs(model, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
-    reader = RenamedReader(ours, found, shown_tensors(found, ours.tensors))
+    reader = PairedReader(found, ours)
     name = "model.layers.1.self_attn.q_proj.weight"
     whole = reader.read(reader.tensors[name].whole(name))
     for offset, shape in (((0, 3), (24, 5)), ((5, 0), (9, 16)), ((11, 2), (1, 1)), ((12, 0), (12, 16))):
@@ -136,7 +137,7 @@ def test_rows_are_where_megatron_has_them() -> None:
     fc1 = held["decoder.layers.0.mlp.linear_fc1.weight"]
     ours = WholeTensors(held)
     found = inverted(pairs(BASE, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
-    theirs = all_of(RenamedReader(ours, found, shown_tensors(found, ours.tensors)))
+    theirs = all_of(PairedReader(found, ours))
     heads = qkv.view(2, 4, 6, 16)
     prefix = "model.layers.0."
     assert torch.equal(theirs[f"{prefix}self_attn.q_proj.weight"], heads[:, :2].reshape(24, 16))
@@ -152,8 +153,8 @@ def test_a_checkpoint_without_a_weight_is_refused() -> None:
     del held["decoder.layers.1.mlp.linear_fc2.weight"]
     ours = WholeTensors(held)
     found = inverted(pairs(BASE, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
-    with pytest.raises(CheckpointError, match=r"no tensor decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
-        shown_tensors(found, ours.tensors)
+    with pytest.raises(CheckpointError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight is missing"):
+        PairedReader(found, ours)
 
 
 def export_config(model: ModelConfig, **changes: Any) -> dict[str, Any]:
@@ -325,7 +326,7 @@ def folder(tmp_path: Path, bpe: Any) -> Path:
     found = inverted(pairs(model, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
     path = tmp_path / "llama"
     path.mkdir()
-    save_file(all_of(RenamedReader(ours, found, shown_tensors(found, ours.tensors))), path / "model.safetensors")
+    save_file(all_of(PairedReader(found, ours)), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(export_config(model)))
     bpe.save(path)
     return path
@@ -368,7 +369,7 @@ def test_a_weight_of_another_shape_is_refused(folder: Path) -> None:
 
 def test_a_weight_that_is_missing_is_named(folder: Path) -> None:
     change(folder, model__norm__weight=None)
-    with pytest.raises(CheckpointError, match=r"no tensor model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
         open_folder(folder)
 
 

@@ -13,10 +13,11 @@ from parallel.layout import padded_size
 from pretrain.checkpoint.huggingface.card import Figures, model_card
 from pretrain.checkpoint.huggingface.config import OWN, architecture_of, exported_config, imported_config
 from pretrain.checkpoint.huggingface.names import exported_memory, pairs
-from pretrain.checkpoint.huggingface.renamed import RenamedReader, shown_tensors
 from pretrain.checkpoint.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
-from pretrain.checkpoint.store.safetensors_store import open_safetensors, open_writer
-from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader, inverted, pieces
+from pretrain.checkpoint.store.paired import PairedReader, shapes_of
+from pretrain.checkpoint.store.safetensors_store import open_safetensors, write_safetensors
+from pretrain.checkpoint.store.selected import Padded
+from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader, inverted
 from pretrain.config.schema import RunConfig
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError
@@ -25,11 +26,10 @@ CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json
 _REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py")
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one file; Hugging Face's own default."""
-_ELEMENTS_AT_A_TIME = 2**24
 _MAX_CONFIG_BYTES = 2**24
 
 
-def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int) -> RenamedReader:
+def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int) -> PairedReader:
     """A native checkpoint's model under Hugging Face's names.
 
     Args:
@@ -40,8 +40,7 @@ def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int
     Raises:
         CheckpointError: the model cannot be exported, or the checkpoint lacks a tensor of it.
     """
-    found = inverted(pairs(config.model, vocab_size=vocab_size, tensors=source.tensors))
-    return RenamedReader(source, found, shown_tensors(found, source.tensors))
+    return PairedReader(inverted(pairs(config.model, vocab_size=vocab_size, tensors=source.tensors)), source)
 
 
 def export(
@@ -70,10 +69,7 @@ def export(
     """
     tensors = exported_tensors(config, source, vocab_size=vocab_size)
     write_small_files(config, source.tensors, folder, tokenizer=tokenizer, vocab_size=vocab_size, figures=figures)
-    with open_writer(folder, tensors.tensors, max_shard_bytes) as writer:
-        for name, info in tensors.tensors.items():
-            for piece in pieces(info.whole(name), _ELEMENTS_AT_A_TIME):
-                writer.write(piece, tensors.read(piece))
+    write_safetensors(folder, tensors, max_shard_bytes)
 
 
 def write_small_files(
@@ -138,7 +134,7 @@ class Imported:
     """
 
     config: RunConfig
-    tensors: RenamedReader
+    tensors: TensorReader
     tokenizer: Tokenizer
 
     @property
@@ -171,9 +167,8 @@ def open_folder(folder: Path) -> Imported:
     found = pairs(model, vocab_size=model.vocab_size, tensors=exported_memory(model, source.tensors))
     padded = (padded_size(model.vocab_size, model.vocab_size_multiple), model.hidden_size)
     vocabulary = {"embedding.word_embeddings.weight": padded, "output_layer.weight": padded}
-    shown = shown_tensors(found, source.tensors, vocabulary)
-    _check_all_used(model, source.tensors, shown_tensors(inverted(found), shown), path)
-    return Imported(config, RenamedReader(source, found, shown), read_tokenizer(folder, content))
+    _check_all_used(model, source.tensors, shapes_of(pair.theirs for pair in found), path)
+    return Imported(config, Padded(PairedReader(found, source), vocabulary), read_tokenizer(folder, content))
 
 
 def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path) -> None:
@@ -189,7 +184,7 @@ def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path)
 
 
 def _check_all_used(
-    model: ModelConfig, found: Mapping[str, TensorInfo], used: Mapping[str, TensorInfo], path: Path
+    model: ModelConfig, found: Mapping[str, TensorInfo], used: Mapping[str, tuple[int, ...]], path: Path
 ) -> None:
     """Refuse weights that the configuration does not explain: biases, adapters, other shapes."""
     # A tied output projection may be written nevertheless, and old files have the frequencies of RoPE.
@@ -199,7 +194,7 @@ def _check_all_used(
             continue
         if name not in used:
             raise CheckpointError(f"{path.parent}: there is a tensor {name}, which imported models do not have")
-        if info.shape != used[name].shape:
+        if info.shape != used[name]:
             raise CheckpointError(
-                f"{path.parent}: {name} has the shape {info.shape}, and {path.name} says {used[name].shape}"
+                f"{path.parent}: {name} has the shape {info.shape}, and {path.name} says {used[name]}"
             )

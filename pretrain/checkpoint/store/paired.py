@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.optimizer_shards import rectangles_of_range
-from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorReader, overlap
+from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorReader, overlap, rectangles_of_range
 from pretrain.errors import CheckpointError
 
 

@@ -1,4 +1,4 @@
-"""A folder of safetensors files as a checkpoint: read by regions, and written by regions.
+"""A folder of safetensors files as a checkpoint: read by regions, and written from start to end.
 
 Names, shapes and places stand in each file's header, a JSON text, and are checked against the file before anything
 relies on them: a header that lies is an error, and costs no more memory than `_MAX_HEADER_BYTES` of text does.
@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.atomic_write import sync
 from pretrain.checkpoint.store.lazy_tensor import memory_of
-from pretrain.checkpoint.store.tensors import Region, TensorInfo, pieces
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader, pieces
 from pretrain.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -33,6 +29,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # A header takes some hundred bytes per tensor, and parsed text some dozen times its size.
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_DIMENSIONS = 16
+_PIECE_BYTES = 64 * 2**20
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -194,111 +191,6 @@ def _parse(content: bytes, path: Path) -> dict[str, Any]:
     return parsed
 
 
-class SafetensorsWriter:
-    """Sharded safetensors files whose tensors are written region by region, in any order, by any number of threads.
-
-    Nothing is held in memory. Use it as a context manager, or call `close`.
-    """
-
-    def __init__(self, places: Mapping[str, _Place], files: Sequence[Path]) -> None:
-        self._places = places
-        self._files = {path: os.open(path, os.O_RDWR) for path in files}
-        self._missing = {name: math.prod(place.info.shape) for name, place in places.items()}
-        self._lock = threading.Lock()
-
-    def write(self, region: Region, tensor: Tensor) -> None:
-        """Write a region, once.
-
-        Args:
-            region: of one of the tensors that the writer was opened for.
-            tensor: its elements, of its shape and the tensor's dtype, on any device.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        place = self._places[region.name]
-        assert tensor.shape == region.shape, (region, tensor.shape)
-        assert tensor.dtype == place.info.dtype, (region.name, tensor.dtype, place.info.dtype)
-        if region.numel:
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            written = 0
-            try:
-                for start, size in _runs(region, place.info):
-                    self._write_all(place.path, data[written : written + size], place.start + start)
-                    written += size
-            except OSError as error:
-                raise CheckpointError(
-                    f"{place.path} cannot be written: {error.strerror}. Free some space or choose another place"
-                ) from error
-        with self._lock:
-            self._missing[region.name] -= region.numel
-            assert self._missing[region.name] >= 0, f"{region.name} was written twice"
-
-    def _write_all(self, path: Path, data: Any, position: int) -> None:
-        # A call writes 2 GiB at most.
-        view = memoryview(data)
-        while view:
-            done = os.pwrite(self._files[path], view, position)
-            view, position = view[done:], position + done
-
-    def close(self) -> None:
-        """See that every element was written, and bring the files to disk."""
-        missing = [name for name, count in self._missing.items() if count]
-        assert not missing, f"{missing[0]} was not written whole"
-        for file in self._files.values():
-            os.fsync(file)
-        self._release()
-
-    def _release(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._release()
-
-
-def open_writer(folder: Path, infos: Mapping[str, TensorInfo], max_shard_bytes: int) -> SafetensorsWriter:
-    """Make the files of a checkpoint, at their full size and with their headers, and open them for writing.
-
-    Args:
-        folder: exists, and has no such files yet.
-        infos: all tensors, in the order in which they fill the files.
-        max_shard_bytes: of the tensors in a file; one that is larger has a file of its own.
-
-    Raises:
-        CheckpointError: a file cannot be made.
-    """
-    shards = list(_shards(infos, max_shard_bytes))
-    names = (
-        [SINGLE_FILE]
-        if len(shards) == 1
-        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    )
-    places: dict[str, _Place] = {}
-    try:
-        for file, shard in zip(names, shards, strict=True):
-            places |= _make_file(folder / file, shard)
-        if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(info.num_bytes for info in infos.values())},
-                "weight_map": {name: place.path.name for name, place in places.items()},
-            }
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-            sync(folder / INDEX_FILE)
-        return SafetensorsWriter(places, [folder / name for name in names])
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
-
-
 @dataclass(frozen=True)
 class SafetensorsFile:
     """A file of a checkpoint that is written from its start to its end, see `OutputFile`.
@@ -332,6 +224,26 @@ def safetensors_files(infos: Mapping[str, TensorInfo], max_shard_bytes: int) -> 
     """The files of a checkpoint, named as transformers does; one that has a tensor larger than the limit has no other."""
     shards = list(_shards(infos, max_shard_bytes))
     return [SafetensorsFile(name, shard) for name, shard in zip(_file_names(len(shards)), shards, strict=True)]
+
+
+def write_safetensors(folder: Path, tensors: TensorReader, max_shard_bytes: int) -> None:
+    """Write all of a reader's tensors into a folder.
+
+    Args:
+        folder: exists, and has no such files yet.
+        tensors: in the order in which they fill the files.
+        max_shard_bytes: of the tensors in a file; one that is larger has a file of its own.
+
+    Raises:
+        CheckpointError: a file cannot be written, or the tensors not be read.
+    """
+    files = safetensors_files(tensors.tensors, max_shard_bytes)
+    try:
+        for file in files:
+            file.write(folder / file.name, tensors.read, _PIECE_BYTES)
+        write_index(folder, files)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
 
 
 def write_index(folder: Path, files: Sequence[SafetensorsFile]) -> None:
@@ -376,39 +288,3 @@ def _shards(infos: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[dict[st
         shard[name] = info
         held += info.num_bytes
     yield shard
-
-
-def _make_file(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, _Place]:
-    # By falling alignment, so that every tensor starts at a multiple of its element's size.
-    ordered = sorted(infos.items(), key=lambda item: -item[1].dtype.itemsize)
-    ends = list(itertools.accumulate(info.num_bytes for _, info in ordered))
-    spans = zip(ordered, [0, *ends], ends, strict=False)
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts = {}
-    for (name, info), start, stop in spans:
-        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, stop]}
-        starts[name] = start
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    with path.open("xb") as stream:
-        stream.write(struct.pack("<Q", len(header)) + header)
-        stream.truncate(8 + len(header) + (ends[-1] if ends else 0))
-    return {name: _Place(path, 8 + len(header) + starts[name], info) for name, info in ordered}
-
-
-def _runs(region: Region, info: TensorInfo) -> Iterator[tuple[int, int]]:
-    """First byte and length of each contiguous run of a region inside of its tensor, in row-major order."""
-    dims = len(info.shape)
-    # From `whole` on the region has all of the dimensions: a run is a range of the one before.
-    whole = dims
-    while whole > 0 and region.shape[whole - 1] == info.shape[whole - 1]:
-        whole -= 1
-    axis = max(whole - 1, 0)
-    strides = [math.prod(info.shape[dim + 1 :]) for dim in range(dims)]
-    length = (region.shape[axis] * strides[axis] if dims else 1) * info.dtype.itemsize
-    for index in itertools.product(*(range(size) for size in region.shape[:axis])):
-        first = sum(
-            (start + step) * stride
-            for start, step, stride in zip(region.offset, (*index, *(0,) * (dims - axis)), strides, strict=True)
-        )
-        yield first * info.dtype.itemsize, length
