@@ -116,7 +116,7 @@ def test_a_memory_model_goes_to_its_release_and_back(
     megamem: Megamem, saved_run: Path, config_file: Path, tmp_path: Path
 ) -> None:
     released, back = tmp_path / "released", tmp_path / "back"
-    convert(megamem, saved_run, released, "--format", "ultramem")
+    convert(megamem, saved_run, released, "--format", "released")
     config = tmp_path / "table.yaml"
     config.write_text(f"base: {config_file}\nmodel: {{memory: {{shuffle: table}}}}\n")
     refused = megamem("checkpoint", "inspect", released)

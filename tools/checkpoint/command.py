@@ -131,7 +131,7 @@ def _add_convert(commands: Any) -> None:
         "--moe-grouped-gemm", action="store_true", help="for megatron-ranks: a block's experts are one module there"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the model's configuration, for a SOURCE that has none (ultramem)"
+        "--config", type=Path, metavar="FILE", help="the model's configuration, for a SOURCE that has none (released)"
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of weights (default: as they are)")
     parser.add_argument(

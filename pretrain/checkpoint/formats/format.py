@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -42,6 +42,7 @@ class OpenedCheckpoint:
         saved: what else a checkpoint of ours holds.
         tokenizer: its own, if it has one.
         notes: what it says of itself, in words by title.
+        differing_copies: given what is told of bytes that were read, names what is there several times and not alike.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class OpenedCheckpoint:
     saved: SavedState | None = None
     tokenizer: Tokenizer | None = None
     notes: Mapping[str, str] | None = None
+    differing_copies: Callable[[Callable[[int], None]], list[str]] | None = None
 
     @property
     def weights(self) -> list[str]:

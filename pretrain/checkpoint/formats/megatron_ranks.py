@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megamem.config import ModelConfig
 from pretrain.checkpoint.formats.format import OpenedCheckpoint, Target
 from pretrain.checkpoint.formats.names import MEGATRON_RANKS
 from pretrain.checkpoint.megatron_ranks.arguments import run_of
-from pretrain.checkpoint.megatron_ranks.folder import TRACKER, RanksPlan, open_ranks
+from pretrain.checkpoint.megatron_ranks.folder import TRACKER, RanksPlan, differing_copies, open_ranks
 from pretrain.checkpoint.megatron_ranks.layout import RankLayout, is_rank_folder
 from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.selected import Joined
@@ -43,6 +44,7 @@ class MegatronRanksFormat:
             reader=found.as_ours(),
             config=run,
             state=state,
+            differing_copies=partial(differing_copies, found),
             notes={"iteration": f"{found.iteration:,}", "layout": sizes},
         )
 

@@ -35,6 +35,9 @@ def problems_of(
     if problems:
         # What else is found would follow from these.
         return problems
+    if checkpoint.differing_copies is not None:
+        found_copies = checkpoint.differing_copies(Counter(on_start("compare copies", 0)))
+        problems += [f"{names} are copies of one another, and differ" for names in found_copies]
     reader = checkpoint.reader
     names = list(reader.tensors)
     total = sum(reader.tensors[name].num_bytes for name in names)
