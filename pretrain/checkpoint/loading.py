@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.checkpoint.index import Index, StoredItem
-from pretrain.checkpoint.safe_metadata import check_small_files, read_index
+from pretrain.checkpoint.safe_metadata import check_small_files
 from pretrain.checkpoint.store.tensors import Region, overlap
 from pretrain.errors import CheckpointError
 
@@ -56,8 +56,7 @@ def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
     index, targets = None, None
     refusal = None
     try:
-        check_small_files(folder)
-        index = read_index(folder)
+        index = check_small_files(folder)
         targets = targets_of(index)
     except CheckpointError as error:
         refusal = str(error)

@@ -116,15 +116,6 @@ def read_index(folder: Path) -> Index:
         ) from error
 
 
-def check_index(folder: Path) -> None:
-    """Read a checkpoint's index, and say what is wrong with it.
-
-    Raises:
-        CheckpointError: see `read_index`.
-    """
-    read_index(folder)
-
-
 def files_with_weights(saved: SavedState) -> list[str]:
     """Names of a checkpoint's files without those in which only the optimizer's moments are.
 
@@ -137,13 +128,13 @@ def files_with_weights(saved: SavedState) -> list[str]:
     return sorted(saved.files.keys() - (files[True] - files[False]))
 
 
-def check_small_files(folder: Path) -> None:
-    """Read the index and the two files that Megatron keeps beside it.
+def check_small_files(folder: Path) -> Index:
+    """Read the index, which is returned, and the two files that Megatron keeps beside it.
 
     Raises:
         CheckpointError: one is missing or damaged, or refers to anything but an index's classes, or plain values.
     """
-    check_index(folder)
+    index = read_index(folder)
     for name, read in (("common.pt", _read_common), ("metadata.json", _read_format)):
         try:
             read(folder / name)
@@ -153,6 +144,7 @@ def check_small_files(folder: Path) -> None:
                 f"{folder}/{name} is not a file of a checkpoint that can be trusted: it is damaged, or holds more than "
                 "plain values"
             ) from error
+    return index
 
 
 def _read_common(path: Path) -> None:

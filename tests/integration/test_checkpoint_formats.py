@@ -136,6 +136,7 @@ def test_what_a_format_cannot_hold_is_refused(megamem: Megamem, saved_run: Path,
         (("--format", "huggingface", "--with-optimizer"), "--with-optimizer"),
         (("--format", "huggingface", "--tensor", 2), "--tensor has no effect on --format huggingface"),
         (("--transformer-impl", "local"), "--transformer-impl has no effect on --format megatron-dist"),
+        (("--config", saved_run / "config.yaml"), "has a configuration of its own"),
     ):
         result = megamem("checkpoint", "convert", saved_run, tmp_path / "out", *args)
         assert result.code == 2, result.output

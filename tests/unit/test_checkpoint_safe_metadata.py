@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
-from pretrain.checkpoint.safe_metadata import check_index
+from pretrain.checkpoint.safe_metadata import read_index
 from pretrain.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_an_index_is_accepted(saved: Path) -> None:
-    check_index(saved)
+    read_index(saved)
 
 
 class Payload:
@@ -44,7 +44,7 @@ def test_code_is_refused_and_not_run(saved: Path, tmp_path: Path, wrap: Callable
     proof = tmp_path / "proof"
     (saved / ".metadata").write_bytes(pickle.dumps(wrap(Payload(os.system, f"touch {proof}"))))
     with pytest.raises(CheckpointError, match=r"posix\.system"):
-        check_index(saved)
+        read_index(saved)
     assert not proof.exists()
 
 
@@ -54,7 +54,7 @@ def test_code_is_refused_and_not_run(saved: Path, tmp_path: Path, wrap: Callable
 def test_no_function_of_python_or_torch_gets_through(saved: Path, function: Callable[..., Any]) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(Payload(function, "x")))
     with pytest.raises(CheckpointError, match="it wants"):
-        check_index(saved)
+        read_index(saved)
 
 
 def names_that_are_no_dtype() -> list[str]:
@@ -74,11 +74,11 @@ def test_of_torch_itself_only_sizes_and_dtypes_get_through(saved: Path) -> None:
     for name in names:
         (saved / ".metadata").write_bytes(wants("torch", name))
         with pytest.raises(CheckpointError, match=re.escape(f"it wants torch.{name}, which")):
-            check_index(saved)
+            read_index(saved)
     for name in ("Size", "float32", "bfloat16", "int64", "bool"):
         (saved / ".metadata").write_bytes(wants("torch", name))
         with pytest.raises(CheckpointError, match="it holds a"):
-            check_index(saved)
+            read_index(saved)
 
 
 @pytest.mark.parametrize("module", ["numpy", "torch.hub", "evil"])
@@ -89,7 +89,7 @@ def test_a_dtype_of_another_module_is_refused_before_the_module_is_imported(
     monkeypatch.syspath_prepend(saved)
     (saved / ".metadata").write_bytes(wants(module, "float32"))
     with pytest.raises(CheckpointError, match=rf"it wants {module}\.float32"):
-        check_index(saved)
+        read_index(saved)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_dtype_of_another_module_is_refused_before_the_module_is_imported(
 def test_damage_is_an_error(saved: Path, content: bytes) -> None:
     (saved / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata"):
-        check_index(saved)
+        read_index(saved)
 
 
 def test_truncation_anywhere_is_an_error(saved: Path) -> None:
@@ -108,9 +108,9 @@ def test_truncation_anywhere_is_an_error(saved: Path) -> None:
     for size in range(0, len(content), 7):
         (saved / ".metadata").write_bytes(content[:size])
         with pytest.raises(CheckpointError):
-            check_index(saved)
+            read_index(saved)
 
 
 def test_no_index_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata"):
-        check_index(tmp_path)
+        read_index(tmp_path)

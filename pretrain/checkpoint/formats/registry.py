@@ -7,10 +7,11 @@ from pathlib import Path
 from pretrain.checkpoint.formats.format import CheckpointFormat, OpenedCheckpoint
 from pretrain.checkpoint.formats.huggingface import HuggingFaceFormat
 from pretrain.checkpoint.formats.megatron_ranks import MegatronRanksFormat
+from pretrain.checkpoint.formats.names import RELEASED
 from pretrain.checkpoint.formats.native import NativeFormat
 from pretrain.checkpoint.formats.released import ReleasedFormat
 from pretrain.config.schema import RunConfig
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, ConfigError
 
 _EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), MegatronRanksFormat(), ReleasedFormat())
 FORMATS = {each.name: each for each in _EVERY}
@@ -26,11 +27,14 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
 
     Raises:
         CheckpointError: there is none, or it cannot be opened.
+        ConfigError: it needs a configuration that was not given, or has its own.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     for each in FORMATS.values():
         if each.is_at(path):
+            if config is not None and each.name != RELEASED:
+                raise ConfigError(f"--config: {path} has a configuration of its own ({each.name}): leave it out")
             return each.open(path, step, config)
     raise CheckpointError(
         f"{path} is no checkpoint of a format that is known ({', '.join(FORMATS)}): name a run's folder, one of its "

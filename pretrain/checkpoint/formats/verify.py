@@ -38,18 +38,23 @@ def problems_of(
     if checkpoint.differing_copies is not None:
         found_copies = checkpoint.differing_copies(Counter(on_start("compare copies", 0)))
         problems += [f"{names} are copies of one another, and differ" for names in found_copies]
+    if finite or checkpoint.saved is None:
+        found = _read_all(checkpoint, resources, on_start)
+        problems += found if finite else []
+    return problems
+
+
+def _read_all(
+    checkpoint: OpenedCheckpoint, resources: Resources, on_start: Callable[[str, int], Callable[[int], None]]
+) -> list[str]:
+    """Read every tensor; what is not finite, in words."""
     reader = checkpoint.reader
     names = list(reader.tensors)
     total = sum(reader.tensors[name].num_bytes for name in names)
-    if finite or checkpoint.saved is None:
-        tell = Counter(on_start("read", total))
-        with ThreadPoolExecutor(resources.num_workers) as pool:
-            found = pool.map(lambda name: list(nonfinite_tensors(reader, [name], resources.piece_bytes, tell)), names)
-            if finite:
-                problems += [f"{each.name} {each.text}" for of_tensor in found for each in of_tensor]
-            else:
-                list(found)
-    return problems
+    tell = Counter(on_start("read", total))
+    with ThreadPoolExecutor(resources.num_workers) as pool:
+        found = pool.map(lambda name: list(nonfinite_tensors(reader, [name], resources.piece_bytes, tell)), names)
+        return [f"{each.name} {each.text}" for of_tensor in found for each in of_tensor]
 
 
 def _misplaced_parts(checkpoint: OpenedCheckpoint) -> list[str]:
