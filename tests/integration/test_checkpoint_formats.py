@@ -42,7 +42,7 @@ def assert_equal_weights(megamem: Megamem, first: Path, second: Path) -> None:
 
 
 def test_a_memory_model_goes_to_hugging_face_and_back(
-    megamem: Megamem, saved_run: Path, config_file: Path, tmp_path: Path
+    megamem: Megamem, saved_run: Path, corpus: Path, tmp_path: Path
 ) -> None:
     exported, back = tmp_path / "exported", tmp_path / "back"
     convert(megamem, saved_run, exported, "--format", "huggingface", "--max-file-size", "64KiB")
@@ -62,6 +62,15 @@ def test_a_memory_model_goes_to_hugging_face_and_back(
     assert torch.equal(imported[rows][:257], original[f"optimizer.state.param.{rows}"][:257])
     assert not imported[rows][257:].any()
     assert megamem("checkpoint", "verify", back, "--finite").code == 0
+    settings = (
+        "train.num_steps=1",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=4",
+        "train.sequence_length=32",
+    )
+    result = megamem("train", back / "config.yaml", "--run-dir", back, f"data.datasets=[{{path: {corpus}}}]", *settings)
+    assert result.code == 0, result.output
+    assert steps(back)[0]["loss"] < steps(saved_run)[0]["loss"] - 0.5
 
 
 def test_a_run_begins_from_weights_alone_with_fresh_moments(
