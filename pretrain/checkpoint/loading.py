@@ -1,17 +1,15 @@
 """Reading a checkpoint into the tensors of a model and its optimizer, on any layout.
 
-Every rank reads the items that it has a part of, each once, and copies the parts in place. It holds one item per thread
+Every rank reads its own regions of the items, and no more, and copies them in place. It holds one of them per thread
 besides what it loads.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,9 @@ from torch import Tensor
 
 from pretrain.checkpoint.index import Index, StoredItem
 from pretrain.checkpoint.safe_metadata import check_small_files
+from pretrain.checkpoint.store.lazy_tensor import LazyTensor
 from pretrain.checkpoint.store.tensors import Region, overlap
+from pretrain.checkpoint.store.torch_dist import TorchDistReader
 from pretrain.errors import CheckpointError
 
 _READING_THREADS = 2
@@ -105,39 +105,30 @@ def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
     for item in sorted(uses, key=lambda item: (item.file, item.start)):
         by_file.setdefault(item.file, []).append(item)
 
+    reader = TorchDistReader(folder, index)
+
     def read(file: str) -> None:
-        with (folder / file).open("rb", buffering=0) as stream:
-            for item in by_file[file]:
-                stored = _read_item(stream, item, index)
-                for target in uses[item]:
-                    _copy(stored, item.region, target)
+        for item in by_file[file]:
+            stored = reader.item(item)
+            for target in uses[item]:
+                _copy(stored, item.region, target)
 
     with ThreadPoolExecutor(_READING_THREADS) as threads:
         futures = {file: threads.submit(read, file) for file in by_file}
         for file, future in futures.items():
             error = future.exception()
-            # Damaged bytes make PyTorch raise anything. Its text goes no further: it advises to load without restraint.
-            if isinstance(error, MemoryError):
-                raise error
+            if isinstance(error, CheckpointError):
+                cause = error.__cause__
+                return f"{file} ({cause.strerror if isinstance(cause, OSError) else 'damaged contents'})"
             if error is not None:
-                return f"{file} ({error.strerror if isinstance(error, OSError) else 'damaged contents'})"
+                raise error
     return None
 
 
-def _read_item(stream: io.RawIOBase, item: StoredItem, index: Index) -> Tensor:
-    part: Any = _Part(stream, item.start, item.num_bytes)
-    tensor = torch.load(part, map_location="cpu", weights_only=True)
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != item.region.shape:
-        raise ValueError(f"{item.region} is something else")
-    if tensor.dtype != index.tensors[item.region.name].dtype:
-        raise ValueError(f"{item.region} has the dtype {tensor.dtype}")
-    return tensor
-
-
-def _copy(stored: Tensor, region: Region, target: Target) -> None:
+def _copy(stored: LazyTensor, region: Region, target: Target) -> None:
     common = overlap(region, target.region)
     assert common is not None
-    source = stored[_slices(common, region)]
+    source = stored.read(tuple(part.start for part in _slices(common, region)), common.shape)
     if target.rounded_to is not None:
         source = source.to(target.rounded_to)
     target.data[_slices(common, target.region)].copy_(source)
@@ -146,31 +137,3 @@ def _copy(stored: Tensor, region: Region, target: Target) -> None:
 def _slices(inner: Region, outer: Region) -> tuple[slice, ...]:
     starts = (a - b for a, b in zip(inner.offset, outer.offset, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, inner.shape, strict=True))
-
-
-class _Part(io.RawIOBase):
-    """A part of a file as a file of its own."""
-
-    def __init__(self, stream: io.RawIOBase, start: int, num_bytes: int) -> None:
-        self._stream, self._start, self._num_bytes = stream, start, num_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._num_bytes - self._position))
-        self._stream.seek(self._start + self._position)
-        found = self._stream.readinto(memoryview(buffer)[:wanted]) or 0
-        self._position += found
-        return found

@@ -68,7 +68,7 @@ def _misplaced_parts(checkpoint: OpenedCheckpoint) -> list[str]:
             problems.append(f"{name}: {problem}")
         for part in parts:
             try:
-                stored.check(part)
+                stored.item(part)
             except CheckpointError as error:
                 problems.append(str(error))
     return problems

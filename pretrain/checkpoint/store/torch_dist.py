@@ -30,7 +30,7 @@ class TorchDistReader:
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
         self._tensors, self._parts = index.tensors, index.items
-        self._item = lru_cache(_NUM_OPEN_ITEMS)(self._open_item)
+        self._item = lru_cache(_NUM_OPEN_ITEMS)(self.item)
         # [parts, dimensions] first positions, and those after the last, of every tensor's parts.
         self._edges = {
             name: (
@@ -68,13 +68,20 @@ class TorchDistReader:
             )
         return result
 
-    def check(self, part: StoredItem) -> None:
-        """See whether a part is where the index says, without reading its elements.
+    def item(self, part: StoredItem) -> LazyTensor:
+        """A part, without reading its elements.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: it is not where the index says.
         """
-        self._open_item(part)
+        item = open_zip(self.folder / part.file, part.start, part.num_bytes)
+        expected = self._tensors[part.region.name].dtype
+        if not isinstance(item, LazyTensor) or (item.shape, item.dtype) != (part.region.shape, expected):
+            raise CheckpointError(
+                f"{self.folder / part.file} is damaged: what is at byte {part.start} is not the part of "
+                f"{part.region.name} that the index says"
+            )
+        return item
 
     def _parts_of(self, region: Region) -> Iterator[StoredItem]:
         starts, stops = self._edges[region.name]
@@ -85,16 +92,6 @@ class TorchDistReader:
             low, high = np.array(region.offset), np.add(region.offset, region.shape)
             for index in np.flatnonzero(((starts < high) & (stops > low)).all(axis=1)).tolist():
                 yield parts[index]
-
-    def _open_item(self, part: StoredItem) -> LazyTensor:
-        item = open_zip(self.folder / part.file, part.start, part.num_bytes)
-        expected = self._tensors[part.region.name].dtype
-        if not isinstance(item, LazyTensor) or (item.shape, item.dtype) != (part.region.shape, expected):
-            raise CheckpointError(
-                f"{self.folder / part.file} is damaged: what is at byte {part.start} is not the part of "
-                f"{part.region.name} that the index says"
-            )
-        return item
 
 
 def open_torch_dist(folder: Path) -> TorchDistReader:
