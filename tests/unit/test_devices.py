@@ -151,6 +151,8 @@ for name in ("init", "_lazy_init", "device_count", "current_device", "get_device
     setattr(torch.cuda, name, lambda *_, name=name: started.append(name) or 0)
 from tools.ranks import import_engine
 import_engine()
+# Of Megatron's modules this one asks; the engine does without it.
+import megatron.core.dist_checkpointing.strategies.torch
 print(len(asked), set(asked), started)
 """
 

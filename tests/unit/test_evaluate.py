@@ -130,9 +130,9 @@ def test_the_model_is_evaluated_without_gradients_and_trains_on_afterwards(monke
         assert not torch.is_grad_enabled()
         return [torch.tensor([3.0, 2.0])]
 
-    def world_loss(losses: Any, chunks_: Any, groups_: Any, stop_requested: bool) -> Any:
-        assert (len(losses), chunks_, groups_, stop_requested) == (1, (), groups, False)
-        return LossSum(3.0, 2.0), {}, False
+    def world_loss(losses: Any, chunks_: Any, groups_: Any, flags: Any) -> Any:
+        assert (len(losses), chunks_, groups_, flags) == (1, (), groups, ())
+        return LossSum(3.0, 2.0), {}, []
 
     monkeypatch.setattr(step_module, "_schedule", schedule)
     monkeypatch.setattr(step_module, "_world_loss", world_loss)
