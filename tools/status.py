@@ -131,7 +131,7 @@ def _configured(folder: RunFolder) -> tuple[str, int | None]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         # A safe loader, whichever of the two it is.
-        content = yaml.load(folder.config.read_bytes(), loader)  # noqa: S506
+        content = yaml.load(folder.config.read_bytes(), loader)
         num_steps = content["train"]["num_steps"]
         return str(content["name"]), None if num_steps is None else int(num_steps)
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
@@ -185,7 +185,9 @@ def table(lines: Sequence[Line]) -> str:
     header = ("run", "step", "tokens", "loss", "validation", "saved", "heard of", "state")
     rows = [header, *(_cells(line) for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _cells(line: Line) -> tuple[str, ...]:

@@ -193,6 +193,7 @@ def _grid(across: Axis, up: Axis) -> Iterable[str]:
         anchor = "end" if last and place > 0.95 else "middle"
         yield f'<path class="grid" d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}"></path>'
         yield f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 17}" text-anchor="{anchor}">{in_short(tick)}</text>'
+    yield f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 3}" text-anchor="end">tokens</text>'
 
 
 def _placed(axis: Axis) -> Iterable[tuple[float, float]]:
@@ -247,9 +248,9 @@ def _dashes(number: int) -> str:
 
 
 def _round_step(rough: float) -> float:
-    """The next of 1, 2, 5, 10 times a power of ten."""
+    """The first of 1, 2, 5, 10 times a power of ten that is not far below."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.7 * rough)
 
 
 def _logarithmic_ticks(low: float, high: float) -> list[float]:

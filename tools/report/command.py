@@ -37,11 +37,9 @@ def run_report(args: argparse.Namespace) -> int:
     """Reads, writes, and says where the page is."""
     # NumPy, which `--help` need not wait for.
     from tools.report.page import page
-    from tools.report.reading import read_run
+    from tools.report.reading import read_runs
 
-    runs = [read_run(path) for path in args.runs]
-    if len({run.name for run in runs}) < len(runs):
-        raise ConfigError("two of the runs have one name: rename one of their folders, or of their files")
+    runs = read_runs(args.runs)
     first: Path = args.runs[0]
     output: Path = args.output or (first if first.is_dir() else first.parent) / "report.html"
     text = page(runs).encode()

@@ -19,6 +19,9 @@ from tools.words import count_in_millions, plural, size_in_words
 
 MOST_POINTS = 1000
 """Of a line."""
+MEANS_OF_NOISE = 100
+"""Points of a line that is noisy from step to step; the noise is the band around it."""
+_MOST_DOTS = 40
 _POINTS_OF_A_PAGE = 80_000
 _FEWEST_POINTS = 20
 _STEPS_OF_SPEED = 100
@@ -59,8 +62,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 def resolution_of(runs: Sequence[RunRecord]) -> int:
     """Points per line: fewer, the more lines there are, so that the page stays small."""
     blocks = sum(len(columns) for run in runs for columns in run.metrics.of_blocks.values())
-    # The edges of a band are two more lines.
-    lines = blocks + 3 * sum(len(run.metrics.figures) for run in runs)
+    lines = blocks + sum(len(run.metrics.figures) for run in runs)
     return min(MOST_POINTS, max(_FEWEST_POINTS, _POINTS_OF_A_PAGE // max(1, lines)))
 
 
@@ -68,16 +70,16 @@ def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
     marks = [mark for number, run in enumerate(runs) for mark in _marks(run, colour_of(number)[0])]
     starts = [mark for mark in marks if mark.kind == "start"]
 
-    def of(title: str, unit: str, name: str, *, band: bool = False, logarithmic: bool = False) -> str:
-        lines = _lines(runs, name, resolution, band=band)
+    def of(title: str, unit: str, name: str, *, noisy: bool = False, logarithmic: bool = False) -> str:
+        lines = _lines(runs, name, resolution, noisy=noisy)
         return chart(title, unit, lines, starts, logarithmic=logarithmic, from_zero=not logarithmic)
 
-    training = _lines(runs, "loss", resolution, band=len(runs) == 1)
+    training = _lines(runs, "loss", resolution, noisy=True)
     evaluations = _lines(runs, "validation_loss", resolution, dots=True)
     validation = _lines(runs, "validation_loss", resolution)
     yield _section(
         "Loss",
-        chart("Training loss, dots: validation", "nats per token", [*training, *evaluations], marks, cut_start=True),
+        chart("Training loss; dots: validation", "nats per token", [*training, *evaluations], marks, cut_start=True),
         chart("Validation loss", "nats per token", [*validation, *evaluations], starts, cut_start=True),
         chart("Bits per byte", "", _lines(runs, "bits_per_byte", resolution), starts, cut_start=True),
         note="Dashed: a start from a checkpoint. Triangles: steps that were skipped, as their gradient was not finite. "
@@ -86,19 +88,18 @@ def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
     yield _section("Learning rates", of("Backbone", "", "lr"), of("Tables", "", "value_lr"))
     yield _section(
         "Gradients",
-        of("Gradient norm", "", "grad_norm", band=True, logarithmic=True),
-        of("Gradient norm of the tables", "", "value_grad_norm", band=True, logarithmic=True),
+        of("Gradient norm", "", "grad_norm", noisy=True, logarithmic=True),
+        of("Gradient norm of the tables", "", "value_grad_norm", noisy=True, logarithmic=True),
     )
     yield _section(
         "Speed",
-        of("Throughput", "tokens/s", "tokens_per_s", band=True),
-        of("Operations of the model", "TFLOP/s per rank", "tflops_per_gpu", band=True),
+        of("Throughput", "tokens/s", "tokens_per_s", noisy=True),
+        of("Operations of the model", "TFLOP/s per rank", "tflops_per_gpu", noisy=True),
     )
-    stalls, saves = (_lines(runs, name, resolution, dots=True) for name in ("save_stall_s", "save_s"))
     yield _section(
         "Saves",
-        chart("Training stood still", "seconds", stalls, starts, from_zero=True),
-        chart("Written in", "seconds", saves, starts, from_zero=True),
+        of("Training stood still", "seconds", "save_stall_s", noisy=True),
+        of("Written in", "seconds", "save_s", noisy=True),
     )
     yield from _block_sections(runs, resolution)
 
@@ -112,13 +113,14 @@ def _section(title: str, *charts: str, note: str = "") -> str:
 
 
 def _lines(
-    runs: Sequence[RunRecord], name: str, resolution: int, *, band: bool = False, dots: bool = False
+    runs: Sequence[RunRecord], name: str, resolution: int, *, noisy: bool = False, dots: bool = False
 ) -> list[Line]:
     lines = []
     for number, run in enumerate(runs):
         if column := run.metrics.figures.get(name):
             colour, dash = colour_of(number)
-            lines.append(Line(run.name, colour, binned(column, resolution), dash, band, dots))
+            num_bins = min(resolution, _MOST_DOTS if dots else MEANS_OF_NOISE if noisy else MOST_POINTS)
+            lines.append(Line(run.name, colour, binned(column, num_bins), dash, band=noisy, dots=dots))
     return lines
 
 

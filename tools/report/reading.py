@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -96,6 +96,22 @@ class RunRecord:
     standing: Standing | None = None
 
 
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Runs, each by the name of its folder or file, or by its whole path where two have one name.
+
+    Raises:
+        ConfigError: one of them is no run or has no metrics yet, or is named twice.
+    """
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(f"a run is named twice: {', '.join(map(str, paths))}")
+    runs = [read_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [
+        run if names.count(run.name) == 1 else replace(run, name=str(path))
+        for path, run in zip(paths, runs, strict=True)
+    ]
+
+
 def read_run(path: Path) -> RunRecord:
     """A run's folder, or a file with the rows of one.
 
@@ -131,9 +147,7 @@ def _with_config(record: RunRecord, folder: RunFolder) -> RunRecord:
         vocab_size = model_vocab_size(config.model, open_saved_tokenizer(folder.tokenizer))
     except DataError:
         return replace(record, config=config)
-    return replace(
-        record, config=config, parameters=count_parameters(replace(config.model, vocab_size=vocab_size))
-    )
+    return replace(record, config=config, parameters=count_parameters(replace(config.model, vocab_size=vocab_size)))
 
 
 def read_metrics_file(path: Path) -> Metrics:
