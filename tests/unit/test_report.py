@@ -22,7 +22,7 @@ from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.history import End, Start, write_event
 from tools.cli import main
-from tools.report.charts import Axis, Line, chart, in_short
+from tools.report.charts import Axis, Line, Mark, chart, in_short
 from tools.report.page import page
 from tools.report.reading import Column, RunRecord, binned, read_metrics_file, read_run, read_runs
 
@@ -180,6 +180,18 @@ def test_a_line_stands_where_its_values_are() -> None:
     # Labels stand 4 units below their values' heights, and the plot 12 below the chart's edge.
     assert ticks["10"] == pytest.approx(top + 12 + 4, abs=0.11)
     assert ticks["0"] == pytest.approx(bottom + 12 + 4, abs=0.11)
+
+
+def test_marks_in_one_place_are_one_with_the_words_of_all() -> None:
+    points = binned(Column(array("d", [0.0, 1000.0]), array("d", [0.0, 1.0])), 9)
+    marks = [Mark("skip", tokens, f"at {tokens}", "red") for tokens in (500.0, 500.1, 900, 1001)]
+    marks += [Mark("start", 500.0, "go", "red"), *(Mark("save", 10, f"<{number}>", "red") for number in range(9))]
+    svg = chart("a", "", [Line("a", "red", points)], marks)
+    titles = parsed(svg).of("title")
+    assert titles == ["at 500.0; at 500.1", "at 900", "go", "<0>; <1>; <2>; <3>; <4>; and 4 more", "a"]
+    assert svg.count('class="skip"') == 2
+    # 58 to the left of the plot of 414, whose middle is at 500.
+    assert re.search(r'class="start"[^>]* d="M265\.0 ', svg)
 
 
 def test_a_steep_start_leaves_the_chart() -> None:

@@ -23,6 +23,8 @@ _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 _NUM_TICKS = 5
 # A steep start is cut off: the axis reaches as high as the values after this share of the tokens.
 _STEEP_START = 0.1
+# Of marks in one place.
+_MOST_WORDS = 5
 _DASHES = ("", "6 3", "2 3")
 
 
@@ -202,21 +204,25 @@ def _placed(axis: Axis) -> Iterable[tuple[float, float]]:
 
 
 def _marks(marks: Iterable[Mark], across: Axis) -> Iterable[str]:
-    drawn = set()
+    """Those of one kind in one place are drawn once, with the words of all."""
     bottom = HEIGHT - _BOTTOM
+    together: dict[tuple[str, int, str], list[Mark]] = {}
     for mark in marks:
-        x = _LEFT + _PLOT_WIDTH * mark.tokens / across.high
-        # Of many in one place one can be seen.
-        if (mark.kind, spot := (round(x), mark.colour)) in drawn or x > WIDTH - _RIGHT + 0.5:
-            continue
-        drawn.add((mark.kind, spot))
+        place = mark.tokens / across.high
+        # One that lies past all lines would stand outside of the chart.
+        if place <= 1:
+            together.setdefault((mark.kind, round(place * _PLOT_WIDTH), mark.colour), []).append(mark)
+    for (kind, _, colour), held in together.items():
+        x = _LEFT + _PLOT_WIDTH * held[0].tokens / across.high
         path = {
             "start": f"M{x:.1f} {_TOP}V{bottom}",
             "skip": f"M{x:.1f} {_TOP + 7}l-4 -7h8z",
             "save": f"M{x:.1f} {bottom}v-7",
-        }[mark.kind]
-        style = f'style="--c:{mark.colour}"'
-        yield f'<path class="mark {mark.kind}" {style} d="{path}"><title>{escape(mark.label)}</title></path>'
+        }[kind]
+        words = "; ".join(mark.label for mark in held[:_MOST_WORDS])
+        if len(held) > _MOST_WORDS:
+            words += f"; and {len(held) - _MOST_WORDS} more"
+        yield f'<path class="{kind}" style="--c:{colour}" d="{path}"><title>{escape(words)}</title></path>'
 
 
 def _drawn(line: Line, across: Axis, up: Axis) -> str:
