@@ -169,11 +169,11 @@ def coordinates(svg: str, kind: str) -> list[tuple[float, float]]:
 
 
 def test_a_line_stands_where_its_values_are() -> None:
-    """From the left edge at no tokens to the right edge at the last; higher values above lower ones, by the ticks."""
+    """From the left edge at no tokens to 1 / 1.02 of the width at the last; higher values above lower ones, by the ticks."""
     points = binned(Column(array("d", [0.0, 50.0, 100.0]), array("d", [0.0, 10.0, 5.0])), 9)
     svg = chart("a", "", [Line("a", "red", points)], from_zero=True)
     (left, bottom), (middle, top), (right, half) = coordinates(svg, "line")
-    assert (left, middle, right) == (0, pytest.approx(207, abs=0.1), pytest.approx(414, abs=0.1))
+    assert (left, middle, right) == (0, pytest.approx(207 / 1.02, abs=0.1), pytest.approx(414 / 1.02, abs=0.1))
     assert bottom > half > top > 0
     assert half == pytest.approx((top + bottom) / 2, abs=0.11)
     ticks = {text: float(y) for y, text in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)</text>', svg)}
@@ -184,14 +184,14 @@ def test_a_line_stands_where_its_values_are() -> None:
 
 def test_marks_in_one_place_are_one_with_the_words_of_all() -> None:
     points = binned(Column(array("d", [0.0, 1000.0]), array("d", [0.0, 1.0])), 9)
-    marks = [Mark("skip", tokens, f"at {tokens}", "red") for tokens in (500.0, 500.1, 900, 1001)]
+    marks = [Mark("skip", tokens, f"at {tokens}", "red") for tokens in (500.0, 500.1, 900, 1021)]
     marks += [Mark("start", 500.0, "go", "red"), *(Mark("save", 10, f"<{number}>", "red") for number in range(9))]
     svg = chart("a", "", [Line("a", "red", points)], marks)
     titles = parsed(svg).of("title")
     assert titles == ["at 500.0; at 500.1", "at 900", "go", "<0>; <1>; <2>; <3>; <4>; and 4 more", "a"]
     assert svg.count('class="skip"') == 2
-    # 58 to the left of the plot of 414, whose middle is at 500.
-    assert re.search(r'class="start"[^>]* d="M265\.0 ', svg)
+    # 58 to the left of the plot of 414, which ends at 1020 tokens.
+    assert re.search(r'class="start"[^>]* d="M260\.9 ', svg)
 
 
 def test_a_steep_start_leaves_the_chart() -> None:

@@ -162,7 +162,8 @@ def in_short(value: float) -> str:
 
 def _token_axis(lines: Sequence[Line]) -> Axis:
     last = max(float(line.points.tokens.max()) for line in lines)
-    return Axis(0.0, last or 1.0)
+    # Room for half a dot behind the last.
+    return Axis(0.0, 1.02 * last or 1.0)
 
 
 def _value_axis(lines: Sequence[Line], *, logarithmic: bool, from_zero: bool, cut_start: bool) -> Axis:
