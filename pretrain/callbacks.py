@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
+from pretrain.history import End, Start, now, write_event
 from pretrain.owner import Owner
 from pretrain.progress import Progress
 from pretrain.run import Run
@@ -187,6 +189,23 @@ class MemoryUsage(Callback):
             self._collector.start()
 
 
+class History(Callback):
+    """`history.jsonl`: where the run was started, and where it came to its end or was asked to stop. The owner only.
+
+    After the checkpoints, so that an end says that all was saved; a start without one has failed, or goes on. Rows of
+    `metrics.jsonl` stay those of an uninterrupted run.
+    """
+
+    def on_start(self, run: Run) -> None:
+        state = run.state
+        write_event(
+            run.folder, Start(state.step, state.consumed_tokens, now(), socket.gethostname(), run.groups.world_size)
+        )
+
+    def on_end(self, run: Run) -> None:
+        write_event(run.folder, End(run.state.step, run.state.consumed_tokens, now()))
+
+
 class ProgressLine(Callback):
     """Loss, tokens per second and time left, on stderr. Rank 0 only."""
 
@@ -303,7 +322,8 @@ class Evaluations(Callback):
 
 
 def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
-    """The callbacks that the configuration asks for, on this rank, and what guards the folder if this rank owns it."""
+    """The callbacks that the configuration asks for, on this rank, and what guards the folder, and records who trained
+    in it, if this rank owns it."""
     measuring: list[Callback] = [] if owner is None else [Ownership(owner)]
     if run.config.model.memory is not None and run.config.logging.memory_every_steps:
         measuring.append(MemoryUsage())
@@ -316,4 +336,5 @@ def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
             listeners.append(WandB())
     # An evaluation comes after the step's row is written and before its checkpoint, so that a resumed run neither
     # repeats nor misses one.
-    return [*measuring, *listeners, Evaluations(listeners), Checkpoints(listeners)]
+    recording: list[Callback] = [] if owner is None else [History()]
+    return [*measuring, *listeners, Evaluations(listeners), Checkpoints(listeners), *recording]

@@ -16,6 +16,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.history = path / "history.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.data_cache = path / "data_cache"

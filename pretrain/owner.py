@@ -123,6 +123,39 @@ class _Found:
         return False
 
 
+@dataclass(frozen=True)
+class Presence:
+    """Who owns a folder, as far as one look tells.
+
+    Attributes:
+        claim: the one that counts; None if it cannot be read.
+        ended: its owner said that it has ended.
+        alive: whether the owner is alive; None if its process cannot be looked for from here.
+        beat_age_s: seconds since its last beat, by this machine's clock and the file system's.
+    """
+
+    claim: Claim | None
+    ended: bool
+    alive: bool | None
+    beat_age_s: float
+
+
+def look(folder: RunFolder) -> Presence | None:
+    """One look at who owns a folder, without a claim and without waiting; None if nobody ever did."""
+    found = _highest(folder.owner)
+    if found is None:
+        return None
+    alive: bool | None = False
+    if not found.ended:
+        alive = found.claim.is_alive(Claim.of_this_process()) if found.claim else None
+    try:
+        age_s = time.time() - found.path.stat().st_mtime
+    except FileNotFoundError:
+        # Its successor has removed it since: look at that one.
+        return look(folder)
+    return Presence(found.claim, found.ended, alive, max(0.0, age_s))
+
+
 class Owner:
     """The claim of this process on a folder, as long as `owned` lasts."""
 

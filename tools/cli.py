@@ -29,6 +29,8 @@ COMMAND_MODULES = (
     "tools.generate",
     "tools.checkpoint.command",
     "tools.plot",
+    "tools.report.command",
+    "tools.status",
     "tools.bench.command",
     "tools.compare.command",
     "tools.recall",

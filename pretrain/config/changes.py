@@ -10,7 +10,7 @@ from pretrain.config.schema import RunConfig
 
 def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
     """What differs between two configurations: "key: before -> now" by key."""
-    old, new = _flat(to_dict(before)), _flat(to_dict(now))
+    old, new = flat(to_dict(before)), flat(to_dict(now))
     return {
         key: f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
         for key in sorted(old.keys() | new.keys())
@@ -18,7 +18,8 @@ def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
     }
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by path, as in `train.num_steps`."""
     if isinstance(value, dict):
-        return {key: leaf for name, part in value.items() for key, leaf in _flat(part, f"{prefix}{name}.").items()}
+        return {key: leaf for name, part in value.items() for key, leaf in flat(part, f"{prefix}{name}.").items()}
     return {prefix.removesuffix("."): value}

@@ -38,6 +38,7 @@ from pretrain.config.schema import (
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.evaluate import Evaluation
 from pretrain.folder import RunFolder
+from pretrain.history import End, Start, read_history
 from pretrain.optimizer import GradientNorms
 from pretrain.run import Run
 from pretrain.state import RunState
@@ -453,6 +454,45 @@ def test_a_resumed_run_keeps_rows_up_to_its_checkpoint_and_its_steps_fall_alike(
     assert world.log[:3] == ["observe", "seed 5 6", "step 7"]
     assert [line for line in world.log if line.startswith("save")] == ["save 8", "save 12"]
     assert [step.groups["values"][0] for step in world.steps] == VALUE_RATES[6:]
+
+
+def owner_of(checks: list[str]) -> Any:
+    return SimpleNamespace(check=lambda: checks.append("check"))
+
+
+def test_an_owner_records_where_it_started_and_that_all_was_saved(make: Any) -> None:
+    """Two starts: one is asked to stop at the fifth step, the other ends with an error."""
+    world, checks = make(spaced(checkpoint=4)), list[str]()
+    world.asked = 5
+    with pytest.raises(StoppedEarly):
+        loop.train(world.run, default_callbacks(world.run, owner_of(checks)))
+    resumed = make(state=world.run.state)
+    resumed.skipped = set(range(6, 20))
+    with pytest.raises(UserError, match="no finite gradient"):
+        loop.train(resumed.run, default_callbacks(resumed.run, owner_of(checks)))
+    start, end, again = read_history(world.run.folder)
+    assert isinstance(start, Start)
+    assert isinstance(end, End)
+    assert isinstance(again, Start)
+    assert (start.step, start.consumed_tokens, start.num_ranks) == (0, 0, WORLD_SIZE)
+    assert (end.step, end.consumed_tokens) == (5, world.run.state.consumed_tokens)
+    assert (again.step, again.consumed_tokens) == (5, end.consumed_tokens)
+    assert "check" in checks
+
+
+def test_an_end_is_recorded_after_the_last_save(make: Any) -> None:
+    world = make()
+    events: list[int] = []
+    finish = world.run.saver.finish
+
+    def finish_and_count() -> None:
+        events.append(len(read_history(world.run.folder)))
+        finish()
+
+    world.run.saver.finish = finish_and_count
+    loop.train(world.run, default_callbacks(world.run, owner_of([])))
+    assert events[-1] == 1
+    assert len(read_history(world.run.folder)) == 2
 
 
 def test_ranks_but_the_first_write_nothing_and_take_part_in_all_else(make: Any) -> None:

@@ -1,0 +1,271 @@
+"""Charts against tokens as SVG inside a page.
+
+Not matplotlib's: its SVG has fixed colours, where these follow the page's, light or dark, and takes ten times the bytes
+for a line, where a page of a long run with many blocks shall stay below 2 MB. A chart has no state and no script; what
+its lines are called is in `<title>` elements, which browsers show under the pointer, and in the page's legend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from tools.report.reading import Binned
+
+WIDTH, HEIGHT = 480, 270
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 12, 36
+_PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+_NUM_TICKS = 5
+# A steep start is cut off: the axis reaches as high as the values after this share of the tokens.
+_STEEP_START = 0.1
+# Of marks in one place.
+_MOST_WORDS = 5
+_DASHES = ("", "6 3", "2 3")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        label: what it is called under the pointer.
+        colour: CSS.
+        points: at least one.
+        dash: 0: solid; 1 and 2: other patterns.
+        band: fill between the least and the most of each range.
+        dots: a dot at each point, and no line.
+    """
+
+    label: str
+    colour: str
+    points: Binned
+    dash: int = 0
+    band: bool = False
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened.
+
+    Attributes:
+        kind: "start": a line across the chart; "skip": a triangle above; "save": a tick below.
+        tokens: when.
+        label: what, under the pointer.
+        colour: CSS.
+    """
+
+    kind: str
+    tokens: float
+    label: str
+    colour: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a chart shows between which values.
+
+    Attributes:
+        low, high: ends, `low` below `high`.
+        logarithmic: both are above 0, and steps are factors.
+    """
+
+    low: float
+    high: float
+    logarithmic: bool = False
+
+    def place(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Where values are, from 0 at the low end to 1 at the high one."""
+        if self.logarithmic:
+            # What is not above 0 lies below any axis.
+            return np.log(np.maximum(values, self.low * 1e-3) / self.low) / math.log(self.high / self.low)
+        return (values - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """Round values within the axis."""
+        if self.logarithmic:
+            return _logarithmic_ticks(self.low, self.high)
+        step = _round_step((self.high - self.low) / _NUM_TICKS)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [number * step for number in range(first, last + 1)]
+
+
+def chart(
+    title: str,
+    unit: str,
+    lines: Sequence[Line],
+    marks: Iterable[Mark] = (),
+    *,
+    logarithmic: bool = False,
+    from_zero: bool = False,
+    cut_start: bool = False,
+) -> str:
+    """A figure with its title; the empty text without lines.
+
+    Args:
+        title: what is shown.
+        unit: of the values; may be empty.
+        lines: drawn in their order.
+        marks: drawn below them.
+        logarithmic: steps of the value axis are factors, if all values are above 0.
+        from_zero: the value axis starts at 0.
+        cut_start: let a steep start leave the chart.
+    """
+    if not lines:
+        return ""
+    across = _token_axis(lines)
+    up = _value_axis(lines, logarithmic=logarithmic, from_zero=from_zero, cut_start=cut_start)
+    # An SVG within cuts off what leaves it.
+    inside = f'<svg x="{_LEFT}" y="{_TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}">'
+    drawn = "".join(_drawn(line, across, up) for line in lines)
+    parts = [*_grid(across, up), *_marks(marks, across), f"{inside}{drawn}</svg>"]
+    head = escape(f"{title} ({unit})" if unit else title)
+    return (
+        f'<figure><figcaption>{head}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{head}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
+
+
+def colour_of(number: int) -> tuple[str, int]:
+    """The colour and the dash of a run: seven colours that colour-blind readers can tell apart, then dashed, dotted."""
+    return f"var(--run-{number % NUM_COLOURS})", number // NUM_COLOURS % len(_DASHES)
+
+
+NUM_COLOURS = 7
+
+
+def shade_of(number: int, count: int) -> str:
+    """The colour of a block: from blue to red with the depth."""
+    return f"hsl({240 - round(240 * number / max(1, count - 1))} 70% var(--block-light))"
+
+
+def key(label: str, colour: str, dash: int = 0) -> str:
+    """An entry of a legend."""
+    return (
+        f'<span class="key"><svg viewBox="0 0 24 10" class="swatch" aria-hidden="true"><line x1="0" x2="24" y1="5" '
+        f'y2="5" style="stroke:{colour}"{_dashes(dash)}></line></svg>{escape(label)}</span>'
+    )
+
+
+def in_short(value: float) -> str:
+    """A tick's label: "250M", "0.02", "1e-05"."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{suffix}"
+    return "0" if abs(value) < 1e-300 else f"{value:.3g}"
+
+
+def _token_axis(lines: Sequence[Line]) -> Axis:
+    last = max(float(line.points.tokens.max()) for line in lines)
+    # Room for half a dot behind the last.
+    return Axis(0.0, 1.02 * last or 1.0)
+
+
+def _value_axis(lines: Sequence[Line], *, logarithmic: bool, from_zero: bool, cut_start: bool) -> Axis:
+    shown = [_shown_values(line, cut_start=cut_start) for line in lines]
+    low, high = min(float(values.min()) for values in shown), max(float(values.max()) for values in shown)
+    if logarithmic and low > 0:
+        return Axis(low / 1.1, high * 1.1, logarithmic=True)
+    if from_zero:
+        low = min(0.0, low)
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return Axis(low if from_zero and low == 0 else low - margin, high + margin)
+
+
+def _shown_values(line: Line, *, cut_start: bool) -> np.ndarray[Any, Any]:
+    points = line.points
+    late = points.tokens >= (_STEEP_START * points.tokens.max() if cut_start else 0)
+    edges = (points.low, points.high) if line.band else (points.mean,)
+    return np.concatenate([edge[late] for edge in edges])
+
+
+def _grid(across: Axis, up: Axis) -> Iterable[str]:
+    for tick, place in _placed(up):
+        y = _TOP + _PLOT_HEIGHT * (1 - place)
+        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"></path>'
+        yield f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{in_short(tick)}</text>'
+    placed = list(_placed(across))
+    for number, (tick, place) in enumerate(placed):
+        x, last = _LEFT + _PLOT_WIDTH * place, number == len(placed) - 1
+        # The last label would reach over the edge if it stood below its tick.
+        anchor = "end" if last and place > 0.95 else "middle"
+        yield f'<path class="grid" d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}"></path>'
+        yield f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 17}" text-anchor="{anchor}">{in_short(tick)}</text>'
+    yield f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 3}" text-anchor="end">tokens</text>'
+
+
+def _placed(axis: Axis) -> Iterable[tuple[float, float]]:
+    ticks = axis.ticks()
+    return zip(ticks, axis.place(np.array(ticks)).tolist(), strict=True)
+
+
+def _marks(marks: Iterable[Mark], across: Axis) -> Iterable[str]:
+    """Those of one kind in one place are drawn once, with the words of all."""
+    bottom = HEIGHT - _BOTTOM
+    together: dict[tuple[str, int, str], list[Mark]] = {}
+    for mark in marks:
+        place = mark.tokens / across.high
+        # One that lies past all lines would stand outside of the chart.
+        if place <= 1:
+            together.setdefault((mark.kind, round(place * _PLOT_WIDTH), mark.colour), []).append(mark)
+    for (kind, _, colour), held in together.items():
+        x = _LEFT + _PLOT_WIDTH * held[0].tokens / across.high
+        path = {
+            "start": f"M{x:.1f} {_TOP}V{bottom}",
+            "skip": f"M{x:.1f} {_TOP + 7}l-4 -7h8z",
+            "save": f"M{x:.1f} {bottom}v-7",
+        }[kind]
+        words = "; ".join(mark.label for mark in held[:_MOST_WORDS])
+        if len(held) > _MOST_WORDS:
+            words += f"; and {len(held) - _MOST_WORDS} more"
+        yield f'<path class="{kind}" style="--c:{colour}" d="{path}"><title>{escape(words)}</title></path>'
+
+
+def _drawn(line: Line, across: Axis, up: Axis) -> str:
+    points = line.points
+    x = _PLOT_WIDTH * across.place(points.tokens)
+    title = f"<title>{escape(line.label)}</title>"
+    if line.dots or len(x) == 1:
+        dots = "".join(f"M{left:.1f} {top:.1f}h0" for left, top in zip(x, _heights(points.mean, up), strict=True))
+        return f'<path class="dots" style="stroke:{line.colour}" d="{dots}">{title}</path>'
+    band = ""
+    if line.band and (points.high > points.low).any():
+        there, back = _path(x, _heights(points.high, up)), _path(x[::-1], _heights(points.low, up)[::-1])
+        band = f'<path class="band" style="fill:{line.colour}" d="M{there}L{back}z"></path>'
+    style = f'style="stroke:{line.colour}"{_dashes(line.dash)}'
+    return f'{band}<path class="line" {style} d="M{_path(x, _heights(points.mean, up))}">{title}</path>'
+
+
+def _heights(values: np.ndarray[Any, Any], up: Axis) -> np.ndarray[Any, Any]:
+    """Within the plot, or at most as far outside of it as it is high."""
+    return _PLOT_HEIGHT * (1 - np.clip(up.place(values), -1, 2))
+
+
+def _path(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> str:
+    return " ".join(f"{left:.1f} {top:.1f}" for left, top in zip(x.tolist(), y.tolist(), strict=True))
+
+
+def _dashes(number: int) -> str:
+    return f' stroke-dasharray="{_DASHES[number]}"' if number else ""
+
+
+def _round_step(rough: float) -> float:
+    """The first of 1, 2, 5, 10 times a power of ten that is not far below."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.7 * rough)
+
+
+def _logarithmic_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, or these and their halves and fifths, or round steps where the axis is short."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1,), (1, 3), (1, 2, 5)):
+        ticks = [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
+        if len(ticks) >= 3:
+            stride = math.ceil(len(ticks) / (2 * _NUM_TICKS))
+            return ticks[::stride]
+    return [tick for tick in Axis(low, high).ticks() if tick > 0]

@@ -1,0 +1,264 @@
+"""The page of a report: one HTML file that needs nothing else, for a screen or a phone, light or dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from html import escape
+from statistics import median
+
+import numpy as np
+
+from pretrain.config.changes import flat
+from pretrain.config.loader import to_dict
+from tools.report.charts import Line, Mark, chart, colour_of, key, shade_of
+from tools.report.reading import Binned, Column, RunRecord, binned
+from tools.report.style import STYLE
+from tools.standing import duration
+from tools.words import count_in_millions, plural, size_in_words
+
+MOST_POINTS = 1000
+"""Of a line."""
+MEANS_OF_NOISE = 100
+"""Points of a line that is noisy from step to step; the noise is the band around it."""
+_MOST_DOTS = 40
+_POINTS_OF_A_PAGE = 80_000
+_FEWEST_POINTS = 20
+_STEPS_OF_SPEED = 100
+
+_BLOCK_TITLES = {
+    "coverage": ("Coverage", "share of rows that a step reads"),
+    "kl_to_uniform": ("Distance from even reads", "nats"),
+    "top1_score": ("Score of the best entry", ""),
+    "topk_score": ("Mean score of what is read", ""),
+    "output_std": ("Output", "standard deviation"),
+    "singular_value_1": ("Largest singular value of the cores", "mean over heads"),
+    "singular_value_2": ("Second singular value of the cores", "mean over heads"),
+}
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """The HTML of runs, the first of which comes first everywhere."""
+    resolution = resolution_of(runs)
+    names = ", ".join(run.name for run in runs)
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    several = len(runs) > 1
+    legend = "".join(key(run.name, *colour_of(number)) for number, run in enumerate(runs))
+    parts = [
+        f"<h1>{escape(names)}</h1><p>megamem report, {written}</p>",
+        f'<div class="cards">{"".join(map(_card, range(len(runs)), runs))}</div>',
+        f'<p class="legend">{legend}</p>' if several else "",
+        *_sections(runs, resolution),
+        _differences(runs) if several else "",
+        _notes(resolution),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(names)}</title><style>{STYLE}</style></head>\n<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def resolution_of(runs: Sequence[RunRecord]) -> int:
+    """Points per line: fewer, the more lines there are, so that the page stays small."""
+    blocks = sum(len(columns) for run in runs for columns in run.metrics.of_blocks.values())
+    lines = blocks + sum(len(run.metrics.figures) for run in runs)
+    return min(MOST_POINTS, max(_FEWEST_POINTS, _POINTS_OF_A_PAGE // max(1, lines)))
+
+
+def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
+    marks = [mark for number, run in enumerate(runs) for mark in _marks(run, colour_of(number)[0])]
+    starts = [mark for mark in marks if mark.kind == "start"]
+
+    def of(title: str, unit: str, name: str, *, noisy: bool = False, logarithmic: bool = False) -> str:
+        lines = _lines(runs, name, resolution, noisy=noisy)
+        return chart(title, unit, lines, starts, logarithmic=logarithmic, from_zero=not logarithmic)
+
+    training = _lines(runs, "loss", resolution, noisy=True)
+    evaluations = _lines(runs, "validation_loss", resolution, dots=True)
+    validation = _lines(runs, "validation_loss", resolution)
+    yield _section(
+        "Loss",
+        chart("Training loss; dots: validation", "nats per token", [*training, *evaluations], marks, cut_start=True),
+        chart("Validation loss", "nats per token", [*validation, *evaluations], starts, cut_start=True),
+        chart("Bits per byte", "", _lines(runs, "bits_per_byte", resolution), starts, cut_start=True),
+        note="Dashed: a start from a checkpoint. Triangles: steps that were skipped, as their gradient was not finite. "
+        "Ticks below: saves.",
+    )
+    yield _section("Learning rates", of("Backbone", "", "lr"), of("Tables", "", "value_lr"))
+    yield _section(
+        "Gradients",
+        of("Gradient norm", "", "grad_norm", noisy=True, logarithmic=True),
+        of("Gradient norm of the tables", "", "value_grad_norm", noisy=True, logarithmic=True),
+    )
+    yield _section(
+        "Speed",
+        of("Throughput", "tokens/s", "tokens_per_s", noisy=True),
+        of("Operations of the model", "TFLOP/s per rank", "tflops_per_gpu", noisy=True),
+    )
+    yield _section(
+        "Saves",
+        of("Training stood still", "seconds", "save_stall_s", noisy=True),
+        of("Written in", "seconds", "save_s", noisy=True),
+    )
+    yield from _block_sections(runs, resolution)
+
+
+def _section(title: str, *charts: str, note: str = "") -> str:
+    """Charts below a heading; nothing where no chart has lines."""
+    if not any(charts):
+        return ""
+    said = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<section><h2>{escape(title)}</h2>{said}<div class="charts">{"".join(charts)}</div></section>'
+
+
+def _lines(
+    runs: Sequence[RunRecord], name: str, resolution: int, *, noisy: bool = False, dots: bool = False
+) -> list[Line]:
+    lines = []
+    for number, run in enumerate(runs):
+        if column := run.metrics.figures.get(name):
+            colour, dash = colour_of(number)
+            num_bins = min(resolution, _MOST_DOTS if dots else MEANS_OF_NOISE if noisy else MOST_POINTS)
+            lines.append(Line(run.name, colour, binned(column, num_bins), dash, band=noisy, dots=dots))
+    return lines
+
+
+def _marks(run: RunRecord, colour: str) -> Iterator[Mark]:
+    # The first start is where every run begins.
+    for number, start in enumerate(run.starts[1:], start=2):
+        words = f"{run.name}: start {number} at step {start.step:,}, {start.at}, {plural(start.num_ranks, 'rank')}"
+        yield Mark("start", start.consumed_tokens, words, colour)
+    for tokens, steps in run.metrics.skipped:
+        yield Mark("skip", tokens, f"{run.name}: {plural(steps, 'step')} skipped", colour)
+    for tokens in run.metrics.figures.get("save_s", Column()).tokens:
+        yield Mark("save", tokens, f"{run.name}: saved", colour)
+
+
+def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
+    """How memories and experts do: a line per block for each run, and of several runs their means side by side."""
+    with_blocks = [(number, run) for number, run in enumerate(runs) if run.metrics.of_blocks]
+    names = sorted(
+        {name for _, run in with_blocks for name in run.metrics.of_blocks},
+        key=lambda name: (list(_BLOCK_TITLES).index(name) if name in _BLOCK_TITLES else len(_BLOCK_TITLES), name),
+    )
+    if len(runs) > 1:
+        charts = []
+        for name in names:
+            lines = []
+            for number, run in with_blocks:
+                if columns := run.metrics.of_blocks.get(name):
+                    colour, dash = colour_of(number)
+                    lines.append(Line(run.name, colour, _over_blocks(columns, resolution), dash, band=True))
+            charts.append(chart(*_block_title(name), lines, from_zero=True))
+        yield _section("Memory, mean over its blocks", *charts, note="Shaded: from the lowest to the highest block.")
+    for _, run in with_blocks:
+        blocks = sorted({block for columns in run.metrics.of_blocks.values() for block in columns})
+        colours = {block: shade_of(place, len(blocks)) for place, block in enumerate(blocks)}
+        charts = [
+            chart(
+                *_block_title(name),
+                [
+                    Line(f"block {block}", colours[block], binned(column, resolution))
+                    for block, column in run.metrics.of_blocks[name].items()
+                ],
+                from_zero=True,
+            )
+            for name in names
+            if name in run.metrics.of_blocks
+        ]
+        legend = "".join(key(f"block {block}", colour) for block, colour in colours.items())
+        title = f"Memory of {run.name}, block by block" if len(runs) > 1 else "Memory, block by block"
+        yield f'{_section(title, *charts)}<p class="legend">{legend}</p>'
+
+
+def _block_title(name: str) -> tuple[str, str]:
+    return _BLOCK_TITLES.get(name, (name.replace("_", " ").capitalize(), ""))
+
+
+def _over_blocks(columns: dict[int, Column], resolution: int) -> Binned:
+    """Mean, least and most over blocks of the same observed steps."""
+    binned_blocks = [binned(column, resolution) for column in columns.values()]
+    length = min(len(block.tokens) for block in binned_blocks)
+    table = np.stack([block.mean[:length] for block in binned_blocks])
+    return Binned(binned_blocks[0].tokens[:length], table.mean(0), table.min(0), table.max(0))
+
+
+def _card(number: int, run: RunRecord) -> str:
+    """What a run is and how far it is."""
+    colour, dash = colour_of(number)
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in _summary(run))
+    return f'<section class="card"><h2>{key(run.name, colour, dash)}</h2><dl>{rows}</dl></section>'
+
+
+def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
+    metrics, config = run.metrics, run.config
+    last = {name: column.values[-1] for name, column in metrics.figures.items()}
+    if run.standing:
+        yield "state", str(run.standing)
+    if run.config_problem:
+        yield "configuration", f"cannot be read by this version: {run.config_problem}"
+    if config is not None:
+        model, memory = config.model, config.model.memory
+        kind = memory.kind if memory else "dense"
+        yield "model", f"{kind}, {plural(model.num_layers, 'block')} of width {model.hidden_size:,}"
+    if counts := run.parameters:
+        tables = f", {count_in_millions(counts.tables)} in tables" if counts.tables else ""
+        yield "parameters", f"{count_in_millions(counts.total)}{tables}, {count_in_millions(counts.active)} active"
+    of = f" of {config.train.num_steps:,}" if config else ""
+    yield "step", f"{metrics.step:,}{of}"
+    yield "tokens", count_in_millions(metrics.tokens)
+    if "loss" in last:
+        yield "loss", f"{last['loss']:.4f} nats per token"
+    if "validation_loss" in last:
+        yield "validation loss", f"{last['validation_loss']:.4f} nats, {last['bits_per_byte']:.4f} bits per byte"
+    if "tokens_per_s" in last:
+        recent = metrics.figures["tokens_per_s"].values[-_STEPS_OF_SPEED:]
+        yield "speed", f"{median(recent):,.0f} tokens/s (median of the last {plural(len(recent), 'row')})"
+    if left := _time_left(run):
+        yield "time left", left
+    if run.starts:
+        yield "started", plural(len(run.starts), "time")
+    if num_skipped := sum(steps for _, steps in metrics.skipped):
+        yield "skipped", plural(num_skipped, "step")
+    if "save_bytes" in last:
+        stalled_s = sum(metrics.figures["save_stall_s"].values)
+        saves = plural(len(metrics.figures["save_bytes"]), "save")
+        yield "saves", f"{saves}, the last of {size_in_words(int(last['save_bytes']))}; stalled {duration(stalled_s)}"
+
+
+def _time_left(run: RunRecord) -> str:
+    """At the pace of the last steps, without evaluations and saves; empty unless the run is running."""
+    step_s = run.metrics.figures.get("step_s")
+    if run.config is None or step_s is None or run.standing is None or run.standing.state != "running":
+        return ""
+    steps = run.config.train.num_steps - run.metrics.step
+    return f"{duration(steps * median(step_s.values[-_STEPS_OF_SPEED:]))} for {plural(steps, 'step')}"
+
+
+def _differences(runs: Sequence[RunRecord]) -> str:
+    """A table of the configuration's keys in which runs differ."""
+    configured = [run for run in runs if run.config is not None]
+    leaves = [flat(to_dict(run.config)) for run in configured]
+    keys = sorted({name for of_run in leaves for name in of_run})
+    rows = [(name, [str(of_run.get(name, "not set")) for of_run in leaves]) for name in keys]
+    different = [(name, values) for name, values in rows if len(set(values)) > 1]
+    if len(configured) < 2:
+        return ""
+    if not different:
+        return "<section><h2>Configurations</h2><p>They are the same.</p></section>"
+    head = _row("th", ["key", *(run.name for run in configured)])
+    body = "".join(_row("td", [name, *values]) for name, values in different)
+    table = f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    return f"<section><h2>Where the configurations differ</h2>{table}</section>"
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _notes(resolution: int) -> str:
+    return (
+        f'<p class="note">A line has at most {resolution:,} points: means of equal ranges of tokens; where it is shaded, '
+        "from the smallest to the largest value of each. A steep start may leave the chart of losses.</p>"
+    )

@@ -1,0 +1,110 @@
+"""How a run stands, by one look at its folder: nothing is written, nothing is waited for, and no torch is imported."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
+from pretrain.history import End, read_history
+from pretrain.owner import LAPSE_S, Presence, look
+
+State: TypeAlias = Literal["running", "silent", "finished", "stopped", "failed", "killed", "unknown"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run does, or how it ended.
+
+    Attributes:
+        state: running; silent: its owner is on another machine and has not beaten for a minute; finished: all steps are
+            done; stopped: as it was asked to, with a checkpoint; failed: it ended with an error; killed: its process is
+            gone and never said that it ended; unknown: from before ends were recorded.
+        detail: who and since when, in words; empty where there is nothing to say.
+    """
+
+    state: State
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.detail})" if self.detail else self.state
+
+
+def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing:
+    """How a run stands.
+
+    Args:
+        folder: the run's.
+        step: the last one in its metrics.
+        num_steps: steps that it is to take; None if that is not known.
+    """
+    presence = look(folder)
+    if presence is not None and not presence.ended:
+        return _claimed(presence)
+    if num_steps is not None and step >= num_steps:
+        return Standing("finished")
+    events = read_history(folder)
+    if not events:
+        return Standing("unknown", "how it ended was not recorded")
+    last = events[-1]
+    return Standing("stopped" if isinstance(last, End) else "failed", f"at step {max(step, last.step)}")
+
+
+def _claimed(presence: Presence) -> Standing:
+    """Of a run whose owner did not say that it has ended."""
+    who = "somebody" if presence.claim is None else _owner_in_words(presence)
+    if presence.alive or (presence.alive is None and presence.beat_age_s < LAPSE_S):
+        return Standing("running", who)
+    if presence.alive is None:
+        return Standing("silent", f"{who}, no beat for {duration(presence.beat_age_s)}")
+    return Standing("killed", who)
+
+
+def _owner_in_words(presence: Presence) -> str:
+    claim = presence.claim
+    assert claim is not None
+    job = f", Slurm job {claim.job}" if claim.job else ""
+    return f"process {claim.pid} on {claim.host} since {claim.since}{job}"
+
+
+def duration(seconds: float) -> str:
+    """ "40 s", "12 min", "3.5 h", "2.1 d"."""
+    for unit, size, digits in (("d", 86400.0, 1), ("h", 3600.0, 1), ("min", 60.0, 0)):
+        if seconds >= size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The run folders at a path: itself, or all below it that are in no other run, by name.
+
+    Raises:
+        ConfigError: there is no such folder, or no run in it.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder. Name run folders of `megamem train`, or a folder that holds some")
+    found = sorted(_runs_below(path))
+    if not found:
+        raise ConfigError(f"{path} holds no run: a run's folder has config.yaml, which `megamem train` writes")
+    return found
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    for folder, inner, files in os.walk(path):
+        if RunFolder(path).config.name in files:
+            # What a run keeps of its own (replays, checkpoints) is no run beside it.
+            inner.clear()
+            yield Path(folder)
+
+
+def metrics_age_s(folder: RunFolder) -> float | None:
+    """Seconds since the metrics were last written; None if there are none."""
+    try:
+        return max(0.0, time.time() - folder.metrics.stat().st_mtime)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,209 @@
+"""`megamem status`: a line per run: how far it is, what it does, and when it was last heard of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.checkpoint.folder import list_checkpoints, read_state
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.folder import RunFolder
+from tools.parsers import add_command
+from tools.standing import State, duration, find_runs, metrics_age_s, standing_of
+from tools.words import count_in_millions
+
+_EPILOG = """\
+examples:
+  megamem status
+  megamem status runs/mine runs/other
+  megamem status runs/recall --json
+
+A folder that is no run stands for all runs below it. States: running; silent (its owner is on another machine and has
+not beaten for a minute); finished; stopped (as it was asked to, with a checkpoint); failed (with an error); killed (the
+process is gone and did not say that it ended); unknown (a run of an older version). Nothing is written. Of the metrics
+only the last 2 MiB are read: an evaluation from before them is not shown.
+"""
+
+TAIL_BYTES = 2 << 20
+"""How much of a file of metrics is looked at, from its end."""
+_BLOCK_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is told of a run.
+
+    Attributes:
+        run: its folder.
+        name: as configured.
+        step, num_steps: steps done, and to be done.
+        tokens: seen in training.
+        loss, validation_loss: the newest ones, in nats per token.
+        checkpoint: step of the newest complete checkpoint.
+        state, detail: see `tools.standing.Standing`.
+        metric_age_s: seconds since the metrics were written.
+    """
+
+    run: str
+    name: str
+    step: int
+    num_steps: int | None
+    tokens: int
+    loss: float | None
+    validation_loss: float | None
+    checkpoint: int | None
+    state: State
+    detail: str
+    metric_age_s: float | None
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `status` to the commands of `megamem`."""
+    parser = add_command(subparsers, "status", "how far runs are, and which of them are running", _EPILOG)
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        type=Path,
+        nargs="*",
+        default=[Path("runs")],
+        help="run folders, or folders that hold some (default: runs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+    parser.set_defaults(func=run_status)
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Looks, and prints."""
+    lines: list[Line] = []
+    problems: list[str] = []
+    for path in [path for named in args.runs for path in find_runs(named)]:
+        try:
+            lines.append(line_of(path))
+        except ConfigError as error:
+            problems.append(str(error))
+    if args.json:
+        for line in lines:
+            print(json.dumps(asdict(line)))
+    elif lines:
+        print(table(lines))
+    if problems:
+        # After the others, which one damaged run must not hide.
+        raise ConfigError("; ".join(problems))
+    return 0
+
+
+def line_of(path: Path) -> Line:
+    """What one look at a run's folder tells.
+
+    Raises:
+        ConfigError: its configuration or its metrics are damaged.
+    """
+    folder = RunFolder(path)
+    name, num_steps = _configured(folder)
+    step, evaluation = (newest_row(folder.metrics, key) for key in ("loss", "validation_loss"))
+    last = step.get("step", 0)
+    standing = standing_of(folder, last, num_steps)
+    return Line(
+        run=str(path),
+        name=name,
+        step=last,
+        num_steps=num_steps,
+        tokens=step.get("consumed_tokens", 0),
+        loss=step.get("loss"),
+        validation_loss=evaluation.get("validation_loss"),
+        checkpoint=_newest_checkpoint(folder.checkpoints),
+        state=standing.state,
+        detail=standing.detail,
+        metric_age_s=metrics_age_s(folder),
+    )
+
+
+def _configured(folder: RunFolder) -> tuple[str, int | None]:
+    """The name and the number of steps; read without the checks of a configuration, which take a tenth of a second."""
+    # The C loader, where PyYAML has it, is ten times as fast.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        # A safe loader, whichever of the two it is.
+        content = yaml.load(folder.config.read_bytes(), loader)
+        num_steps = content["train"]["num_steps"]
+        return str(content["name"]), None if num_steps is None else int(num_steps)
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{folder.config} is not the configuration of a run: {error}. `megamem train` writes it anew"
+        ) from error
+
+
+def newest_row(metrics: Path, key: str) -> dict[str, Any]:
+    """The last whole row with a key; empty if there is none in the last `TAIL_BYTES`. Reads as little as it can.
+
+    Raises:
+        ConfigError: such a row is damaged.
+    """
+    mark = json.dumps(key).encode() + b":"
+    try:
+        with metrics.open("rb") as stream:
+            start = end = stream.seek(0, os.SEEK_END)
+            tail = b""
+            while start > 0 and end - start < TAIL_BYTES:
+                length = min(_BLOCK_BYTES, start)
+                start -= length
+                stream.seek(start)
+                tail = stream.read(length) + tail
+                # The last line is of a row that is being written, unless it is empty; so may the first be.
+                whole = tail[: tail.rfind(b"\n") + 1]
+                at = whole.rfind(mark)
+                begin = whole.rfind(b"\n", 0, max(at, 0)) + 1
+                if at >= 0 and (begin or start == 0):
+                    row: dict[str, Any] = json.loads(whole[begin : whole.index(b"\n", at)])
+                    return row
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"{metrics} does not hold the rows of a run: {error}") from error
+    return {}
+
+
+def _newest_checkpoint(folder: Path) -> int | None:
+    """The step of the newest checkpoint whose files are all there; contents are not read."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return read_state(path).step
+        except CheckpointError:
+            continue
+    return None
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The runs for a terminal, a line each."""
+    header = ("run", "step", "tokens", "loss", "validation", "saved", "heard of", "state")
+    rows = [header, *(_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    named = line.run if Path(line.run).name == line.name else f"{line.run} ({line.name})"
+    total = "?" if line.num_steps is None else f"{line.num_steps:,}"
+    return (
+        named,
+        f"{line.step:,}/{total}",
+        count_in_millions(line.tokens),
+        _number(line.loss),
+        _number(line.validation_loss),
+        "-" if line.checkpoint is None else f"{line.checkpoint:,}",
+        "-" if line.metric_age_s is None else f"{duration(line.metric_age_s)} ago",
+        f"{line.state} ({line.detail})" if line.detail else line.state,
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
