@@ -39,6 +39,10 @@ CASES: dict[str, RunConfig] = {
     "context parallel": on(SHARED, context=2),
     "two stages": on(SHARED, pipeline=2),
     "interleaved": on(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2),
+    "loss in chunks": replace(PRIVATE, train=replace(PRIVATE.train, loss_chunk_tokens=15)),
+    "loss in chunks, two stages": on(
+        replace(SHARED, train=replace(SHARED.train, loss_chunk_tokens=15)), pipeline=2, micro_batch_size=2
+    ),
     "skip": replace(
         PRIVATE,
         model=replace(

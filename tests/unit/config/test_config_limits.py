@@ -91,7 +91,7 @@ LIMITS = [
     *at_least(1, "parallel.memory", **MEMORY),
     *above_zero("parallel.timeout_minutes"),
     # train
-    *at_least(1, "train.num_steps", "train.sequence_length", "train.max_skipped_steps"),
+    *at_least(1, "train.num_steps", "train.sequence_length", "train.loss_chunk_tokens", "train.max_skipped_steps"),
     *at_least(1, "train.global_batch_size", "train.micro_batch_size", train__micro_batch_size=1),
     # optimizer
     *above_zero("optimizer.lr", optimizer__schedule="constant"),
