@@ -26,6 +26,7 @@ from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.moe import Router
 from megamem.parameters import parameter_device
+from megamem.rotary import scaled_frequencies
 from megamem.side_stream import SideStream
 from megamem.slots import Site
 from megamem.spans import Span
@@ -100,6 +101,9 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config = model
+        if model.rotary_scaling is not None:
+            rotary = self.rotary_pos_emb
+            rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
         self._memory_reads_tokens = bool(sites) and model.memory is not None and model.memory.reads_tokens
         self.reads_tokens = pre_process or post_process or self._memory_reads_tokens
         self.weights_are_set = False
