@@ -11,6 +11,7 @@ from pydantic import PositiveFloat, PositiveInt
 from megamem.config_base import Config, EffectiveWhen, LossWeight
 from megamem.identity import Role
 from megamem.memory_config import MemoryConfig
+from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingPlan
 from megamem.spans import Span, count_memory_layers, resolve_placement
 
@@ -77,6 +78,8 @@ class ModelConfig(Config):
     """Added to the mean square in every RMSNorm of the backbone and the memory."""
     rotary_base: Annotated[PositiveInt, Role.RUNNING] = 10000
     """RoPE base theta."""
+    rotary_scaling: Annotated[RotaryScalingConfig | None, Role.RUNNING] = None
+    """Lower frequencies of RoPE, for longer sequences than before; null: those of rotary_base."""
     init_std: Annotated[PositiveFloat | None, Role.IDENTITY] = None
     """Standard deviation of the initial linear weights and embeddings; null: sqrt(2 / (5 hidden_size))."""
     implementation: Annotated[Literal["local", "transformer_engine"], Role.RUNNING] = "local"
@@ -95,6 +98,17 @@ class ModelConfig(Config):
             )
         if self.attention_head_dim % 2:
             raise ValueError(f"the width of an attention head is {self.attention_head_dim}: RoPE needs an even one")
+        if self.rotary_scaling is not None:
+            if self.rotary_scaling.kind == "ntk" and self.attention_head_dim == 2:
+                raise ValueError(
+                    "model.rotary_scaling.kind is ntk, which keeps the highest frequency and lowers the others, and heads "
+                    "of width 2 have no other: use linear"
+                )
+            if self.rotary_scaling.kind == "yarn" and self.rotary_base == 1:
+                raise ValueError(
+                    "model.rotary_scaling.kind is yarn, which tells frequencies apart, and with model.rotary_base = 1 "
+                    "all are one: raise rotary_base"
+                )
         if self.num_attention_heads % self.query_groups:
             raise ValueError(
                 f"model.num_query_groups is {self.num_query_groups}, which does not divide num_attention_heads = "

@@ -19,12 +19,14 @@ from megamem.attention import SdpaCoreAttention
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
+from megamem.chunked_loss import ChunkedLoss
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.moe import Router
 from megamem.parameters import parameter_device
+from megamem.rotary import scaled_frequencies
 from megamem.side_stream import SideStream
 from megamem.slots import Site
 from megamem.spans import Span
@@ -49,6 +51,7 @@ class MemoryGPTModel(GPTModel):
         layers: range,
         padded_vocab_size: int,
         sequence_length: int,
+        loss_chunk_tokens: int | None,
         groups: ProcessGroupCollection,
         make_bank: MakeBank,
         attention_core: type[SdpaCoreAttention],
@@ -64,6 +67,7 @@ class MemoryGPTModel(GPTModel):
         Args:
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
+            loss_chunk_tokens: see `pretrain.config.schema.TrainConfig`.
             attention_core: what attends where Transformer Engine does not.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
@@ -97,10 +101,16 @@ class MemoryGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.model_config = model
+        if model.rotary_scaling is not None:
+            rotary = self.rotary_pos_emb
+            rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
         self._memory_reads_tokens = bool(sites) and model.memory is not None and model.memory.reads_tokens
         self.reads_tokens = pre_process or post_process or self._memory_reads_tokens
         self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
+        self.chunked_loss: ChunkedLoss | None = None
+        if post_process and loss_chunk_tokens is not None:
+            self.chunked_loss = ChunkedLoss(loss_chunk_tokens, groups.tp)
 
     def forward(
         self,
@@ -131,6 +141,22 @@ class MemoryGPTModel(GPTModel):
             input_ids, position_ids, attention_mask, labels=labels, extra_block_kwargs=carried
         )
         return out
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
+        """From the last hidden states of the chunk [t, b, D] to what `forward` returns."""
+        if self.chunked_loss is None or labels is None or labels.numel() <= self.chunked_loss.chunk_tokens:
+            # Logits of few tokens may as well be kept for backward.
+            out: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
+            return out
+        losses: Tensor = self.chunked_loss(hidden_states, self.output_weight, labels)
+        return losses
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """[V, D], this rank's part of the output projection; of chunks that have it."""
+        tied = self.share_embeddings_and_output_weights
+        weight: nn.Parameter = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     @property
     def memory_layers(self) -> list[MemoryLayer]:

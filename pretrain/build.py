@@ -81,6 +81,7 @@ def build_unset_chunks(
             layers=chunk.layers,
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             sequence_length=config.train.sequence_length,
+            loss_chunk_tokens=config.train.loss_chunk_tokens,
             groups=groups.megatron,
             make_bank=partial(make_bank, kernels=kernels, groups=groups.megatron),
             attention_core=attention_core(groups.megatron),

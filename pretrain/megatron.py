@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -35,6 +37,12 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.attention_head_dim,
+        # Queries and keys are turned whole, so that a factor of both is one of their scores.
+        softmax_scale=(
+            None
+            if model.rotary_scaling is None
+            else model.rotary_scaling.score_factor / math.sqrt(model.attention_head_dim)
+        ),
         ffn_hidden_size=model.ffn_hidden_size if model.moe is None else model.moe.expert_ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,

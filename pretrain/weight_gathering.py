@@ -2,7 +2,7 @@
 
 Every rank steps its share of the weights. Megatron's DDP then gathers them part by part: a module's forward waits for
 the parts that it reads, and starts the next one. Ours adds what Megatron cannot know: a memory reads a bank, which is
-no part of its layer and has no forward; and it may read on a CUDA stream of its own, while the common one would not
+no part of its layer and has no forward, and a chunked loss reads the output projection without its forward; and it may read on a CUDA stream of its own, while the common one would not
 wait for a part that somebody has waited for elsewhere. So a block waits for all that its memory reads, on the common
 stream, before the memory starts. What is decomposed once per step, for all layers at a time, has been waited for when
 the step starts: the Tucker cores, and with them the parts that they are in. Of a model with such cores it is the tables
@@ -13,7 +13,7 @@ Between the steps whoever reads weights in another way than by a forward pass co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -25,7 +25,8 @@ from megamem.model import MemoryGPTModel
 
 
 def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> None:
-    """Have every block with a memory wait for the weights that it reads; for DDP that gathers beside forward."""
+    """Have every block with a memory, and a chunked loss, wait for the weights that they read; for DDP that gathers
+    beside forward."""
     for module, hook in wrapped.remove_forward_pre_hook_handles.items():
         # They wait for nothing. And rotary embeddings stay in a cache of Megatron's for ever, the model with their hook.
         if not any(True for _ in module.parameters(recurse=False)):
@@ -34,15 +35,22 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
         layer, parameters = site.memory, list(site.parameters())
         if isinstance(layer, MemoryLayer):
             parameters += model.banks[str(layer.view.bank)].parameters()
-        parts = _parts(wrapped, parameters)
-
-        def wait(_module: Any, _inputs: Any, parts: list[Any] = parts) -> None:
-            for part in parts:
-                part.finish_param_sync()
-
+        wait = _waiting_for(_parts(wrapped, parameters))
         # The memory's own too: what joins the stream after a later block is read without its site's forward.
         site.register_forward_pre_hook(wait)
         site.memory.register_forward_pre_hook(wait)
+    if model.chunked_loss is not None:
+        model.chunked_loss.register_forward_pre_hook(_waiting_for(_parts(wrapped, [model.output_weight])))
+
+
+def _waiting_for(parts: list[Any]) -> Callable[[Any, Any], None]:
+    """A hook before a module's forward that waits until these parts have come."""
+
+    def wait(_module: Any, _inputs: Any) -> None:
+        for part in parts:
+            part.finish_param_sync()
+
+    return wait
 
 
 def wait_for(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:

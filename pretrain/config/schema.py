@@ -76,6 +76,9 @@ class TrainConfig(Config):
     """bf16: bf16 weights and activations with fp32 main weights, gradients and optimizer state."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation recomputation: every block (full), or the attention core only (selective)."""
+    loss_chunk_tokens: PositiveInt | None = 8192
+    """Tokens whose logits exist at a time, of a microbatch on its tensor-parallel ranks. A microbatch with more
+    computes its loss in chunks of so many, and each chunk's logits once more in backward; null: always all at once."""
     deterministic: bool = False
     """On GPUs, the same bits whenever the same run is repeated or resumed: attention and embeddings sum their gradients
     in a fixed order, which takes longer. On CPUs that is always so."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from keys_table import (
     root_mean_square,
     same,
     set_key,
+    with_model,
 )
 from torch import Tensor
 
 from megamem.config import MoEConfig
+from megamem.rotary_config import RotaryScalingConfig
 
 MODEL = Table()
 FC1, QKV, PROJ = "mlp.ffn.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"
@@ -187,6 +190,97 @@ def _(base: Subject, second: Subject) -> None:
     assert torch.equal(one[:, 0], other[:, 0])
     # The second attends to two keys at least, and no two vectors agree by chance.
     assert all(not torch.equal(one[:, position], other[:, position]) for position in range(1, 8))
+
+
+YARN = with_model(rotary_scaling=RotaryScalingConfig("yarn", factor=4.0, original_length=1024))
+LLAMA = with_model(rotary_scaling=RotaryScalingConfig("llama3", factor=4.0, original_length=1024))
+YARN_FREQUENCIES = (1.0, 0.1 * (1 / 12 + 2 / 3), 0.01 * (2 / 12 + 1 / 3), 0.001 / 4)
+"""Of 1, 0.1, 0.01 and 0.001: those that turn 32 times and once over 1024 positions have the numbers 0.7 and 2.2, rounded
+to 0 and 3; between them a frequency is divided by 4 to one and two thirds.
+"""
+
+
+def of_llama(low: float, high: float) -> tuple[float, ...]:
+    """The third turns 1.63 times over 1024 positions, the fourth not once."""
+    kept = (1024 * 0.01 / (2 * math.pi) - low) / (high - low)
+    return 1.0, 0.1, 0.01 * (kept + (1 - kept) / 4), 0.001 / 4
+
+
+def turned_by(base: Subject, second: Subject, *frequencies: Sequence[float]) -> None:
+    """The frequencies of both, and that the second's reach attention: all positions but the first, which sees itself."""
+    for subject, expected in zip((base, second), frequencies, strict=True):
+        torch.testing.assert_close(subject.model.rotary_pos_emb.inv_freq, torch.tensor(expected), rtol=1e-5, atol=0)
+    one, other = base.logits(), second.logits()
+    assert torch.equal(one[:, 0], other[:, 0])
+    assert all(not torch.equal(one[:, position], other[:, position]) for position in range(1, 8))
+
+
+def score_scale(subject: Subject) -> float | None:
+    """What the first block's scores are multiplied by; None: 1 / sqrt(8)."""
+    scale: float | None = subject.model.decoder.layers[0].self_attention.core_attention.softmax_scale
+    return scale
+
+
+@MODEL.key("model.rotary_scaling", RotaryScalingConfig("linear", factor=4.0))
+def _(base: Subject, second: Subject) -> None:
+    turned_by(base, second, (1.0, 0.1, 0.01, 0.001), (0.25, 0.025, 0.0025, 0.00025))
+    assert score_scale(base) is None
+    assert score_scale(second) == pytest.approx(8**-0.5)
+
+
+def _enter_kind(kind: str, frequencies: Sequence[float]) -> None:
+    @MODEL.key("model.rotary_scaling.kind", kind, YARN)
+    def _(base: Subject, second: Subject) -> None:
+        turned_by(base, second, YARN_FREQUENCIES, frequencies)
+        assert score_scale(base) == pytest.approx((0.1 * math.log(4) + 1) ** 2 / 8**0.5)
+        assert score_scale(second) == pytest.approx(8**-0.5)
+
+
+_enter_kind("linear", (0.25, 0.025, 0.0025, 0.00025))
+_enter_kind("ntk", (1.0, 0.1 * 4 ** (-1 / 3), 0.01 * 4 ** (-2 / 3), 0.001 / 4))
+_enter_kind("llama3", of_llama(1, 4))
+
+
+@MODEL.key("model.rotary_scaling.factor", 8.0, YARN)
+def _(base: Subject, second: Subject) -> None:
+    expected = (1.0, 0.1 * (1 / 24 + 2 / 3), 0.01 * (2 / 24 + 1 / 3), 0.001 / 8)
+    turned_by(base, second, YARN_FREQUENCIES, expected)
+    assert score_scale(second) == pytest.approx((0.1 * math.log(8) + 1) ** 2 / 8**0.5)
+
+
+@MODEL.key("model.rotary_scaling.original_length", 64, YARN)
+def _(base: Subject, second: Subject) -> None:
+    """The numbers are -0.5 and 1.01: between 0 and 2."""
+    turned_by(base, second, YARN_FREQUENCIES, (1.0, 0.1 * (0.5 / 4 + 0.5), 0.01 / 4, 0.001 / 4))
+
+
+@MODEL.key("model.rotary_scaling.beta_fast", 8.0, YARN)
+def _(base: Subject, second: Subject) -> None:
+    """Its number is 1.3, rounded to 1."""
+    turned_by(base, second, YARN_FREQUENCIES, (1.0, 0.1, 0.01 * (0.5 / 4 + 0.5), 0.001 / 4))
+
+
+@MODEL.key("model.rotary_scaling.beta_slow", 0.05, YARN)
+def _(base: Subject, second: Subject) -> None:
+    """Its number is 3.5, rounded to 4."""
+    expected = (1.0, 0.1 * (0.25 / 4 + 0.75), 0.01 * (0.5 / 4 + 0.5), 0.001 * (0.75 / 4 + 0.25))
+    turned_by(base, second, YARN_FREQUENCIES, expected)
+
+
+@MODEL.key("model.rotary_scaling.attention_factor", 1.5, YARN)
+def _(base: Subject, second: Subject) -> None:
+    turned_by(base, second, YARN_FREQUENCIES, YARN_FREQUENCIES)
+    assert score_scale(second) == pytest.approx(2.25 / 8**0.5)
+
+
+@MODEL.key("model.rotary_scaling.low_frequency_factor", 1.5, LLAMA)
+def _(base: Subject, second: Subject) -> None:
+    turned_by(base, second, of_llama(1, 4), of_llama(1.5, 4))
+
+
+@MODEL.key("model.rotary_scaling.high_frequency_factor", 3.0, LLAMA)
+def _(base: Subject, second: Subject) -> None:
+    turned_by(base, second, of_llama(1, 4), of_llama(1, 3))
 
 
 @MODEL.key("model.init_std", 0.01)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from keys_table import MOE, Subject, Table, changed_names, last_parts, set_key, with_optimizer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.gather_pair.operands import Pair
 from kernels.implementations import Implementation
@@ -363,6 +364,31 @@ def _enter_recompute(how: str, calls: tuple[int, int]) -> None:
 
 _enter_recompute("full", (4, 4))
 _enter_recompute("selective", (4, 2))
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most tokens whose logits, over 64 ids, are in one tensor that is made inside of the context."""
+
+    num_tokens = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # The transposed weight is none: [32, 64].
+        if isinstance(out, Tensor) and out.dim() > 1 and out.shape[-1] == 64 and out.shape != (32, 64):
+            self.num_tokens = max(self.num_tokens, out.numel() // 64)
+        return out
+
+
+@TRAINING.key("train.loss_chunk_tokens", 5)
+def _(base: Subject, second: Subject) -> None:
+    """Microbatches of 16 tokens, whole or in chunks of 5, 5, 5 and 1: the same loss and the same gradients."""
+    for subject, largest in ((base, 16), (second, 5)):
+        run = subject.build()
+        with LargestLogits() as seen:
+            run.train(1)
+        assert seen.num_tokens == largest
+    assert second.steps[0].loss == pytest.approx(base.steps[0].loss, rel=1e-6)
+    assert second.steps[0].norm == pytest.approx(base.steps[0].norm, rel=1e-6)
 
 
 @contextlib.contextmanager

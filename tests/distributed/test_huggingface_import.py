@@ -36,6 +36,32 @@ SMALL: dict[str, Any] = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama 3.1": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8,
+            }
+        },
+    ),
+    "qwen3, yarn": (
+        "Qwen3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "llama, tied, wide heads": ("Llama", {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": True}),
     "qwen3, untied, one head": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 8, "max_window_layers": 1}),

@@ -19,6 +19,7 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import PlacementConfig
+from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingConfig
 from pretrain.checkpoint.huggingface.card import Figures
 from pretrain.checkpoint.huggingface.folder import export, open_folder
@@ -38,6 +39,19 @@ BASE = replace(SHARED.model, vocab_size=VOCAB_SIZE, memory=None)
 MODELS: dict[str, ModelConfig] = {
     "dense, as llama": replace(BASE, qk_norm=False, tied_embeddings=False),
     "dense, as qwen3": replace(BASE, head_dim=10, rotary_base=500),
+    "dense, yarn, as llama": replace(
+        BASE,
+        qk_norm=False,
+        rotary_scaling=RotaryScalingConfig("yarn", factor=6.0, original_length=8, beta_fast=1.2, beta_slow=0.1),
+    ),
+    "moe, llama3": replace(BASE, moe=MOE, rotary_scaling=RotaryScalingConfig("llama3", factor=6.0, original_length=8)),
+    "v2, yarn": replace(
+        BASE,
+        memory=V2,
+        rotary_scaling=RotaryScalingConfig("yarn", factor=6.0, original_length=8, beta_fast=1.2, beta_slow=0.1),
+    ),
+    "v2, linear": replace(BASE, memory=V2, rotary_scaling=RotaryScalingConfig("linear", factor=6.0)),
+    "v2, ntk": replace(BASE, memory=V2, rotary_scaling=RotaryScalingConfig("ntk", factor=6.0)),
     "moe": replace(BASE, moe=MOE),
     "moe, renormalised, no qk_norm": replace(BASE, moe=replace(MOE, renormalise=True), qk_norm=False),
     "v2": replace(BASE, memory=V2),

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.rotary_config import RotaryScalingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.build import build_chunks
@@ -137,6 +138,8 @@ def models_of_rank(model: ModelConfig, layout: RankLayout) -> list[GPTModel]:
                 share_embeddings_and_output_weights=model.tied_embeddings,
                 position_embedding_type="rope",
                 rotary_base=model.rotary_base,
+                rope_scaling=model.rotary_scaling is not None,
+                rope_scaling_factor=model.rotary_scaling.factor if model.rotary_scaling is not None else 8.0,
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
                 vp_stage=stage,
             )
@@ -264,6 +267,13 @@ def test_a_plain_megatron_model_computes_the_same(
         "dense": replace(DENSE, rotary_base=50, norm_epsilon=0.01, vocab_size_multiple=16),
         "untied": replace(UNTIED, vocab_size_multiple=16),
         "mixture": replace(MIXTURE, vocab_size_multiple=16),
+        # Its lowest frequency turns less than once over 8192 positions, and the one before a few times.
+        "stretched": replace(
+            DENSE,
+            rotary_base=5_000_000,
+            rotary_scaling=RotaryScalingConfig("llama3", factor=100.0),
+            vocab_size_multiple=16,
+        ),
     }
 
     def compare() -> dict[str, float]:

@@ -39,6 +39,10 @@ CASES: dict[str, RunConfig] = {
     "context parallel": on(SHARED, context=2),
     "two stages": on(SHARED, pipeline=2),
     "interleaved": on(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2),
+    "loss in chunks": replace(PRIVATE, train=replace(PRIVATE.train, loss_chunk_tokens=15)),
+    "loss in chunks, two stages": on(
+        replace(SHARED, train=replace(SHARED.train, loss_chunk_tokens=15)), pipeline=2, micro_batch_size=2
+    ),
     "skip": replace(
         PRIVATE,
         model=replace(
@@ -141,3 +145,36 @@ def test_a_checkpoint_knows_nothing_of_parts(run_ranks: RunRanks, tmp_path: Path
     for straight, resumed in run_ranks(main, 2):
         for row, other in zip(straight, resumed, strict=True):
             assert row == pytest.approx(other, rel=1e-6)
+
+
+def test_a_loss_in_chunks_waits_for_its_weight(run_ranks: RunRanks) -> None:
+    """It reads the output projection, here a part of its own, without that module's forward, which would wait."""
+
+    def main() -> list[str]:
+        events: list[str] = []
+        with patch("pretrain.build.ddp_config", small_parts), tiny_run(CASES["loss in chunks"]) as run:
+            (model,), (chunk,) = run.bare, run.chunks
+            part = chunk.param_to_bucket_group[model.output_weight]
+            assert set(part.param_to_bucket) == {model.output_weight}
+            finish = part.finish_param_sync
+
+            def finish_and_tell(**named: Any) -> None:
+                events.append("waited")
+                finish(**named)
+
+            assert model.chunked_loss is not None
+            forward = model.chunked_loss.forward
+
+            def forward_and_tell(*arguments: Any) -> Tensor:
+                events.append("read")
+                return forward(*arguments)
+
+            with (
+                patch.object(part, "finish_param_sync", finish_and_tell),
+                patch.object(model.chunked_loss, "forward", forward_and_tell),
+            ):
+                run.train(1)
+        return events
+
+    for events in run_ranks(main, 2):
+        assert events[:2] == ["waited", "read"]

@@ -179,7 +179,7 @@ def test_older_files_say_it_otherwise() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rope_scaling": {"type": "longrope", "factor": 2.0},
     "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4},
     "rope_theta": 0.5,
     "attention_bias": True,

@@ -282,7 +282,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ("swiglu", False, "swiglu = False"),
         ("add_bias_linear", True, "add_bias_linear = True"),
         ("rotary_percent", 0.5, "rotary_percent = 0.5"),
-        ("use_rope_scaling", True, "use_rope_scaling"),
+        ("rotary_seq_len_interpolation_factor", 2, "rotary_seq_len_interpolation_factor = 2"),
         ("rotary_base", 10000.5, "rotary_base is 10000.5, and only whole numbers"),
         ("fp16", True, "fp16 = True"),
         ("num_layers", "4", "num_layers = 4: a number"),

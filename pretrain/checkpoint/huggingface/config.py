@@ -13,6 +13,8 @@ from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerCo
 from megamem.shuffle import KeyedShuffle
 from megamem.slots import Slot
 from pretrain.checkpoint.huggingface.names import memory_weights
+from pretrain.checkpoint.huggingface.refused import refused
+from pretrain.checkpoint.huggingface.rope import imported_base, imported_scaling, rope_parameters
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
@@ -73,7 +75,7 @@ def exported_config(
         "num_key_value_heads": model.query_groups,
         "head_dim": model.attention_head_dim,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        "rope_parameters": rope_parameters(model),
         "max_position_embeddings": sequence_length,
         "initializer_range": model.linear_std,
         "tie_word_embeddings": model.tied_embeddings,
@@ -181,13 +183,13 @@ def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
     if config.get("architectures") == [OWN]:
         native = config.get("native")
         if not isinstance(native, dict) or native.keys() != {"seed", "model"}:
-            raise _refused(origin, "native", native, "it says which model of ours was exported: copy the file again")
+            raise refused(origin, "native", native, "it says which model of ours was exported: copy the file again")
         try:
             found = from_dict(native, f"native in {origin}")
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
         if found.model.vocab_size is None:
-            raise _refused(origin, "native.model.vocab_size", None, "it must be a number")
+            raise refused(origin, "native.model.vocab_size", None, "it must be a number")
         return found
     return RunConfig(model=_imported_model(config, origin))
 
@@ -219,7 +221,8 @@ def _imported_model(config: Mapping[str, Any], origin: str) -> ModelConfig:
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_norm=qwen,
             norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            rotary_base=_rope_base(config, origin),
+            rotary_base=imported_base(config, origin),
+            rotary_scaling=imported_scaling(config, origin),
         )
     except ValueError as error:
         raise CheckpointError(f"{origin}: {error}") from error
@@ -237,41 +240,19 @@ def _check_plain(config: Mapping[str, Any], origin: str) -> None:
         "pretraining_tp": 1,
     }.items():
         if key in config and config[key] != wanted:
-            raise _refused(origin, key, config[key], f"imported models have {wanted}")
+            raise refused(origin, key, config[key], f"imported models have {wanted}")
     if config.get("quantization_config") is not None:
-        raise _refused(origin, "quantization_config", "set", "import the model's weights as they were before")
+        raise refused(origin, "quantization_config", "set", "import the model's weights as they were before")
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
-        raise _refused(origin, "sliding_window", config["sliding_window"], "imported models attend to whole sequences")
+        raise refused(origin, "sliding_window", config["sliding_window"], "imported models attend to whole sequences")
     kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
     if kinds:
-        raise _refused(origin, "layer_types", kinds, "imported models attend to whole sequences")
-
-
-def _rope_base(config: Mapping[str, Any], origin: str) -> int:
-    """theta, of either form in which files say it."""
-    base = config.get("rope_theta", 10000.0)
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key)
-        if rope is None:
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-        if kind != "default":
-            raise _refused(origin, key, rope, "imported models turn positions as they are, without scaling")
-        if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise _refused(origin, key, rope, "imported models turn whole heads")
-        base = rope.get("rope_theta", base)
-    if not isinstance(base, int | float) or base != int(base) or base < 1:
-        raise _refused(origin, "rope_theta", base, "imported models have a whole number")
-    return int(base)
+        raise refused(origin, "layer_types", kinds, "imported models attend to whole sequences")
 
 
 def _whole(config: Mapping[str, Any], key: str, origin: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if type(value) is not int or value < 1:
-        raise _refused(origin, key, config.get(key), "it must be a whole number from 1 on")
+        raise refused(origin, key, config.get(key), "it must be a whole number from 1 on")
     return value
-
-
-def _refused(origin: str, key: str, value: Any, why: str) -> CheckpointError:
-    return CheckpointError(f"{origin}: {key} is {value}: {why}")

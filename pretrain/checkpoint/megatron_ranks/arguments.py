@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.rotary_config import RotaryScalingConfig
 from pretrain.checkpoint.megatron_ranks.layout import RankLayout
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from pretrain.errors import CheckpointError, ConfigError
@@ -53,7 +54,6 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "use_rope_scaling": (False,),
     "no_rope_freq": (None,),
     "apply_layernorm_1p": (False,),
     "squared_relu": (False,),
@@ -111,6 +111,11 @@ def arguments_of(
             f"tensor {layout.tensor} does not divide model.vocab_size_multiple, {model.vocab_size_multiple}, to a "
             "multiple of which Megatron-LM would pad the vocabulary per rank: choose a divisor"
         )
+    if model.rotary_scaling is not None and model.rotary_scaling != _their_scaling(model.rotary_scaling):
+        raise ConfigError(
+            f"model.rotary_scaling is {model.rotary_scaling.kind}, and Megatron-LM's GPT models have llama3 alone, with "
+            "original_length 8192 and frequency factors 1 and 4: convert to huggingface"
+        )
     mixture: dict[str, Any] = {"num_experts": None}
     if model.moe is not None:
         mixture = {
@@ -137,6 +142,8 @@ def arguments_of(
         qk_layernorm=model.qk_norm,
         norm_epsilon=model.norm_epsilon,
         rotary_base=model.rotary_base,
+        use_rope_scaling=model.rotary_scaling is not None,
+        rope_scaling_factor=model.rotary_scaling.factor if model.rotary_scaling is not None else 8.0,
         untie_embeddings_and_output_weights=not model.tied_embeddings,
         seq_length=train.sequence_length,
         max_position_embeddings=train.sequence_length,
@@ -219,6 +226,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
             qk_norm=bool(arguments.get("qk_layernorm")),
             norm_epsilon=float(arguments.get("norm_epsilon", 1e-5)),
             rotary_base=_whole(arguments, "rotary_base", 10000),
+            rotary_scaling=_scaling_of(arguments),
             moe=_mixture_of(arguments) if has_experts else None,
         )
     except (ValueError, TypeError) as error:
@@ -261,6 +269,17 @@ def run_of(arguments: Mapping[str, Any], iteration: int) -> tuple[RunConfig, Run
 def _given(arguments: Mapping[str, Any], **names: str) -> dict[str, Any]:
     """Our settings that the arguments have, by our names."""
     return {ours: arguments[theirs] for ours, theirs in names.items() if arguments.get(theirs) is not None}
+
+
+def _their_scaling(scaling: RotaryScalingConfig) -> RotaryScalingConfig:
+    """What Megatron-LM has of the same factor: all but that is fixed in its code."""
+    return RotaryScalingConfig("llama3", factor=scaling.factor)
+
+
+def _scaling_of(arguments: Mapping[str, Any]) -> RotaryScalingConfig | None:
+    if not arguments.get("use_rope_scaling"):
+        return None
+    return RotaryScalingConfig("llama3", factor=float(arguments.get("rope_scaling_factor", 8.0)))
 
 
 def _mixture_of(arguments: Mapping[str, Any]) -> MoEConfig:

@@ -58,12 +58,26 @@ MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores":
 PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1.0}
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
+LLAMA3: dict[str, Any] = {"model__rotary_scaling__kind": "llama3"}
+
 LIMITS = [
     *at_least(0, "seed"),
     *at_most(2**31 - 1, "seed"),
     # model
     *at_least(1, "model.num_layers", "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"),
     *at_least(1, "model.vocab_size", "model.vocab_size_multiple", "model.rotary_base"),
+    Limit("model.rotary_scaling.factor", 1.0, math.nextafter(1.0, 0.0), {}),
+    *at_least(1, "model.rotary_scaling.original_length"),
+    # The upper end of a range is above the lower one.
+    Limit("model.rotary_scaling.beta_fast", 2 * TINY, 0.0, {"model__rotary_scaling__beta_slow": TINY}),
+    *above_zero("model.rotary_scaling.beta_slow", "model.rotary_scaling.attention_factor"),
+    *above_zero("model.rotary_scaling.low_frequency_factor", **LLAMA3),
+    Limit(
+        "model.rotary_scaling.high_frequency_factor",
+        2 * TINY,
+        0.0,
+        {**LLAMA3, "model__rotary_scaling__low_frequency_factor": TINY},
+    ),
     *at_least(1, "model.hidden_size", model__head_dim=2),
     # Rotary embeddings need an even width, so the smallest is 2; 1 is refused for being odd.
     Limit("model.head_dim", 2, 0, {}),
@@ -91,7 +105,7 @@ LIMITS = [
     *at_least(1, "parallel.memory", **MEMORY),
     *above_zero("parallel.timeout_minutes"),
     # train
-    *at_least(1, "train.num_steps", "train.sequence_length", "train.max_skipped_steps"),
+    *at_least(1, "train.num_steps", "train.sequence_length", "train.loss_chunk_tokens", "train.max_skipped_steps"),
     *at_least(1, "train.global_batch_size", "train.micro_batch_size", train__micro_batch_size=1),
     # optimizer
     *above_zero("optimizer.lr", optimizer__schedule="constant"),

@@ -11,7 +11,7 @@ class MegamemConfig(PreTrainedConfig):
     """RMSNorm, SwiGLU or experts, RoPE, grouped queries; and memories beside or instead of feed-forwards.
 
     Attributes:
-        rope_parameters: `rope_theta`; the only `rope_type` is "default".
+        rope_parameters: `rope_theta`, and `rope_type` with its keys: "default", "linear", "yarn" or "llama3".
         qk_norm: RMS-normalise queries and keys per head before RoPE.
         moe: None, or a mixture of experts instead of every feed-forward: `num_experts`; `top_k` of them per token;
             `intermediate_size` of one; `renormalise`: whether the weights of a token's experts are divided by their

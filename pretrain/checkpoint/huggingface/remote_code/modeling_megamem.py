@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import cached_file, can_return_tuple
 
 from .configuration_megamem import MegamemConfig
@@ -34,10 +35,14 @@ class MegamemRMSNorm(nn.Module):
 
 def rotations(positions: Tensor, config: MegamemConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [b, 1, s, d] of RoPE at positions [b, s]."""
-    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (steps / config.head_dim)
+    kind, factor = config.rope_parameters["rope_type"], 1.0
+    if kind == "default":
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
+        frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (steps / config.head_dim)
+    else:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, positions.device)
     angles = (positions.unsqueeze(-1).float() * frequencies).repeat(1, 1, 2).unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

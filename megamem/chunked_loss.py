@@ -1,0 +1,175 @@
+"""Cross entropy of the next token, from hidden states to losses, whose logits exist for a chunk of tokens at a time.
+
+Whole, the logits of T tokens take 4 T V bytes per rank in fp32, and 6 T V in bf16 (their fp32 softmax, and its gradient
+in bf16): 25 GB for 32K tokens of a vocabulary of 128K. Here a chunk of n tokens takes its place. Forward keeps two
+numbers per token, the largest logit and the sum of exponentials; backward computes the logits of each chunk again, which
+is one product of matrices more than the three of the whole.
+
+Tensor-parallel ranks hold a part of the vocabulary each, and a part of the sequence: a chunk is gathered from all of
+them, and its gradient goes back to them. All ranks therefore cut alike.
+
+Legend: t tokens of a sequence on this rank, s = t x tensor, b sequences, D model width, V ids on this rank, n tokens of a
+chunk over all tensor-parallel ranks, m = n / tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class ChunkedLoss(nn.Module):
+    """The losses of hidden states under an output projection. A module without weights, so that hooks can precede it.
+
+    Attributes:
+        chunk_tokens: tokens whose logits may exist at a time, over the tensor-parallel ranks, which all hold their part
+            of the vocabulary for each; rounded down to a multiple of them, but to no less.
+    """
+
+    def __init__(self, chunk_tokens: int, tensor_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.chunk_tokens = chunk_tokens
+        self._group = tensor_group
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Negative log-likelihoods in nats.
+
+        In backward the gradient of `weight` is the sum over chunks. If the weight has a `main_grad`, as under
+        Megatron's DDP, all chunks but the last add theirs to it, in its precision; that of the last reaches the weight
+        by autograd, whose hooks therefore see one gradient per backward pass, as of any other use.
+
+        Args:
+            hidden: [t, b, D], this rank's part of the sequence.
+            weight: [V, D].
+            labels: [b, s] int64, of the whole sequence.
+
+        Returns:
+            [b, s], fp32 (fp64 of fp64), the same on all tensor-parallel ranks.
+        """
+        tensor_size, (_, num_sequences, width) = self._group.size(), hidden.shape
+        # Tokens in the order in which a gather brings them: rank, place, sequence.
+        targets = labels.t().reshape(tensor_size, -1)
+        rows = max(1, self.chunk_tokens // tensor_size)
+        losses: Tensor = _ChunkedCrossEntropy.apply(hidden.reshape(-1, width), weight, targets, rows, self._group)
+        return losses.view(-1, num_sequences).t().contiguous()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Losses [tensor, t b] of hidden states [t b, D], `rows` of each rank at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        losses, largest, total = (hidden.new_empty(targets.shape, dtype=_at_least_fp32(hidden)) for _ in range(3))
+        for chunk in _chunks(hidden, rows):
+            logits = _logits(_gathered(hidden[chunk], group), weight)
+            top = logits.amax(1)
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+            logits -= top.unsqueeze(1)
+            place, elsewhere = _places(targets[:, chunk], weight, group)
+            of_target = logits.gather(1, place).masked_fill_(elsewhere, 0.0)
+            sums = torch.stack((logits.exp_().sum(1), of_target.squeeze(1)))
+            dist.all_reduce(sums, group=group)
+            of_ranks = (group.size(), -1)
+            losses[:, chunk] = (sums[0].log() - sums[1]).view(of_ranks)
+            largest[:, chunk], total[:, chunk] = top.view(of_ranks), sums[0].view(of_ranks)
+            # Before the next chunk's take their place beside them.
+            del logits
+        ctx.save_for_backward(hidden, weight, targets, largest, total)
+        ctx.rows, ctx.group = rows, group
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        (of_losses,) = gradients
+        hidden, weight, targets, largest, total = ctx.saved_tensors
+        group = ctx.group
+        of_hidden, of_weight = torch.empty_like(hidden), _WeightGradient(weight)
+        for chunk in _chunks(hidden, ctx.rows):
+            tokens = _gathered(hidden[chunk], group)
+            # softmax - onehot(target), times the gradient of the loss.
+            of_logits = _logits(tokens, weight)
+            of_logits -= largest[:, chunk].reshape(-1, 1)
+            of_logits.exp_().div_(total[:, chunk].reshape(-1, 1))
+            place, elsewhere = _places(targets[:, chunk], weight, group)
+            of_logits.scatter_add_(1, place, elsewhere.to(of_logits.dtype) - 1.0)
+            of_logits *= of_losses[:, chunk].reshape(-1, 1)
+            narrow = of_logits.to(weight.dtype)
+            del of_logits
+            of_hidden[chunk] = _scattered(narrow @ weight, group)
+            of_weight.add(narrow, tokens, is_last=chunk.stop == len(hidden))
+            del narrow
+        return of_hidden, of_weight.result, None, None, None
+
+
+class _WeightGradient:
+    """The sum of gradients^T tokens over chunks, in fp32 until it is complete.
+
+    Attributes:
+        result: what is left for autograd, in the weight's dtype, once the last chunk is in.
+    """
+
+    result: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        self._dtype = weight.dtype
+        main: Tensor | None = getattr(weight, "main_grad", None)
+        self._leaves_last = main is not None
+        self._sum = main if main is not None else torch.zeros_like(weight, dtype=_at_least_fp32(weight))
+
+    def add(self, of_logits: Tensor, tokens: Tensor, *, is_last: bool) -> None:
+        """Args: of_logits: [n, V]. tokens: [n, D]. is_last: whether no other chunk follows."""
+        if is_last and self._leaves_last:
+            self.result = of_logits.t() @ tokens
+            return
+        if self._sum.dtype == self._dtype:
+            self._sum.addmm_(of_logits.t(), tokens)
+        else:
+            self._sum += of_logits.t() @ tokens
+        if is_last:
+            self.result = self._sum.to(self._dtype)
+
+
+def _at_least_fp32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunks(hidden: Tensor, rows: int) -> Iterator[slice]:
+    num_tokens = len(hidden)
+    return (slice(first, min(first + rows, num_tokens)) for first in range(0, num_tokens, rows))
+
+
+def _logits(tokens: Tensor, weight: Tensor) -> Tensor:
+    """[n, V] of [n, D], at least in fp32; a tensor of its own."""
+    logits = tokens @ weight.t()
+    return logits.to(_at_least_fp32(logits))
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, D] of every rank's [m, D]."""
+    if group.size() == 1:
+        return part
+    whole = part.new_empty(group.size() * len(part), part.shape[1])
+    dist.all_gather_into_tensor(whole, part, group=group)
+    return whole
+
+
+def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's [m, D] of the sum over ranks of [n, D]."""
+    if group.size() == 1:
+        return whole
+    part = whole.new_empty(len(whole) // group.size(), whole.shape[1])
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    return part
+
+
+def _places(targets: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Where in this rank's part of the vocabulary targets [tensor, m] are, and which are in another's: both [n, 1]."""
+    place = targets.reshape(-1, 1) - group.rank() * len(weight)
+    elsewhere = (place < 0) | (place >= len(weight))
+    return place.masked_fill(elsewhere, 0), elsewhere

@@ -1,0 +1,217 @@
+"""The loss in chunks of tokens: what it computes, against PyTorch's cross entropy of whole logits; the same runs as with
+whole logits, on every axis; and what it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_layouts import assembled, shards
+from tiny_runs import PRIVATE, SHARED, on, tiny_run
+from torch import Tensor, nn
+
+from megamem.chunked_loss import ChunkedLoss
+from pretrain.config.schema import RunConfig
+
+LENGTH, SEQUENCES, WIDTH, IDS = 14, 3, 10, 24
+CHUNKS = {"one": 42, "one token": 1, "even": 14, "a rest": 10}
+"""Tokens per chunk, of 42."""
+
+
+def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states [s, b, D], weight [V, D], labels [b, s], and a gradient of the losses [b, s]."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(LENGTH, SEQUENCES, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    # Logits up to 50: without the largest one taken out, exponentials would overflow in fp32 soon.
+    weight = (5 * torch.randn(IDS, WIDTH, generator=generator, dtype=torch.float64)).to(dtype)
+    labels = torch.randint(0, IDS, (SEQUENCES, LENGTH), generator=generator)
+    return hidden, weight, labels, torch.rand(SEQUENCES, LENGTH, generator=generator, dtype=torch.float64)
+
+
+def whole(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, and the gradients of hidden states and weight, in fp64 of inputs that are rounded to `dtype`."""
+    hidden, weight, labels, of_losses = drawn(dtype)
+    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
+    losses = F.cross_entropy((hidden @ weight.t()).permute(1, 2, 0), labels, reduction="none")
+    losses.backward(of_losses)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return losses.detach(), hidden.grad, weight.grad
+
+
+def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from this rank's parts; the weight's gradient is that of two passes, as in accumulation."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = group.rank(), group.size()
+    hidden, weight, labels, of_losses = drawn(dtype)
+    part: Any = nn.Parameter(weight.chunk(size)[rank].clone())
+    if main_grad:
+        part.main_grad = torch.zeros_like(part, dtype=torch.promote_types(dtype, torch.float32))
+    num_hooks = []
+    part.register_post_accumulate_grad_hook(lambda weight: num_hooks.append(1))
+    for _ in range(2):
+        of_rank = hidden.chunk(size)[rank].clone().requires_grad_()
+        losses = ChunkedLoss(chunk_tokens, group)(of_rank, part, labels)
+        losses.backward(of_losses.to(losses.dtype))
+        if main_grad:
+            # What DDP does after each pass.
+            part.main_grad += part.grad
+            part.grad = None
+    assert len(num_hooks) == 2
+    assert of_rank.grad is not None
+    gradient = part.main_grad if main_grad else part.grad
+    assert gradient is not None
+    return losses.detach(), of_rank.grad, gradient / 2
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"{size} ranks")
+def computed(request: pytest.FixtureRequest, run_ranks: Any) -> list[dict[Any, tuple[Tensor, ...]]]:
+    """By rank: losses and gradients by chunk, dtype, and whether the weight has a buffer for its gradient."""
+    cases = [
+        (chunk, dtype, main_grad)
+        for chunk in CHUNKS
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        for main_grad in (False, True)
+    ]
+    found: list[dict[Any, tuple[Tensor, ...]]] = run_ranks(
+        lambda: {case: in_chunks(CHUNKS[case[0]], case[1], main_grad=case[2]) for case in cases}, request.param
+    )
+    return found
+
+
+# Of the largest element. In fp32 some ten roundings; logits of 50 have an absolute one of 4e-6. In bf16 logits of 50 are
+# off by up to 1/8 before the softmax.
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 0.05}
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_losses_and_gradients_are_those_of_whole_logits(
+    computed: list[dict[Any, tuple[Tensor, ...]]], chunk: str, dtype: torch.dtype, main_grad: bool
+) -> None:
+    of_ranks = [of_rank[chunk, dtype, main_grad] for of_rank in computed]
+    of_hidden, of_weight = (torch.cat([of_rank[place] for of_rank in of_ranks]) for place in (1, 2))
+    for losses, expected in zip([of_rank[0] for of_rank in of_ranks], [whole(dtype)[0]] * len(of_ranks), strict=True):
+        assert losses.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(losses, of_ranks[0][0])
+        assert (losses - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+    for gradient, expected in zip((of_hidden, of_weight), whole(dtype)[1:], strict=True):
+        assert (gradient - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
+    """Each token adds 1/512 to a sum that reaches 1, where bf16 would lose it: exact numbers all the way."""
+
+    def main() -> Tensor:
+        assert dist.group.WORLD is not None
+        weight: Any = nn.Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
+        weight.main_grad = torch.zeros(2, 1)
+        labels = torch.zeros(1, 1024, dtype=torch.int64)
+        # Of two equal logits the softmax is 1/2, so that every token gives -1/2 and 1/2 times its loss's gradient.
+        losses = ChunkedLoss(1, dist.group.WORLD)(torch.ones(1024, 1, 1, dtype=torch.bfloat16), weight, labels)
+        losses.backward(torch.full((1, 1024), 1 / 256))
+        gradient: Tensor = weight.main_grad + weight.grad
+        return gradient
+
+    (gradient,) = run_ranks(main, 1)
+    assert gradient.flatten().tolist() == [-2.0, 2.0]
+
+
+def chunked(config: RunConfig, **axes: Any) -> RunConfig:
+    """On a layout, with chunks that do not divide a microbatch of 64, 32 or 16 tokens."""
+    return on(replace(config, train=replace(config.train, loss_chunk_tokens=15)), **axes)
+
+
+STEPS = 3
+LAYOUTS: dict[str, tuple[RunConfig, int]] = {
+    "1 rank": (chunked(SHARED), 1),
+    "untied, small microbatches": (chunked(PRIVATE, micro_batch_size=1), 1),
+    "tensor 2": (chunked(SHARED, tensor=2), 2),
+    "untied, tensor 2": (chunked(PRIVATE, tensor=2), 2),
+    "pipeline 2": (chunked(SHARED, pipeline=2, micro_batch_size=2), 2),
+    "untied, pipeline 2 x virtual 2": (chunked(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=1), 2),
+    "context 2": (chunked(SHARED, context=2), 2),
+    "data 2, full recomputation": (chunked(PRIVATE, recompute="full"), 2),
+    "tensor 2 x pipeline 2": (chunked(SHARED, tensor=2, pipeline=2), 4),
+    "tensor 2 x context 2": (chunked(PRIVATE, tensor=2, context=2), 4),
+}
+
+
+def trained(config: RunConfig) -> tuple[list[tuple[float, float]], list[Any]]:
+    with tiny_run(config) as run:
+        return run.train(STEPS), shards(run.bare)
+
+
+@pytest.fixture(scope="module")
+def runs(run_ranks: Any) -> dict[Any, list[tuple[list[tuple[float, float]], list[Any]]]]:
+    """Losses and norms, and parameters, by layout and rank; of one rank with whole logits, by model."""
+    found: dict[Any, Any] = {}
+    whole_logits = {
+        model: replace(model, train=replace(model.train, loss_chunk_tokens=None)) for model in (SHARED, PRIVATE)
+    }
+    for num_ranks in (1, 2, 4):
+        configs: dict[Any, RunConfig] = {
+            name: config for name, (config, ranks) in LAYOUTS.items() if ranks == num_ranks
+        }
+        if num_ranks == 1:
+            configs |= {model.model: config for model, config in whole_logits.items()}
+        by_rank = run_ranks(lambda configs=configs: {name: trained(c) for name, c in configs.items()}, num_ranks)
+        found |= {name: [of_rank[name] for of_rank in by_rank] for name in configs}
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_runs_are_those_with_whole_logits(runs: dict[Any, Any], name: str) -> None:
+    ((history, parts),) = runs[LAYOUTS[name][0].model]
+    for of_rank in runs[name]:
+        for (loss, norm), expected in zip(of_rank[0], history, strict=True):
+            assert loss == pytest.approx(expected[0], rel=1e-6)
+            assert norm == pytest.approx(expected[1], rel=1e-5)
+    before, after = assembled(parts), assembled([shard for of_rank in runs[name] for shard in of_rank[1]])
+    assert after.keys() == before.keys()
+    for key, expected in before.items():
+        assert (after[key] - expected).abs().max() <= 1e-5 * expected.abs().max(), key
+
+
+MIB = 2**20
+TOKENS, MANY_IDS, CHUNK = 8192, 16384, 1024
+
+
+def kib(field: str) -> int:
+    """A figure of this process by its name in /proc."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+
+
+def grown_bytes(chunk_tokens: int) -> int:
+    """How far this rank's resident memory grows in forward and backward."""
+    assert dist.group.WORLD is not None
+    hidden = torch.randn(TOKENS, 1, 16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(MANY_IDS, 16))
+    labels = torch.zeros(1, TOKENS, dtype=torch.int64)
+    # Sets the peak back to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    before = kib("VmRSS")
+    ChunkedLoss(chunk_tokens, dist.group.WORLD)(hidden, weight, labels).sum().backward()
+    return (kib("VmHWM") - before) * 1024
+
+
+def test_logits_take_the_memory_of_a_chunk(run_ranks: Any) -> None:
+    """4 n V bytes in fp32, to 24 MiB: everything else is gradients of 2 MiB, and what an allocator keeps for later."""
+
+    def main() -> dict[int, int]:
+        # What libraries load when they are first used is no part of it.
+        grown_bytes(64)
+        return {size: grown_bytes(size) for size in (64, CHUNK, TOKENS)}
+
+    (grown,) = run_ranks(main, 1)
+    for size, grown_by in grown.items():
+        assert abs(grown_by - 4 * size * MANY_IDS) < 24 * MIB, (size, grown_by // MIB)
