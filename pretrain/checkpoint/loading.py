@@ -18,7 +18,7 @@ from torch import Tensor
 from pretrain.checkpoint.index import Index, StoredItem
 from pretrain.checkpoint.safe_metadata import check_small_files
 from pretrain.checkpoint.store.lazy_tensor import LazyTensor
-from pretrain.checkpoint.store.tensors import Region, overlap
+from pretrain.checkpoint.store.tensors import Region, overlap, slices_in
 from pretrain.checkpoint.store.torch_dist import TorchDistReader
 from pretrain.errors import CheckpointError
 
@@ -128,12 +128,7 @@ def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
 def _copy(stored: LazyTensor, region: Region, target: Target) -> None:
     common = overlap(region, target.region)
     assert common is not None
-    source = stored.read(tuple(part.start for part in _slices(common, region)), common.shape)
+    source = stored.read(tuple(part.start for part in slices_in(common, region)), common.shape)
     if target.rounded_to is not None:
         source = source.to(target.rounded_to)
-    target.data[_slices(common, target.region)].copy_(source)
-
-
-def _slices(inner: Region, outer: Region) -> tuple[slice, ...]:
-    starts = (a - b for a, b in zip(inner.offset, outer.offset, strict=True))
-    return tuple(slice(start, start + size) for start, size in zip(starts, inner.shape, strict=True))
+    target.data[slices_in(common, target.region)].copy_(source)

@@ -32,7 +32,6 @@ class _Values:
 
     num_elements: int = 0
     largest: float = 0.0
-    largest_relative: float = 0.0
     num_nonfinite: int = 0
 
 

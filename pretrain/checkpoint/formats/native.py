@@ -80,7 +80,7 @@ class NativeConversion:
         self._source = source
         self._config = _for_target(source.config, target)
         weights = source.weights_in(target.dtype)
-        names = [*weights.tensors, *(source.optimizer_state if target.with_optimizer else ())]
+        names = dict.fromkeys([*weights.tensors, *(source.optimizer_state if target.with_optimizer else ())])
         # Weights that main weights determine are not stored twice.
         stored = [name for name in names if main_name(name) not in names]
         self.reader = Joined(weights, source.reader, stored)

@@ -9,7 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo, TensorReader, overlap, rectangles_of_range
+from pretrain.checkpoint.store.tensors import (
+    Pair,
+    Region,
+    TensorInfo,
+    TensorReader,
+    overlap,
+    rectangles_of_range,
+    slices_in,
+)
 from pretrain.errors import CheckpointError
 
 
@@ -57,7 +65,7 @@ class PairedReader:
                 for target, sources in corresponding(pair, part):
                     parts = [self._source.read(source) for source in sources]
                     whole = parts[0] if len(parts) == 1 else torch.cat([each.view(-1) for each in parts])
-                    _view(result, region, target).copy_(whole.view(target.shape))
+                    result[slices_in(target, region)].copy_(whole.view(target.shape))
                 rest.extend(_without(wanted, part))
             missing = rest
         if region.numel and missing:
@@ -123,16 +131,6 @@ def _runs(
         *[range(start, start + size) for start, size in zip(offset, shape, strict=True)][:last]
     ):
         yield (*index, *offset[last:]), (*(1,) * last, *shape[last:])
-
-
-def _view(tensor: Tensor, region: Region, part: Region) -> Tensor:
-    """The part of a region's tensor."""
-    return tensor[
-        tuple(
-            slice(start - first, start - first + size)
-            for start, first, size in zip(part.offset, region.offset, part.shape, strict=True)
-        )
-    ]
 
 
 def _without(region: Region, part: Region) -> Iterator[Region]:

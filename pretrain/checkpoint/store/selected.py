@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader, overlap
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader, overlap, slices_in
 from pretrain.errors import CheckpointError
 
 
@@ -87,6 +87,5 @@ class Padded:
             return self._source.read(region)
         result = torch.zeros(region.shape, dtype=self._tensors[region.name].dtype)
         if there is not None:
-            inside = zip(there.offset, region.offset, there.shape, strict=True)
-            result[tuple(slice(a - b, a - b + size) for a, b, size in inside)] = self._source.read(there)
+            result[slices_in(there, region)] = self._source.read(there)
         return result

@@ -111,6 +111,14 @@ def overlap(first: Region, second: Region) -> Region | None:
     return Region(first.name, starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
+def slices_in(inner: Region, outer: Region) -> tuple[slice, ...]:
+    """Where a region is in the tensor of another one that it lies inside of."""
+    return tuple(
+        slice(start - first, start - first + size)
+        for start, first, size in zip(inner.offset, outer.offset, inner.shape, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Pair:
     """The same elements in two checkpoints: a rectangle of one of our tensors, and one of another format's.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.index import Index, StoredItem
 from pretrain.checkpoint.safe_metadata import read_index
-from pretrain.checkpoint.store.tensors import Region, TensorInfo, overlap
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, overlap, slices_in
 from pretrain.checkpoint.store.torch_zip import LazyTensor, open_zip
 from pretrain.errors import CheckpointError
 
@@ -58,8 +58,8 @@ class TorchDistReader:
         for part in self._parts_of(region):
             common = overlap(part.region, region)
             assert common is not None
-            source = self._item(part).read(_relative(common, part.region), common.shape)
-            result[_slices(common, region)] = source
+            source = self._item(part).read(tuple(each.start for each in slices_in(common, part.region)), common.shape)
+            result[slices_in(common, region)] = source
             found += common.numel
         if found != region.numel:
             raise CheckpointError(
@@ -101,11 +101,3 @@ def open_torch_dist(folder: Path) -> TorchDistReader:
         CheckpointError: its index is missing or damaged, or not to be trusted.
     """
     return TorchDistReader(folder, read_index(folder))
-
-
-def _relative(inner: Region, outer: Region) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
-
-
-def _slices(inner: Region, outer: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(_relative(inner, outer), inner.shape, strict=True))
