@@ -71,10 +71,10 @@ pytest:  ## the test suite alone
 	@$(INSTALL) $(TEST_EXTRAS)
 	"$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
 
-test-more:  ## what make test leaves out: kernels built for every generation of GPUs, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
+test-more:  ## what make test leaves out: kernels built for every generation of GPUs, a run of stages killed twenty times, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
-	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants" \
-	  tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py
+	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required MEGAMEM_KILLS=20 "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants or killed" \
+	  tests/integration/test_stages.py tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
 	@$(INSTALL) $(TEST_EXTRAS),mutants

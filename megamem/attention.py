@@ -3,20 +3,21 @@
 Megatron's local core materialises the s x s scores; this one does not, and needs no Transformer Engine.
 
 Legend: s sequence length, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head
-dimension.
+dimension, D documents of the microbatch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+
+from megamem.blockwise import tiled_attention
+from megamem.documents import Documents, Slice
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -46,47 +47,47 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d]. No other mask, no bias."""
-        assert attention_mask is None
+        """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d].
+
+        `attention_mask` is the documents' bounds (`megamem.documents`), [D + 1] in host memory, across which nothing
+        attends; None: every sequence is one document. There is no other mask, and no bias.
+        """
         assert attention_bias is None
         assert packed_seq_params is None
-        return self.attend(query, key, value)
+        return self.attend(query, key, value, attention_mask)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention, [s, b, n d], of the query, key and value that `forward` describes."""
-        return causal_attention(query, key, value, self.softmax_scale)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None) -> Tensor:
+        """Causal attention, [s, b, n d], of the query, key, value and bounds that `forward` describes."""
+        return causal_attention(query, key, value, self.scale_of(query), bounds)
+
+    def scale_of(self, query: Tensor) -> float:
+        """The factor of the scores of queries [..., d]."""
+        return query.shape[-1] ** -0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last q of k tokens, each to itself and all before it.
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: Tensor | None) -> Tensor:
+    """Attention of each token to itself and all before it in its document.
 
     Args:
-        query: [q, b, n, d] of tokens k - q to k - 1.
-        key: [k, b, g, d] of tokens 0 to k - 1.
-        value: [k, b, g, d].
-        scale: of the scores; None: 1 / sqrt(d).
+        query: [s, b, n, d].
+        key: [s, b, g, d].
+        value: [s, b, g, d].
+        scale: of the scores.
+        bounds: of the documents, [D + 1] int64 in host memory; None: every sequence is one.
 
     Returns:
-        [q, b, n d].
+        [s, b, n d].
     """
-    q, b, n, d = query.shape
+    if bounds is not None:
+        whole = Slice(0, query.shape[0])
+        tiles = tuple(Documents.of(bounds, query.shape[0]).tiles(whole, whole))
+        return tiled_attention(query, key, value, tiles, scale).flatten(2)
     out = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
-        attn_mask=_mask(q, key.shape[0], query.device),
-        is_causal=q == key.shape[0],
+        is_causal=True,
         scale=scale,
-        enable_gqa=key.shape[2] != n,
+        enable_gqa=key.shape[2] != query.shape[2],
     )
-    return out.permute(2, 0, 1, 3).reshape(q, b, n * d)
-
-
-def _mask(q: int, k: int, device: torch.device) -> Tensor | None:
-    """The mask of the last q of k tokens; None where `is_causal` serves, which aligns first query and first key."""
-    if q == k:
-        return None
-    if device.type == "cuda":
-        # A name for the mask: the fused kernels make none.
-        return causal_lower_right(q, k)
-    return torch.ones(q, k, dtype=torch.bool, device=device).tril(k - q)
+    return out.permute(2, 0, 1, 3).flatten(2)

@@ -104,7 +104,15 @@ def block_spec(
             specs.append(ModuleSpec(module=TransformerLayer, submodules=block))
         else:
             specs.append(
-                ModuleSpec(module=MemoryBlock, params={"slot": site and site.slot, "joins": joins}, submodules=block)
+                ModuleSpec(
+                    module=MemoryBlock,
+                    params={
+                        "slot": site and site.slot,
+                        "joins": joins,
+                        "reads_once": site is not None and site.reads_once,
+                    },
+                    submodules=block,
+                )
             )
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 

@@ -10,20 +10,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
 from torch import Tensor, nn
 
 from kernels.gather_pair.operands import Activation
 from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
-from megamem.parameters import ReducedOver, declare
+from megamem.parameters import ONLY_COPY, Copy, ReducedOver, declare, mark_copy
 from megamem.sharing import BankSpec
 
 
 class MakeBank(Protocol):
     """Builds a bank of a model with the columns of its tables that belong on this rank."""
 
-    def __call__(self, spec: BankSpec, memory: MemoryConfig, *, dtype: torch.dtype, device: torch.device) -> Bank: ...
+    def __call__(
+        self, spec: BankSpec, memory: MemoryConfig, *, dtype: torch.dtype, device: torch.device, copy: Copy
+    ) -> Bank: ...
 
 
 class TableLookup(Protocol):
@@ -59,6 +63,21 @@ class TableLookup(Protocol):
         """
         ...
 
+    def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
+        """The weighted values of this tensor-parallel rank's heads, for the tokens of all ranks of its group.
+
+        out[t, h V/n + d] = sum_j scores[t, j, h] values[rows[t, j], h V/n + d], for its own of n heads h
+
+        Args:
+            rows: [S, J], int64 rows of the bank, for the S tokens of all ranks of the group.
+            scores: [T, J, n], for this rank's own T = S / size tokens: number `rank` of equal parts.
+            tensor_group: None: this rank has all heads and tokens.
+
+        Returns:
+            [S, V / size].
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -86,6 +105,7 @@ class Bank(nn.Module):
         device: torch.device | str,
         replica_rank: int,
         columns: Columns = Columns(),
+        copy: Copy = ONLY_COPY,
     ) -> None:
         """Allocate the tables; `megamem.initialisation` fills them.
 
@@ -94,12 +114,13 @@ class Bank(nn.Module):
             kernels: the gathers.
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
             columns: that this rank holds; a subclass that holds less than all of them knows how to read.
+            copy: which of the stages' copies this one is.
         """
         super().__init__()
         self.spec = spec
         self.kernels = kernels
         self.activation: Activation = memory.lookup.activation
-        self.replica_rank, self.columns = replica_rank, columns
+        self.replica_rank, self.columns, self.copy = replica_rank, columns, copy
         for table in memory.tables:
             setattr(self, table.name, self._table(table, dtype, device))
 
@@ -108,6 +129,7 @@ class Bank(nn.Module):
         shape = (self.spec.num_rows, table.width // self.columns.num_parts)
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         declare(parameter, table.group, reduced_over=ReducedOver.STAGE)
+        mark_copy(parameter, self.copy)
         return parameter
 
     def read(
@@ -129,6 +151,14 @@ class Bank(nn.Module):
             self.get_parameter(pre_values), table, rows, pre_input, scores, self.activation, bins, num_bins
         )
 
+    def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
+        """See `TableLookup.read_heads`. Collective over the tensor-parallel group."""
+        if tensor_group is None or tensor_group.size() == 1:
+            return self.read(rows, scores, None)
+        own = rows.chunk(tensor_group.size())[tensor_group.rank()]
+        heads: Tensor = all_to_all_sp2hp(self.read(own, scores, None), tensor_group)
+        return heads
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
@@ -141,7 +171,7 @@ class Bank(nn.Module):
                 *sharded_offsets,
                 (axis + 1, self.columns.part, self.columns.num_parts),
                 prepend_axis_num=axis,
-                replica_id=(0, 0, self.replica_rank),
+                replica_id=(self.copy.index, 0, self.replica_rank),
             )
             for name, table in self.named_parameters(recurse=False)
         }

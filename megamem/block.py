@@ -185,16 +185,19 @@ class MemoryBlock(TransformerLayer):
         submodules: TransformerLayerSubmodules,
         slot: Slot | None,
         joins: tuple[bool, ...],
+        reads_once: bool,
         **megatron: Any,
     ) -> None:
         """
         Args:
             slot: where this block's memory acts; None: it has none.
             joins: for each output that arrives, whether it is added after this block.
+            reads_once: whether what arrives is what the chunk's memories read together, which all blocks pass on.
         """
         super().__init__(config, submodules, **megatron)
         assert not self.recompute_mlp
-        self.slot, self.joins = slot, joins
+        assert not (reads_once and joins)
+        self.slot, self.joins, self.reads_once = slot, joins, reads_once
 
     def forward(
         self,
@@ -210,10 +213,10 @@ class MemoryBlock(TransformerLayer):
 
         Args:
             hidden_states: [t, b, D].
-            context: outputs on their way [m, t, b, D]; None if m is 0.
+            context: outputs on their way [m, t, b, D]; None if m is 0. Of a family that reads once: `Inputs.read`.
             context_mask: the microbatch as `megamem.inputs.pack` packs it; None where no memory asks for it.
         """
-        inputs = Inputs(context_mask)
+        inputs = Inputs(context_mask, context if self.reads_once else None)
         if self.slot in (Slot.VALUES, Slot.HEADS, Slot.BLOCK):
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)
@@ -223,6 +226,8 @@ class MemoryBlock(TransformerLayer):
         if self.config.sequence_parallel:
             inputs = inputs.share(self.tp_group)
         out = self._forward_post_mlp(self.mlp(normal, inputs), hidden)
+        if self.reads_once:
+            return out, context
         leaving = (self.mlp.read(normal, inputs),) if self.slot is Slot.SKIP else ()
         return self._with_arrivals(out, context, leaving)
 

@@ -58,6 +58,47 @@ class ChunkedLoss(nn.Module):
         return losses.view(-1, num_sequences).t().contiguous()
 
 
+@torch.no_grad()
+def judge(
+    hidden: Tensor, weight: Tensor, labels: Tensor, asked: Tensor, chunk_tokens: int, tensor_group: dist.ProcessGroup
+) -> Tensor:
+    """How likely labels are where that is asked, and whether nothing is as likely.
+
+    Chunks in which nothing is asked cost nothing. Equal logits are nobody's likeliest, so that a model that knows
+    nothing is never right by the order of its ids.
+
+    Args:
+        hidden, weight, labels: as in `ChunkedLoss.forward`.
+        asked: [b, s], not 0 where it is asked.
+
+    Returns:
+        [2, b, s], fp32 (fp64 of fp64), the same on all tensor-parallel ranks: negative log-likelihoods in nats, and 1
+        where the label is the likeliest id; 0 elsewhere.
+    """
+    tensor_size, (_, num_sequences, width) = tensor_group.size(), hidden.shape
+    targets, wanted = (x.t().reshape(tensor_size, -1) for x in (labels, asked))
+    hidden = hidden.reshape(-1, width)
+    judged = hidden.new_zeros(2, *targets.shape, dtype=_at_least_fp32(hidden))
+    for chunk in _chunks(hidden, max(1, chunk_tokens // tensor_size)):
+        # Host sync, of evaluation alone. All ranks skip the same chunks: they know what is asked of each other's tokens.
+        if not wanted[:, chunk].any():
+            continue
+        logits = _logits(_gathered(hidden[chunk], tensor_group), weight)
+        place, elsewhere = _places(targets[:, chunk], weight, tensor_group)
+        of_target = logits.gather(1, place).masked_fill_(elsewhere, 0.0)
+        dist.all_reduce(of_target, group=tensor_group)
+        num_as_likely = (logits >= of_target).sum(1)
+        dist.all_reduce(num_as_likely, group=tensor_group)
+        top = logits.amax(1, keepdim=True)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=tensor_group)
+        total = (logits - top).exp_().sum(1, keepdim=True)
+        dist.all_reduce(total, group=tensor_group)
+        nats = (total.log() + top - of_target).squeeze(1)
+        judged[:, :, chunk] = torch.stack((nats, (num_as_likely == 1).to(nats.dtype))).view(2, tensor_size, -1)
+    judged *= wanted != 0
+    return judged.view(2, -1, num_sequences).transpose(1, 2).contiguous()
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Losses [tensor, t b] of hidden states [t b, D], `rows` of each rank at a time."""
 

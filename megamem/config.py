@@ -124,6 +124,12 @@ class ModelConfig(Config):
             self.memory.check(
                 hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )
+            self.memory.check_backbone(
+                hidden_size=self.hidden_size,
+                query_groups=self.query_groups,
+                head_dim=self.attention_head_dim,
+                vocab_size=self.vocab_size,
+            )
 
     @property
     def attention_head_dim(self) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from kernels.select import select_kernels
 from megamem.bank import Bank
@@ -103,7 +104,7 @@ def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) ->
         calibration=calibration,
         table_std=tables.std,
         predicted_std=layer.predicted_std(model, tables.std, calibration, seed),
-        measured_std=_root_mean_square(layer(tokens, Inputs(torch.stack((ids, torch.zeros_like(ids)))))),
+        measured_std=_root_mean_square(layer.initial_output(tokens, Inputs(torch.stack((ids, torch.zeros_like(ids)))))),
         ffn_std=_measure_ffn(model, span.read, seed=seed) if has_dense_ffn else None,
         num_tokens=num_tokens,
     )
@@ -196,3 +197,8 @@ class _DrawnTables:
             whole = f"banks.{self.bank}.{name}"
             table.copy_(normal_rows(wanted, seed=self.seed, name=whole, std=self.std, width=table.shape[1]))
         return bank.read(places, scores, pre_input, bins, num_bins, **names)
+
+    def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: ProcessGroup | None) -> Tensor:
+        """See `TableLookup.read_heads`."""
+        assert tensor_group is None
+        return self.read(rows, scores, None)

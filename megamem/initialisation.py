@@ -53,6 +53,8 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             return Constant(1.0)
         case [*_, "memory", own_name] if memory is not None:
             return family_of(memory).distribution(own_name, memory, model)
+        case ["shared_read", own_name] if memory is not None:
+            return family_of(memory).distribution(own_name, memory, model)
         case ["banks", _, _]:
             return None
     raise AssertionError(f"no initial distribution is defined for the parameter {name}")

@@ -4,7 +4,7 @@ A chunk with a memory that asks for tokens (`MemoryConfig.reads_tokens`) reads t
 message between stages grows. Inside a model chunk two of Megatron's arguments carry it, both of which
 `TransformerBlock` hands to every block and `_checkpointed_forward` saves as arguments of what it recomputes:
 `context_mask` the token ids and positions (`pack`), and `context`, which a block also returns, the outputs that join in
-a later block (`megamem.block.MemoryBlock`). Both belong to cross-attention, of which these models have none. Nothing is
+a later block (`megamem.block.MemoryBlock`), or what all blocks of a chunk read once (`megamem.layers.shared_read`). Both belong to cross-attention, of which these models have none. Nothing is
 kept on a module: under 1F1B the forward pass of another microbatch runs before a block is recomputed. Megatron's other
 arguments would do worse: `attention_bias` and `packed_seq_params` reach a recomputed block through a closure, and
 `padding_mask` not at all where `recompute_method: block` leaves a block alone.
@@ -28,9 +28,18 @@ class Inputs:
 
     Attributes:
         packed: [2, s, b] int64, as `pack` makes it; None where the family does not read tokens.
+        read: [t, b, ...], what the layers of a chunk have read together (`megamem.layers.shared_read`), of this
+            tensor-parallel rank's tokens; None where each reads by itself.
     """
 
     packed: Tensor | None
+    read: Tensor | None = None
+
+    @property
+    def shared(self) -> Tensor:
+        """[t, b, ...], see `read`."""
+        assert self.read is not None, "a layer asks for what its family does not read together"
+        return self.read
 
     @property
     def token_ids(self) -> Tensor:
@@ -48,12 +57,13 @@ class Inputs:
 
     def share(self, group: dist.ProcessGroup) -> Inputs:
         """[t, b]: those of this rank's tokens between the tensor-parallel regions, under sequence parallelism."""
-        return self if self.packed is None else Inputs(self.packed.chunk(group.size(), 1)[group.rank()])
+        return self if self.packed is None else Inputs(self.packed.chunk(group.size(), 1)[group.rank()], self.read)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """See `Tensor.record_stream`."""
-        if self.packed is not None:
-            self.packed.record_stream(stream)
+        for tensor in (self.packed, self.read):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
 
 def pack(token_ids: Tensor, positions: Tensor) -> Tensor:

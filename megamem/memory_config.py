@@ -107,10 +107,12 @@ class Observed:
     Attributes:
         scores: whether its rows have scores.
         spectrum: (H, R), heads and singular values of each one's core; None: it has no cores.
+        router: whether a softmax weights its rows, with a last place for adding nothing.
     """
 
     scores: bool = False
     spectrum: tuple[int, int] | None = None
+    router: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class MemoryConfig(Config, ABC):
     """Where the family's layers act; None: around the feed-forward, as `placement` says of each."""
     reads_tokens: ClassVar[bool] = False
     """Whether the family's layers ask for token ids or positions."""
+    reads_once: ClassVar[bool] = False
+    """Whether the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
 
     kind: str
     """The family of memories. Leave `model.memory` out (or null) for a dense model."""
@@ -142,6 +146,25 @@ class MemoryConfig(Config, ABC):
         Raises:
             ValueError: with key, value and fix.
         """
+
+    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+        """Refuse widths, key/value heads and a vocabulary (None: that of the tokenizer) that this memory does not fit.
+
+        Raises:
+            ValueError: with key, value and fix.
+        """
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a tokenizer with ids that this memory cannot read.
+
+        Raises:
+            ValueError: with key, value and fix.
+        """
+
+    @property
+    def tensor_sizes(self) -> Mapping[str, int]:
+        """By key, the numbers that tensor parallelism splits, and so must divide."""
+        return {}
 
     def slot_of(self, span: Span) -> Slot:
         """Where the memory layer with this span acts."""

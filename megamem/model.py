@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,16 @@ from megamem.attention import SdpaCoreAttention
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
-from megamem.chunked_loss import ChunkedLoss
+from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
 from megamem.layers.layer import MemoryLayer, begin_step
+from megamem.layers.shared_read import SharedRead
+from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
-from megamem.parameters import parameter_device
-from megamem.rotary import scaled_frequencies
+from megamem.parameters import Copy, parameter_device
+from megamem.rotary import rotary_angles, scaled_frequencies
 from megamem.side_stream import SideStream
 from megamem.slots import Site
 from megamem.spans import Span
@@ -38,8 +40,9 @@ class MemoryGPTModel(GPTModel):
     Attributes:
         model_config: our config of the whole model.
         banks: this chunk's banks by global index, `banks.<index>.<table>` in checkpoints.
+        separate_documents: whether attention needs the documents' bounds.
         reads_tokens: whether this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for
-            tokens.
+            tokens, or documents are separate.
         weights_are_set: to be set by whoever fills the weights.
     """
 
@@ -52,6 +55,7 @@ class MemoryGPTModel(GPTModel):
         padded_vocab_size: int,
         sequence_length: int,
         loss_chunk_tokens: int | None,
+        separate_documents: bool,
         groups: ProcessGroupCollection,
         make_bank: MakeBank,
         attention_core: type[SdpaCoreAttention],
@@ -60,6 +64,8 @@ class MemoryGPTModel(GPTModel):
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None,
+        stage: Copy,
+        earlier: Sequence[MemoryGPTModel],
         seed: int,
     ) -> None:
         """Build the chunk with unset weights; `megamem.initialisation.initialise` or a checkpoint fills them.
@@ -68,16 +74,31 @@ class MemoryGPTModel(GPTModel):
             layers: global 0-based numbers of this chunk's blocks.
             padded_vocab_size: rows of the embedding.
             loss_chunk_tokens: see `pretrain.config.schema.TrainConfig`.
+            separate_documents: positions start anew at every document, and each chunk asks for them.
             attention_core: what attends where Transformer Engine does not.
             kernels: of the layers' retrieval; the banks have theirs.
             side_stream: where the memory of a block runs beside its feed-forward.
             vp_stage: index of the chunk on its rank; None without interleaving.
+            stage: this rank's stage, of those of the pipeline.
+            earlier: the chunks of this rank that were built before, which lend it the banks that every stage holds.
             seed: the run's seed, which keys the shuffles.
 
         Raises:
             ValueError: if a bank or a span would be split over chunks, or Transformer Engine is asked for and absent.
         """
-        banks, sites = _memories(config, model, layers, make_bank, kernels=kernels, seed=seed, token_group=groups.tp_cp)
+        lent: dict[int, Bank] = {bank.spec.index: bank for chunk in earlier for bank in chunk.own_banks}
+        banks, sites = _memories(
+            config,
+            model,
+            layers,
+            make_bank,
+            kernels=kernels,
+            seed=seed,
+            token_group=groups.tp_cp,
+            tensor_group=groups.tp,
+            stage=stage,
+            lent=lent,
+        )
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(
@@ -105,9 +126,16 @@ class MemoryGPTModel(GPTModel):
             rotary = self.rotary_pos_emb
             rotary.inv_freq = scaled_frequencies(rotary.inv_freq, model.rotary_scaling, model.rotary_base)
         self._memory_reads_tokens = bool(sites) and model.memory is not None and model.memory.reads_tokens
-        self.reads_tokens = pre_process or post_process or self._memory_reads_tokens
+        self.separate_documents = separate_documents
+        self.reads_tokens = pre_process or post_process or self._memory_reads_tokens or separate_documents
         self.weights_are_set = False
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
+        self.shared_read: SharedRead | None = None
+        # One that an earlier chunk holds is not a module of this one.
+        self._read_together: list[SharedRead] = [read for chunk in earlier for read in chunk.read_together][:1]
+        if model.memory is not None and model.memory.reads_once and sites and not self._read_together:
+            self.shared_read = _shared_read(config, model.memory, banks, stage, groups)
+            self._read_together = [self.shared_read]
         self.chunked_loss: ChunkedLoss | None = None
         if post_process and loss_chunk_tokens is not None:
             self.chunked_loss = ChunkedLoss(loss_chunk_tokens, groups.tp)
@@ -116,40 +144,74 @@ class MemoryGPTModel(GPTModel):
         self,
         input_ids: Tensor | None,
         position_ids: Tensor | None,
-        attention_mask: None = None,
+        document_bounds: Tensor | None = None,
         *,
         labels: Tensor | None = None,
+        asked: Tensor | None = None,
     ) -> Tensor:
         """The chunk's part of a forward pass.
 
         Args:
             input_ids: [b, s] int64, the tokens of this context-parallel rank; None where the chunk does not read them.
             position_ids: [b, s] int64, their places in their sequences; None with `input_ids`.
-            attention_mask: must be None; attention is causal.
+            document_bounds: [D + 1] int64 in host memory, of the documents in whole sequences (`megamem.documents`); None:
+                every sequence is one document.
             labels: [b, s] int64; None where logits are wanted.
+            asked: [b, s], not 0 where labels are to be judged instead; without gradients.
 
         Returns:
             [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
-            [b, s, vocabulary] without labels.
+            [b, s, vocabulary] without labels, or what `megamem.chunked_loss.judge` says [2, b, s].
         """
         carried = None
         if self._memory_reads_tokens:
             assert input_ids is not None
             assert position_ids is not None
-            carried = {"context_mask": pack(input_ids, position_ids)}
+            packed = pack(input_ids, position_ids)
+            carried = {"context_mask": packed}
+            for read in self.read_together:
+                inputs = Inputs(packed)
+                carried["context"] = read(inputs.share(self.tp_group) if self.config.sequence_parallel else inputs)
         out: Tensor = super().forward(
-            input_ids, position_ids, attention_mask, labels=labels, extra_block_kwargs=carried
+            input_ids, position_ids, document_bounds, labels=labels, extra_block_kwargs=carried, loss_mask=asked
         )
         return out
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **others: Any) -> Tensor:
-        """From the last hidden states of the chunk [t, b, D] to what `forward` returns."""
+    def _preprocess(self, input_ids: Tensor | None, position_ids: Tensor | None, *args: Any, **others: Any) -> Any:
+        """Megatron's, with rotary angles of the tokens' own positions [s, b, 1, d] where documents are separate."""
+        hidden, angles, *rest = super()._preprocess(input_ids, position_ids, *args, **others)
+        if self.separate_documents:
+            assert position_ids is not None
+            angles = rotary_angles(self.rotary_pos_emb.inv_freq, position_ids)
+        return hidden, angles, *rest
+
+    def _postprocess(
+        self, hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None, **others: Any
+    ) -> Tensor:
+        """From the last hidden states of the chunk [t, b, D] to what `forward` returns.
+
+        `loss_mask` is what is asked: Megatron hands it on, and reads it for predictions of several tokens alone.
+        """
+        if self.post_process and labels is not None and loss_mask is not None:
+            chunk_tokens = self.chunked_loss.chunk_tokens if self.chunked_loss else labels.numel()
+            return judge(hidden_states, self.output_weight, labels, loss_mask, chunk_tokens, self.pg_collection.tp)
         if self.chunked_loss is None or labels is None or labels.numel() <= self.chunked_loss.chunk_tokens:
             # Logits of few tokens may as well be kept for backward.
             out: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **others)
             return out
         losses: Tensor = self.chunked_loss(hidden_states, self.output_weight, labels)
         return losses
+
+    @property
+    def own_banks(self) -> list[Bank]:
+        """The banks that this chunk holds."""
+        return [bank for bank in self.banks.values() if isinstance(bank, Bank)]
+
+    @property
+    def read_together(self) -> Sequence[SharedRead]:
+        """What this chunk's memory layers read together before its first block: one of its own, one that an earlier
+        chunk of this rank holds, or none."""
+        return self._read_together
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -178,6 +240,8 @@ class MemoryGPTModel(GPTModel):
         weight = next(self.parameters())
         no_token = weight.new_empty(0, 1, self.config.hidden_size)
         inputs = Inputs(torch.empty(2, 0, 1, dtype=torch.int64, device=weight.device))
+        for read in self.read_together:
+            inputs = Inputs(inputs.packed, read(inputs))
         for site in self._memory_sites():
             if site.memory_enabled:
                 site.serve(no_token, inputs)
@@ -235,10 +299,13 @@ def _memories(
     kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
+    tensor_group: torch.distributed.ProcessGroup,
+    stage: Copy,
+    lent: Mapping[int, Bank],
 ) -> tuple[dict[int, Bank], dict[int, Site]]:
     """The banks of a chunk by global index, and its memories by the block that they read in.
 
-    Arguments and errors are those of `MemoryGPTModel`.
+    Arguments and errors are those of `MemoryGPTModel`; `lent` are banks of earlier chunks by global index.
     """
     memory, plan, spans = model.memory, model.memory_plan, model.memory_spans
     if memory is None:
@@ -247,8 +314,17 @@ def _memories(
     indices = range(min(index_of.values(), default=0), max(index_of.values(), default=-1) + 1)
     device = parameter_device(config)
     banks = {
-        spec.index: make_bank(spec, memory, dtype=config.params_dtype, device=device) for spec in plan.banks_of(indices)
+        spec.index: make_bank(
+            spec,
+            memory,
+            dtype=config.params_dtype,
+            device=device,
+            copy=stage if spec.on_every_stage else Copy(),
+        )
+        for spec in plan.banks_of(indices)
+        if spec.index not in lent
     }
+    found = {**lent, **banks}
     sites = {}
     for layer, index in index_of.items():
         view, span = plan.views[index], spans[index]
@@ -257,12 +333,30 @@ def _memories(
             config,
             memory,
             view,
-            # Not the module itself: the bank belongs to the model, not to the layer.
-            SimpleNamespace(read=banks[view.bank].read),
+            _lookup(found[view.bank]),
             kernels=kernels,
             name=model.memory_name(index),
             seed=seed,
             token_group=token_group,
+            tensor_group=tensor_group,
         )
-        sites[layer] = Site(memory.slot_of(span), span, make_memory)
+        sites[layer] = Site(memory.slot_of(span), span, make_memory, memory.reads_once)
     return banks, sites
+
+
+def _lookup(bank: Bank) -> Any:
+    """What a layer reads a bank by. Not the module itself: the bank belongs to the model, not to the layer."""
+    return SimpleNamespace(read=bank.read, read_heads=bank.read_heads)
+
+
+def _shared_read(
+    config: TransformerConfig,
+    memory: MemoryConfig,
+    banks: Mapping[int, Bank],
+    stage: Copy,
+    groups: ProcessGroupCollection,
+) -> SharedRead:
+    (bank,) = banks.values()
+    read = family_of(memory).shared_read()
+    assert read is not None
+    return read(config, memory, _lookup(bank), copy=stage, tensor_group=groups.tp, data_group=groups.dp_cp)

@@ -5,6 +5,7 @@ Nothing is read off a parameter's name. A trainable parameter of which nothing i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
@@ -56,6 +57,34 @@ def declare(
             parameter.allreduce = False  # type: ignore[attr-defined]
     if tensor_dim is not None:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=tensor_dim, stride=1)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Which of the copies of a parameter on the pipeline's stages a stage holds: number `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+
+ONLY_COPY = Copy()
+
+
+def mark_copy(parameter: nn.Parameter, copy: Copy) -> None:
+    """Say that the stages of a pipeline hold copies of a parameter, whose gradients are added up (`sum_over_stages`).
+
+    Megatron gives what it takes for a tied embedding a bucket of its own, so that all copies are cut over their
+    replicas in the same places; and the global norm counts the first copy alone.
+    """
+    if copy.count > 1:
+        parameter.on_every_stage = True  # type: ignore[attr-defined]
+        parameter.shared_embedding = True  # type: ignore[attr-defined]
+        parameter.shared = copy.index > 0  # type: ignore[attr-defined]
+
+
+def is_on_every_stage(parameter: nn.Parameter) -> bool:
+    """Whether the stages hold copies of it, see `mark_copy`."""
+    return getattr(parameter, "on_every_stage", False)
 
 
 def is_declared(parameter: nn.Parameter) -> bool:

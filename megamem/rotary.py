@@ -31,6 +31,12 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig, base: 
     return frequencies / scaling.factor * divided + frequencies * (1.0 - divided)
 
 
+def rotary_angles(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """What Megatron turns queries and keys by, [s, b, 1, d] in radians, of positions [b, s] and frequencies [d/2]."""
+    angles = positions.t().to(frequencies.dtype).unsqueeze(-1) * frequencies
+    return torch.cat((angles, angles), -1).unsqueeze(2)
+
+
 def ntk_base(factor: float, base: float, width: int) -> float:
     """The theta that divides the lowest of d/2 frequencies by `factor`."""
     return float(base * factor ** (width / (width - 2)))

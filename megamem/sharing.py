@@ -54,11 +54,15 @@ class SharingConfig(Config):
 
 @dataclass(frozen=True)
 class BankSpec:
-    """One bank: `num_rows` rows, read by the memory layers `layers`."""
+    """One bank: `num_rows` rows, read by the memory layers `layers`.
+
+    With `on_every_stage` every pipeline stage holds a copy of it, and the copies' gradients are added up.
+    """
 
     index: int
     num_rows: int
     layers: tuple[int, ...]
+    on_every_stage: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class SharingPlan:
         wanted = tuple(bank for bank in self.banks if set(bank.layers) & set(layers))
         for bank in wanted:
             outside = sorted(set(bank.layers) - set(layers))
-            if outside:
+            if outside and not bank.on_every_stage:
                 raise ValueError(
                     f"memory layers {bank.layers[0]}..{bank.layers[-1]} share memory bank {bank.index}, but only "
                     f"{layers.start}..{layers.stop - 1} are on one pipeline chunk: choose parallel.pipeline and "
@@ -111,10 +115,10 @@ def private_banks(num_rows: int, num_layers: int) -> SharingPlan:
     )
 
 
-def common_bank(num_rows: int, num_layers: int) -> SharingPlan:
+def common_bank(num_rows: int, num_layers: int, *, on_every_stage: bool = False) -> SharingPlan:
     """One bank of `num_rows` rows, all of which every layer sees."""
     return SharingPlan(
-        (BankSpec(0, num_rows, tuple(range(num_layers))),),
+        (BankSpec(0, num_rows, tuple(range(num_layers)), on_every_stage),),
         (LayerView(0, 0, num_rows, num_rows),) * num_layers,
     )
 

@@ -59,11 +59,13 @@ class Site:
         slot: where it acts.
         span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
         make_memory: builds its layer.
+        reads_once: whether the layers of a chunk read their tables together.
     """
 
     slot: Slot
     span: Span
     make_memory: Callable[[], MegatronModule]
+    reads_once: bool = False
 
     def __post_init__(self) -> None:
         assert self.span.is_skip == (self.slot is Slot.SKIP)

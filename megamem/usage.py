@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megamem.layers.layer import MemoryLayer
 
 # What a layer sums over its tokens: their number, and the token-weighted means below.
-_TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NUM_SUMS = 0, 1, 2, 3, 4, 5
+_TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NULL, _ENTROPY, _NUM_SUMS = 0, 1, 2, 3, 4, 5, 6, 7
 # After the sums, what the ranks of a stage share; after these, the singular values.
 _COVERAGE, _KL, _NUM_COLUMNS = _NUM_SUMS, _NUM_SUMS + 1, _NUM_SUMS + 2
 
@@ -40,7 +40,7 @@ class LayerUsage:
 
     Attributes:
         counts: [M] int32, how often each row of the layer's window was read.
-        sums: [5] fp64, the number of tokens and sums over them.
+        sums: [7] fp64, the number of tokens and sums over them.
     """
 
     def __init__(self, view: LayerView, counts: Tensor) -> None:
@@ -53,20 +53,25 @@ class LayerUsage:
         self.sums.zero_()
 
     @torch.no_grad()
-    def record(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:
+    def record(self, rows: Tensor, scores: Tensor | None, out: Tensor, router: Tensor | None = None) -> None:
         """Add the tokens of one forward pass.
 
         Args:
             rows: [T, J], int64 rows of the bank.
             scores: [T, H, K, C], best first within a head; None in layers whose rows have none.
             out: [T, D], the layer's output.
+            router: [T, K + 1], a softmax over the rows and, last, nothing; None in layers without.
         """
         in_window = ((rows - self.view.first_row) % self.view.num_bank_rows).flatten()
         # Integers: the order of the atomic additions does not show.
         self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
         top1, topk = (wide.new_zeros(()),) * 2 if scores is None else (scores[:, :, 0].mean(), scores.mean())
-        means = (wide.new_ones(()), top1, topk, wide.mean(), wide.square().mean())
+        null, entropy = (wide.new_zeros(()),) * 2
+        if router is not None:
+            weights = router.to(wide.dtype)
+            null, entropy = weights[:, -1].mean(), torch.special.entr(weights).sum(1).mean()
+        means = (wide.new_ones(()), top1, topk, wide.mean(), wide.square().mean(), null, entropy)
         self.sums += torch.stack([mean.double() for mean in means]) * out.shape[0]
 
 
@@ -104,6 +109,11 @@ class UsageCollector:
             usage.reset()
             layer.usage = usage
 
+    def stop(self) -> None:
+        """Observe no longer."""
+        for layer in self.layers:
+            layer.usage = None
+
     def finish(self) -> dict[int, LayerMetrics]:
         """Stop observing; the figures of every memory layer of the model by block number, on every rank. Collective.
 
@@ -113,11 +123,12 @@ class UsageCollector:
                 reads hit one row.
             top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores; only
                 where rows have scores.
+            null_weight, router_entropy: mean weight that a token's router gives to nothing, and mean entropy of its
+                weights in nats (log(K + 1) if they are even); only where rows have a router.
             output_std: standard deviation of the layer's output over tokens and dimensions.
             singular_values: of each head's summed core, descending; only with Tucker cores.
         """
-        for layer in self.layers:
-            layer.usage = None
+        self.stop()
         if self.layers:
             dist.all_reduce(self._counts, group=self.stage_group)
         num_columns = _NUM_COLUMNS + (math.prod(self.observed.spectrum) if self.observed.spectrum is not None else 0)
@@ -147,6 +158,8 @@ class UsageCollector:
         metrics: LayerMetrics = {"coverage": row[_COVERAGE], "kl_to_uniform": row[_KL]}
         if self.observed.scores:
             metrics |= {"top1_score": means[_TOP1], "topk_score": means[_TOPK]}
+        if self.observed.router:
+            metrics |= {"null_weight": means[_NULL], "router_entropy": means[_ENTROPY]}
         metrics["output_std"] = math.sqrt(max(0.0, means[_OUT_SQUARE] - means[_OUT] ** 2))
         if self.observed.spectrum is not None:
             heads, rank = self.observed.spectrum

@@ -11,7 +11,6 @@ n coefficients per row and rank, B bins (sums per token), W columns on all ranks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from parallel.layout import coefficients_per_rank
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,6 @@ def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
         return sum_in_order(of_slices.reshape(*of_slices.shape[:2], num_scores, per_score), 3)
 
     return linear(coef, spread, collect)
-
-
-def coefficients_per_rank(num_scores: int, num_ranks: int) -> int:
-    """n: coefficients of a row that one rank needs for its columns, see `spread_coefficients`."""
-    return num_scores // math.gcd(num_scores, num_ranks)
 
 
 def _split(exchange: Exchange, num_bins: int, x: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ import torch
 
 from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure, FailureKind, LaunchError, RankError, RanksInterrupted, first_cause
-from parallel.rank_process import STOP_SIGNALS, RankPlan, release_openmp_threads, run_rank
+from parallel.rank_process import RankPlan, release_openmp_threads, run_rank
+from parallel.stop_signals import STOP_SIGNALS
 
 __all__ = ["LaunchError", "RankError", "RanksInterrupted", "launch_ranks"]
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel.layout import bytes_per_id, packed_bytes
+
 _BYTES_OF_INT64 = 8
 
 
@@ -33,13 +35,11 @@ class RowFormat:
     @property
     def _bytes_per_id(self) -> tuple[int, int]:
         """Whole bytes, and whether half a byte more."""
-        half_bytes = max(1, -(-(self.num_rows * self.num_bins - 1).bit_length() // 4))
-        return divmod(half_bytes, 2)
+        return bytes_per_id(self.num_rows * self.num_bins)
 
     def num_bytes(self, num_ids: int) -> int:
         """Bytes of `num_ids` packed ids."""
-        whole, odd = self._bytes_per_id
-        return num_ids * whole + odd * -(-num_ids // 2)
+        return packed_bytes(num_ids, self.num_rows * self.num_bins)
 
     def pack(self, rows: Tensor, bins: Tensor | None) -> Tensor:
         """One rank's ids.

@@ -98,6 +98,11 @@ class Failure:
     @classmethod
     def from_exitcode(cls, rank: int, exitcode: int) -> Failure:
         """Describe a rank that left no report. An `exitcode` below zero is the signal that killed it."""
+        if exitcode == os.EX_TEMPFAIL:
+            message = (
+                f"rank {rank} ended itself (exit code {exitcode}): start again to go on from the newest checkpoint"
+            )
+            return cls(rank, FailureKind.STOPPED, message, exit_code=exitcode)
         if exitcode >= 0:
             message = f"rank {rank} exited with code {exitcode} before it returned a result"
             return cls(rank, FailureKind.ERROR, message, exit_code=exitcode or 1)

@@ -28,9 +28,6 @@ from parallel.parent_death import signal_on_parent_death
 from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""They ask a run to save and stop; the last one is what Slurm is told to send ahead of its time limit."""
-
 _OMP_PAUSE_SOFT = 1
 # Of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
 _REPORT_BYTES = 24 * 1024

@@ -18,6 +18,7 @@ from kernels.gather_pair.weighting import weighted
 from kernels.select import Kernels
 from megamem.bank import Bank, Columns
 from megamem.memory_config import MemoryConfig
+from megamem.parameters import ONLY_COPY, Copy
 from megamem.sharing import BankSpec
 from parallel.exchange import Exchange, join_columns, split_columns, spread_coefficients, sum_over_ranks
 from parallel.packed_rows import RowFormat
@@ -29,6 +30,7 @@ def make_bank(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    copy: Copy,
     kernels: Kernels,
     groups: ProcessGroupCollection,
 ) -> Bank:
@@ -38,8 +40,10 @@ def make_bank(
     """
     replica_rank = groups.expt_dp.rank()
     if groups.ep.size() == 1:
-        return Bank(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank)
-    return ShardedBank(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, group=groups.ep)
+        return Bank(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, copy=copy)
+    return ShardedBank(
+        spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, copy=copy, group=groups.ep
+    )
 
 
 def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) -> None:
@@ -72,10 +76,13 @@ class ShardedBank(Bank):
         device: torch.device | str,
         replica_rank: int,
         group: dist.ProcessGroup,
+        copy: Copy = ONLY_COPY,
     ) -> None:
         """Allocate this rank's columns; see `Bank`. The size of `group` divides the widths of the tables."""
         columns = Columns(group.rank(), group.size())
-        super().__init__(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, columns=columns)
+        super().__init__(
+            spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, columns=columns, copy=copy
+        )
         self.group = group
         self.token_counts: tuple[int, ...] | None = None
 
@@ -109,6 +116,21 @@ class ShardedBank(Bank):
             # Runs before the backward pass of all of the above.
             out.register_hook(gathered.refill)
         return out
+
+    def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
+        """See `TableLookup.read_heads`.
+
+        Where the memory group is the tensor-parallel group, a rank's columns are those of its heads, and its rows are
+        known to it: only the scores travel.
+        """
+        # Both groups are consecutive ranks, so that equal sizes make them the same.
+        if tensor_group is None or tensor_group.size() != self.group.size():
+            return super().read_heads(rows, scores, tensor_group)
+        exchange = Exchange(self.group, (scores.shape[0],) * self.columns.num_parts)
+        own: Tensor = self.kernels.gather_sum(
+            self.get_parameter("values"), rows, spread_coefficients(scores, exchange), None, 1
+        )
+        return own
 
 
 class GatheredRows:

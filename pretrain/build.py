@@ -22,14 +22,15 @@ from kernels.implementations import KernelUnavailableError
 from kernels.select import Kernels, select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
-from megamem.parameters import GroupName, ReducedOver, declare, is_declared
+from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import SideStream
-from parallel.context import attention_core
+from parallel.context_ways import attention_core
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
 from parallel.pipeline_layout import chunks_of_stage
 from parallel.sharded_bank import make_bank
 from pretrain.config.schema import RunConfig
+from pretrain.costs.context import context_way
 from pretrain.errors import ConfigError
 from pretrain.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 from pretrain.weight_gathering import wait_before_memories
@@ -55,24 +56,35 @@ def build_chunks(
 
 
 def build_unset_chunks(
-    config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
+    config: RunConfig,
+    groups: ParallelGroups,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+    kernels: Kernels | None = None,
 ) -> list[MemoryGPTModel]:
     """This rank's bare model chunks without weights: they refuse to train before a checkpoint has filled them.
 
     Args:
         vocab_size: token ids, before padding.
         dtype: overrides the run's precision (tests run in fp64).
+        kernels: instead of those that `train.kernels` chooses for this machine (dry runs are for another one).
 
     Raises:
         ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
         ConfigError: this machine cannot run the memory kernels that were asked for.
     """
     layout, model = config.parallel, config.model
+    if model.memory is not None:
+        try:
+            model.memory.check_vocabulary(vocab_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
-    kernels = memory_kernels(config, groups.device.type)
+    kernels = kernels or memory_kernels(config, groups.device.type)
     side_stream = _side_stream(config, groups)
-    chunks = []
+    chunks: list[MemoryGPTModel] = []
     of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
     for index, chunk in enumerate(of_stage):
         built = MemoryGPTModel(
@@ -82,14 +94,17 @@ def build_unset_chunks(
             padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             sequence_length=config.train.sequence_length,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
+            separate_documents=config.data.documents == "separate",
             groups=groups.megatron,
             make_bank=partial(make_bank, kernels=kernels, groups=groups.megatron),
-            attention_core=attention_core(groups.megatron),
+            attention_core=attention_core(groups.megatron, context_way(config)),
             kernels=kernels,
             side_stream=side_stream,
             pre_process=chunk.has_embedding,
             post_process=chunk.has_loss,
             vp_stage=index if layout.virtual_pipeline > 1 else None,
+            stage=Copy(groups.pipeline_rank, layout.pipeline),
+            earlier=tuple(chunks),
             seed=config.seed,
         )
         built.model_type = ModelType.encoder_or_decoder

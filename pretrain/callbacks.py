@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +18,7 @@ from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
-from pretrain.history import End, Start, now, write_event
+from pretrain.history import End, Incident, Start, now, write_event
 from pretrain.owner import Owner
 from pretrain.progress import Progress
 from pretrain.run import Run
@@ -40,8 +42,17 @@ class Callback:
     def on_save(self, run: Run, report: SaveReport) -> None:
         """After a checkpoint is complete, which may be some steps after its own."""
 
+    def on_incident(self, run: Run, incident: Incident) -> None:
+        """After something was noticed that people should know of, and before the row of its step."""
+
+    def on_rewind(self, run: Run) -> None:
+        """After the run went back to a checkpoint: the steps past `run.state` are to be forgotten."""
+
     def on_end(self, run: Run) -> None:
         """After the last step, or before an early stop; not after an error."""
+
+    def on_failure(self, run: Run) -> None:
+        """After an error, perhaps of this rank alone and before `on_start`: nothing that asks the others may follow."""
 
 
 class Ownership(Callback):
@@ -79,11 +90,20 @@ class RowWriter(Callback):
 class MetricsFile(RowWriter):
     """`metrics.jsonl`: one object per step and per evaluation, with full precision.
 
-    A resumed run first drops rows of steps past its checkpoint, so that the file reads as that of an uninterrupted run.
+    A resumed run first drops rows of steps past its checkpoint, so that the file reads as that of an uninterrupted run;
+    so does one that goes back.
     """
 
     def on_start(self, run: Run) -> None:
         self._path = run.folder.metrics
+        stage = run.config.stage
+        self._of_stage: Row = {} if stage is None else {"stage": stage.name}
+        self._forget_later_rows(run)
+
+    def on_rewind(self, run: Run) -> None:
+        self._forget_later_rows(run)
+
+    def _forget_later_rows(self, run: Run) -> None:
         rows = _rows_up_to(self._path, run.state.step) if self._path.exists() else []
         with atomic_write(self._path) as stream:
             stream.write("".join(rows).encode())
@@ -101,7 +121,7 @@ class MetricsFile(RowWriter):
     def write(self, row: Row) -> None:
         try:
             with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+                stream.write(json.dumps(_finite(self._of_stage | row), allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(
                 f"{self._path} cannot be written: {error}. Free some space; checkpoints are intact, "
@@ -109,14 +129,19 @@ class MetricsFile(RowWriter):
             ) from error
 
 
-def evaluation_row(evaluation: Evaluation) -> dict[str, float | int]:
-    """The metrics of an evaluation by their names in files and trackers."""
-    return {
+def evaluation_row(evaluation: Evaluation) -> Row:
+    """The metrics of an evaluation by their names in files and trackers; `domains` holds those of each, if there are
+    several.
+    """
+    row: Row = {
         "validation_loss": evaluation.loss,
         "bits_per_byte": evaluation.bits_per_byte,
         "validation_tokens": evaluation.num_tokens,
         "validation_bytes": evaluation.num_bytes,
     }
+    if evaluation.by_domain:
+        row["domains"] = {name: evaluation_row(part) for name, part in evaluation.by_domain.items()}
+    return row
 
 
 def observes_usage(run: Run, step: int) -> bool:
@@ -184,13 +209,18 @@ class MemoryUsage(Callback):
                 row.setdefault("memory", {}).setdefault(str(block), {}).update(metrics)
         self._start_if_due(run)
 
+    def on_rewind(self, run: Run) -> None:
+        self._collector.stop()
+        self._start_if_due(run)
+
     def _start_if_due(self, run: Run) -> None:
         if observes_usage(run, run.state.step + 1):
             self._collector.start()
 
 
 class History(Callback):
-    """`history.jsonl`: where the run was started, and where it came to its end or was asked to stop. The owner only.
+    """`history.jsonl`: where the run was started, what was noticed, and where it came to its end or was asked to stop. The
+    owner only.
 
     After the checkpoints, so that an end says that all was saved; a start without one has failed, or goes on. Rows of
     `metrics.jsonl` stay those of an uninterrupted run.
@@ -201,6 +231,9 @@ class History(Callback):
         write_event(
             run.folder, Start(state.step, state.consumed_tokens, now(), socket.gethostname(), run.groups.world_size)
         )
+
+    def on_incident(self, run: Run, incident: Incident) -> None:
+        write_event(run.folder, incident)
 
     def on_end(self, run: Run) -> None:
         write_event(run.folder, End(run.state.step, run.state.consumed_tokens, now()))
@@ -228,6 +261,13 @@ class ProgressLine(Callback):
     def on_save(self, run: Run, report: SaveReport) -> None:
         self._progress.say(str(report))
 
+    def on_incident(self, run: Run, incident: Incident) -> None:
+        self._progress.say(f"step {incident.step}: {incident.kind}: {incident.message}")
+
+    def on_rewind(self, run: Run) -> None:
+        self._progress.close()
+        self.on_start(run)
+
     def on_end(self, run: Run) -> None:
         self._progress.close()
 
@@ -240,6 +280,10 @@ class TensorBoard(RowWriter):
 
         self._writer = SummaryWriter(str(run.folder.tensorboard), purge_step=run.state.step + 1)
 
+    def on_rewind(self, run: Run) -> None:
+        self._writer.close()
+        self.on_start(run)
+
     def write(self, row: Row) -> None:
         for name, value in scalars(row):
             if name != "step":
@@ -250,7 +294,13 @@ class TensorBoard(RowWriter):
 
 
 class WandB(RowWriter):
-    """Weights & Biases, online or offline."""
+    """Weights & Biases, online or offline; a run that goes on, or goes back, goes on in the same one.
+
+    Its own count of steps cannot go back, so a row's step is a value like the others, against which all are drawn. Rows
+    of steps that are taken again come twice there, and the later one is the run's.
+    """
+
+    _run: Any = None
 
     def on_start(self, run: Run) -> None:
         import wandb
@@ -263,13 +313,30 @@ class WandB(RowWriter):
             dir=str(run.folder.logs),
             mode=settings.wandb_mode,
             config=to_dict(run.config),
+            id=_wandb_id(run.folder.wandb_id),
+            # Offline it means nothing: `wandb sync --append` joins what has the same id.
+            resume="allow" if settings.wandb_mode == "online" else None,
         )
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Row) -> None:
-        self._run.log(dict(scalars(row)), step=row["step"])
+        self._run.log(dict(scalars(row)))
 
     def on_end(self, run: Run) -> None:
         self._run.finish()
+
+    def on_failure(self, run: Run) -> None:
+        # What was logged is sent off; the run is shown as failed until it goes on.
+        if self._run is not None:
+            self._run.finish(exit_code=1)
+
+
+def _wandb_id(path: Path) -> str:
+    """The id of a run there, made when it starts for the first time."""
+    if not path.exists():
+        with atomic_write(path) as stream:
+            stream.write(secrets.token_hex(8).encode())
+    return path.read_text(encoding="ascii").strip()
 
 
 class Checkpoints(Callback):
@@ -334,7 +401,46 @@ def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
             listeners.append(TensorBoard())
         if run.config.logging.wandb_mode != "disabled":
             listeners.append(WandB())
+    recording: list[Callback] = [] if owner is None else [History()]
+    health = health_callbacks(run, [*listeners, *recording])
     # An evaluation comes after the step's row is written and before its checkpoint, so that a resumed run neither
     # repeats nor misses one.
-    recording: list[Callback] = [] if owner is None else [History()]
-    return [*measuring, *listeners, Evaluations(listeners), Checkpoints(listeners), *recording]
+    return [
+        *health.first,
+        *measuring,
+        *health.before_rows,
+        *listeners,
+        Evaluations(listeners),
+        *health.before_saves,
+        Checkpoints([*listeners, *health.first]),
+        *recording,
+        *health.last,
+    ]
+
+
+@dataclass(frozen=True)
+class HealthCallbacks:
+    """What looks after a run's health, by its place among the other callbacks."""
+
+    first: list[Callback]
+    before_rows: list[Callback]
+    before_saves: list[Callback]
+    last: list[Callback]
+
+
+def health_callbacks(run: Run, listeners: list[Callback]) -> HealthCallbacks:
+    """Those that the configuration asks for; `listeners` are told of incidents."""
+    # They are callbacks themselves.
+    from pretrain.health.hangs import Hangs, NextStep, hang_limit_s
+    from pretrain.health.replicas import Replicas
+    from pretrain.health.slow_ranks import SlowRanks
+
+    rules = run.config.health
+    hangs = [Hangs(run)] if hang_limit_s(run.config) else []
+    has_others = run.groups.world_size > 1
+    return HealthCallbacks(
+        first=[*hangs],
+        before_rows=[SlowRanks(listeners)] if has_others and rules.slow_ranks.every_steps else [],
+        before_saves=[Replicas(listeners)] if has_others and rules.compare_replicas_every_steps else [],
+        last=[NextStep(hang) for hang in hangs],
+    )

@@ -16,6 +16,8 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.stages = path / "stages.yaml"
+        self.start = path / "start.json"
         self.history = path / "history.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
@@ -23,6 +25,7 @@ class RunFolder:
         self.tokenizer = path / "tokenizer"
         self.tensorboard = path / "tensorboard"
         self.owner = path / "owner"
+        self.wandb_id = path / "wandb_id"
 
     def check_writable(self) -> None:
         """See whether the folder could be made and written, without making it.

@@ -44,8 +44,25 @@ class End:
     at: str
 
 
-Event: TypeAlias = Start | End
-_NAMES: dict[str, type[Start] | type[End]] = {"start": Start, "end": End}
+@dataclass(frozen=True)
+class Incident:
+    """Something that the run's owner should know of; the run went on, or stopped with these words.
+
+    Attributes:
+        step: after which it was noticed.
+        kind: non-finite, spike, rewind, slow rank or replicas.
+        message: what was found, where, and what was done.
+        at: UTC, as ISO 8601 has it.
+    """
+
+    step: int
+    kind: str
+    message: str
+    at: str
+
+
+Event: TypeAlias = Start | End | Incident
+_NAMES: dict[str, type[Start] | type[End] | type[Incident]] = {"start": Start, "end": End, "incident": Incident}
 
 
 def now() -> str:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import fmean
-from types import FrameType
 
 from megatron.core import tensor_parallel
 
 from megamem.moe import ROUTER_LOSS_NAMES
 from megamem.parameters import GroupName
-from parallel.rank_process import STOP_SIGNALS
 from pretrain.callbacks import Callback, Row
 from pretrain.errors import StoppedEarly, UserError
+from pretrain.health.nonfinite import in_words
+from pretrain.health.rewind import rewind
+from pretrain.health.spikes import find_spike, remember
+from pretrain.history import Incident, now
 from pretrain.run import Run
 from pretrain.schedule import apply_schedule, group_settings
 from pretrain.step import Batch, StepResult, train_step
+from pretrain.stop import StopRequest
 
 
 def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = None) -> None:
@@ -28,20 +31,24 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = No
 
     Raises:
         StoppedEarly: a rank was told to stop (SIGTERM, SIGINT or SIGUSR1); a checkpoint was saved.
-        UserError: too many steps in a row had no finite gradient, the data is damaged, or a checkpoint cannot be
-            written.
+        UserError: too many steps in a row had no finite gradient or a spike, the data is damaged, or a checkpoint
+            cannot be written.
     """
     config = run.config
     stop = stop or StopRequest()
     batches = run.batches()
-    for callback in callbacks:
-        callback.on_start(run)
     try:
+        for callback in callbacks:
+            callback.on_start(run)
         while run.state.step < config.train.num_steps:
             result, row = take_step(run, batches, stop_requested=stop.requested)
+            _tell(run, callbacks, result)
+            if result.spike and config.health.spikes.action == "rewind" and _went_back(run, callbacks, result.spike):
+                batches = run.batches()
+                continue
             for callback in callbacks:
                 callback.on_step(run, row)
-            _check_progress(run)
+            _check_progress(run, result)
             if result.stop_requested and run.state.step < config.train.num_steps:
                 break
         for callback in callbacks:
@@ -49,10 +56,12 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest | None = No
     except BaseException:
         # Perhaps of this rank alone, so nothing that asks the others may follow.
         run.saver.abandon()
+        for callback in callbacks:
+            callback.on_failure(run)
         raise
     if run.state.step < config.train.num_steps:
         raise StoppedEarly(
-            f"stopped at step {run.state.step} of {config.train.num_steps} as asked; "
+            f"stopped at step {run.state.step} of {config.run_steps} as asked; "
             f"a checkpoint was saved in {run.folder.checkpoints}: run the same command again to go on"
         )
 
@@ -65,7 +74,7 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
     config = run.config
     started = time.perf_counter()
     seed_step(config.seed, run.state.step)
-    apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train)
+    apply_schedule(run.optimizer.param_groups, run.state.step, config.optimizer, config.train, config.stage)
     result = train_step(
         run.chunks,
         run.optimizer,
@@ -76,6 +85,7 @@ def take_step(run: Run, batches: Sequence[Iterator[Batch]], *, stop_requested: b
         sequence_length=config.train.sequence_length,
         stop_requested=stop_requested,
         save_votes=run.saver.votes,
+        judge=partial(find_spike, config.health.spikes, run.state.recent),
     )
     run.saver.hear(result.ranks_saved, result.ranks_failed_to_save)
     return result, _account(run, result, time.perf_counter() - started)
@@ -90,10 +100,15 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
     """Move the run's state on, and make the step's metrics row."""
     config = run.config
     rates = _learning_rates(run)
-    run.state = run.state.after_step(
-        samples=config.train.global_batch_size, tokens=run.tokens_per_step, updated=result.norms.are_finite
-    )
+    rule = config.health.spikes
     tokens_per_s = run.tokens_per_step / step_s
+    run.state = run.state.after_step(
+        samples=run.batch_size,
+        tokens=run.tokens_per_step,
+        updated=result.updated,
+        spike=result.spike is not None,
+        recent=remember(rule, run.state.recent, result.loss.mean, result.norms.main),
+    )
     row: Row = {
         "step": run.state.step,
         "loss": result.loss.mean,
@@ -106,6 +121,8 @@ def _account(run: Run, result: StepResult, step_s: float) -> Row:
         "tokens_per_s": tokens_per_s,
         "tflops_per_gpu": tokens_per_s * run.flops_per_token / run.groups.world_size / 1e12,
     }
+    if rule.action != "none":
+        row |= {"num_spikes": run.state.num_spikes, "num_rewinds": run.state.num_rewinds}
     if config.model.memory is not None:
         row["value_lr"] = rates["values"]
     if result.norms.tables is not None:
@@ -123,34 +140,44 @@ def _learning_rates(run: Run) -> dict[GroupName, float]:
 
     A stage without split parameters has no such groups, and says what the schedule gives those of other stages.
     """
-    scheduled = group_settings(run.state.step, run.config.optimizer, run.config.train)
+    scheduled = group_settings(run.state.step, run.config.optimizer, run.config.train, run.config.stage)
     carried: dict[GroupName, float] = {group["name"]: group["lr"] for group in run.optimizer.param_groups}
     return {name: lr for name, (lr, _) in scheduled.items()} | carried
 
 
-def _check_progress(run: Run) -> None:
+def _went_back(run: Run, callbacks: Sequence[Callback], spike: str) -> bool:
+    """Go back from a spike, and tell the callbacks; without a checkpoint the step stays skipped."""
+    step = run.state.step
+    done = rewind(run, spike)
+    if done is None:
+        return False
+    for callback in callbacks:
+        callback.on_incident(run, Incident(step, "rewind", done, now()))
+        callback.on_rewind(run)
+    return True
+
+
+def _tell(run: Run, callbacks: Sequence[Callback], result: StepResult) -> None:
+    """Tell the callbacks of a step whose update was not applied."""
+    if result.updated:
+        return
+    if result.spike is not None:
+        kind, found = "spike", f"{result.spike}; its update was not applied"
+    else:
+        kind, found = "non-finite", f"{in_words(result.non_finite)}; the update was not applied"
+    for callback in callbacks:
+        callback.on_incident(run, Incident(run.state.step, kind, found, now()))
+
+
+def _check_progress(run: Run, result: StepResult) -> None:
     skipped, limit = run.state.num_skipped_in_row, run.config.train.max_skipped_steps
-    if skipped >= limit:
+    if skipped >= limit and not result.updated:
         # All ranks are here.
         run.saver.finish()
+        last = result.spike or in_words(result.non_finite)
         raise UserError(
-            f"the last {skipped} steps had no finite gradient and were skipped (train.max_skipped_steps = {limit}): "
-            f"the run has diverged at step {run.state.step}. Lower optimizer.lr, or raise optimizer.warmup_steps; "
-            f"the last checkpoint in {run.folder.checkpoints} is intact"
+            f"the last {skipped} steps had {'a spike or ' if run.config.health.spikes.action != 'none' else ''}"
+            f"no finite gradient and were skipped (train.max_skipped_steps = {limit}): "
+            f"the run has diverged at step {run.state.step}. In the last one, {last}. Lower optimizer.lr, or raise "
+            f"optimizer.warmup_steps; the last checkpoint in {run.folder.checkpoints} is intact"
         )
-
-
-class StopRequest:
-    """Whether this rank was told to stop: SIGTERM, SIGINT and SIGUSR1 let the step finish and the run save.
-
-    One that is ignored stays so: a shell asks for that with SIGINT when it starts a job in the background.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True

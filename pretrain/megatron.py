@@ -7,13 +7,16 @@ import math
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.groups import ParallelSizes
 from parallel.pipeline_layout import ModelChunk, model_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.costs.context import Way, context_way
+from pretrain.stage_copies import finalize_with_copies
+
+_TE_WAYS: dict[Way, str] = {"gather": "all_gather", "heads": "a2a", "ring": "p2p"}
 
 
 def parallel_sizes(config: RunConfig) -> ParallelSizes:
@@ -64,6 +67,8 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=None if layout.pipeline_layout is None else _megatron_layout(config),
         context_parallel_size=layout.context,
+        # Of Transformer Engine's attention; ours is another class for each way.
+        cp_comm_type=_TE_WAYS[context_way(config)] if layout.context > 1 else None,
         # Interleaved schedules with batched p2p exchange the messages of two chunks without a word of warning.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -77,7 +82,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         **_recompute(config),
         **_experts(config, dtype),
     )
-    result.finalize_model_grads_func = finalize_model_grads
+    result.finalize_model_grads_func = finalize_with_copies
     return result
 
 

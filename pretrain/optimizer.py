@@ -87,6 +87,12 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
                 ):
                     yield group["name"], parameter.grad
 
+    def main_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The model's parameters that this rank steps a share of, with the flat main weights of that share."""
+        if not self.is_stub_optimizer:
+            for parameter, (index, order) in self.model_param_group_index_map.items():
+                yield parameter, self.optimizer.param_groups[index]["params"][order].detach()
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update main weights and this rank's shares of the model's, which `MemoryOptimizer` gathers."""
@@ -162,8 +168,9 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
     def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
         """See `MemoryDistributedOptimizer.gradients`; those of tables are counted by the rank that owns them."""
         yield from super().gradients(counted_once=counted_once)
-        for shard in self._shards.values():
-            yield shard.group["name"], shard.gradient
+        for parameter, shard in self._shards.items():
+            if not counted_once or param_is_not_shared(parameter):
+                yield shard.group["name"], shard.gradient
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from megamem.config import ModelConfig
 from parallel.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
-from pretrain.checkpoint.folder import list_checkpoints, read_state
+from pretrain.checkpoint.folder import newest_complete, newest_readable
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import stage_of_step
 from pretrain.config.validate import validate
 from pretrain.costs.formulas import count_parameters
 from pretrain.costs.held import held_bytes
-from pretrain.data.blend import check_fits, model_vocab_size, open_blend
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.data.blend import check_epochs, check_fits, model_vocab_size, open_blend
+from pretrain.errors import ConfigError, UserError
 from pretrain.folder import RunFolder
+from pretrain.position import last_sample
 from pretrain.saved_run import check_resumable
 
 _BYTES_OF_WEIGHT_AND_GRADIENT = 4 + 4
 _BYTES_OF_MOMENTS = 4 + 4
+
+
+def check_stages(stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder, *, local: bool) -> None:
+    """`validate` and `check_start` of every stage of a run, whose name an error says.
+
+    Raises:
+        UserError: see there.
+    """
+    for config in stages:
+        with naming_stage(config):
+            validate(config, num_ranks)
+            check_start(config, num_ranks, folder, local=local)
+
+
+@contextmanager
+def naming_stage(config: RunConfig) -> Iterator[None]:
+    """Let a user's error say of which stage it is, in a run of several."""
+    try:
+        yield
+    except UserError as error:
+        if config.stage is None:
+            raise
+        raise type(error)(f"stage {config.stage.name}: {error}") from error
 
 
 def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: bool) -> None:
@@ -37,10 +63,7 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
         ConfigError: the vocabulary or the machine's memory is too small, or torch cannot use the GPUs.
         CheckpointError: the folder holds another run.
     """
-    datasets = open_blend(config.data.datasets)
-    for dataset in datasets:
-        check_fits(dataset, config.train.sequence_length)
-    vocab_size = model_vocab_size(config.model, datasets[0].tokenizer)
+    vocab_size = _check_data(config)
     if num_visible_gpus() and version("torch").endswith("+cpu"):
         raise ConfigError(
             f"this machine has GPUs that cannot be used: {built_without_cuda()}. To leave them idle, add --device cpu"
@@ -54,6 +77,39 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
         # Ranks that were started elsewhere leave this to rank 0, when they open the run: each would look at every file
         # of a checkpoint, of which there are as many as ranks.
         _check_same_run(config, folder)
+
+
+def check_submission(stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder) -> None:
+    """Look at data, run folder and checkpoint of a run that is to start on other machines, which see the same folders.
+
+    Args:
+        stages: of the run, or its one configuration.
+        num_ranks: of the run.
+        folder: of the run.
+
+    Raises:
+        DataError: a data set is missing or damaged, or they do not go together.
+        ConfigError: layout, batch or vocabulary do not fit, or the folder cannot be written.
+        CheckpointError: the folder holds another run, or no checkpoint in it can be read.
+    """
+    for config in stages:
+        with naming_stage(config):
+            validate(config, num_ranks, on_this_machine=False)
+            _check_data(config)
+    folder.check_writable()
+    newest, _ = newest_complete(folder.checkpoints)
+    if newest is not None:
+        check_resumable(stages[stage_of_step(stages, newest.step)], newest)
+
+
+def _check_data(config: RunConfig) -> int:
+    """Open every data set. Returns how many token ids the model has."""
+    datasets = open_blend(config.read_data)
+    trained_on, length = datasets[: len(config.data.datasets)], config.train.sequence_length
+    for dataset in trained_on:
+        check_fits(dataset, length)
+    check_epochs(config.data.datasets, trained_on, length, last_sample(config))
+    return model_vocab_size(config.model, datasets[0].tokenizer)
 
 
 def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None:
@@ -126,10 +182,6 @@ def machine_memory_bytes() -> int:
 
 def _check_same_run(config: RunConfig, folder: RunFolder) -> None:
     """Against the newest checkpoint that can be read; whether it is whole is looked at when it is loaded."""
-    for path in reversed(list_checkpoints(folder.checkpoints)):
-        try:
-            saved = read_state(path)
-        except CheckpointError:
-            continue
+    saved = newest_readable(folder.checkpoints)
+    if saved is not None:
         check_resumable(config, saved)
-        return

@@ -15,7 +15,14 @@ from megatron.core.distributed import DistributedDataParallel
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
 from pretrain.build import build_chunks, build_unset_chunks, wrap_chunks
-from pretrain.checkpoint.folder import SavedState, newest_complete, nothing_complete, refuse_damage
+from pretrain.checkpoint.folder import (
+    SavedState,
+    newest_complete,
+    nothing_complete,
+    read_state,
+    refuse_damage,
+    step_folder,
+)
 from pretrain.checkpoint.run import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.shared_check import damage_seen_by_ranks
@@ -32,6 +39,7 @@ from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.owner import Owner, owned
+from pretrain.position import batch_size_of_run, check_position, position_in_data, samples_to_come
 from pretrain.preflight import check_gpu_memory
 from pretrain.saved_run import check_resumable, ranks_were_started
 from pretrain.state import RunState
@@ -40,7 +48,8 @@ from pretrain.weight_gathering import complete_weights
 
 @dataclass
 class Run:
-    """One rank's parts of a run. `state` and `last_saved_step` move on; the rest stays.
+    """One rank's parts of a run. `state` and `last_saved_step` move on, `train_data` only if the run goes back; the rest
+    stays.
 
     Attributes:
         train_data: samples in the order of the run.
@@ -66,14 +75,18 @@ class Run:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per step and data-parallel rank."""
-        train = self.config.train
-        return train.global_batch_size // (train.micro_batch_size * self.groups.data_size)
+        """Microbatches of the next step per data-parallel rank."""
+        return self.batch_size // (self.config.train.micro_batch_size * self.groups.data_size)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of the next step over all ranks."""
+        return batch_size_of_run(self.config.train, self.config.stage, self.state.step)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per step over all ranks."""
-        return self.config.train.tokens_per_step
+        """Tokens of the next step over all ranks."""
+        return self.batch_size * self.config.train.sequence_length
 
     def batches(self) -> list[Iterator[Sample]]:
         """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""
@@ -81,7 +94,7 @@ class Run:
             on_device(
                 microbatches(
                     self.train_data,
-                    start_sample=self.state.consumed_samples,
+                    start_sample=position_in_data(self.config, self.state),
                     micro_batch_size=self.config.train.micro_batch_size,
                     data_rank=self.groups.data_rank,
                     data_size=self.groups.data_size,
@@ -105,31 +118,37 @@ class Run:
             self.last_saved_step = self.state.step
 
 
-def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None = None) -> Run:
+def open_run(
+    config: RunConfig,
+    folder: RunFolder,
+    groups: ParallelGroups,
+    start: SavedState | None = None,
+    *,
+    checked: bool = False,
+) -> Run:
     """Build every part of a run, and restore its newest complete checkpoint if there is one. Collective.
 
     Args:
         start: a checkpoint to go on from, of this run or another of the same model, instead of the folder's newest.
+        checked: the contents of `start` have been held against their hashes.
 
     Raises:
         UserError: what the data, the configuration or the checkpoint lack.
     """
     train = config.train
-    tokenizer = check_blend(config.data.datasets)
-    saved = _find_resumable(config, folder, groups, start)
+    tokenizer = check_blend(config.read_data)
+    saved = _checkpoint_to_go_on_from(config, folder, groups, start, checked=checked)
     state = RunState() if saved is None else saved.run
+    check_position(config, state, folder.path if saved is None else saved.path)
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
-    train_data = build_train_dataset(
-        config.data.datasets,
-        sequence_length=train.sequence_length,
-        # Not simply steps x batch: the batch may have had another size before the checkpoint.
-        num_samples=state.consumed_samples + max(0, train.num_steps - state.step) * train.global_batch_size,
-        seed=config.data_seed,
-        tokenizer=tokenizer,
-        cache_dir=folder.data_cache,
+    train_data = training_samples(config, state, tokenizer, folder)
+    held_out = HeldOutDataset(
+        config.evaluated,
+        train.sequence_length,
+        config.evaluation.max_sequences,
+        separate_documents=config.data.documents == "separate",
     )
-    held_out = HeldOutDataset(config.data.datasets, train.sequence_length, config.evaluation.max_sequences)
     if groups.device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(groups.device).total_memory
         check_gpu_memory(replace(config, model=model), groups.world_size, gpu_bytes)
@@ -148,10 +167,27 @@ def open_run(config: RunConfig, folder: RunFolder, groups: ParallelGroups, start
         flops_per_token=training_flops_per_token(model, train.sequence_length),
     )
     if saved is not None:
-        restore_run(saved, run.chunks, run.optimizer)
-        run.last_saved_step = state.step
+        resets = resets_optimizer(config, saved)
+        restore_run(saved, run.chunks, run.optimizer, with_moments=not resets)
+        if resets:
+            run.state = replace(state, num_updates=0)
+        if config.stage is None or saved.path.parent == folder.checkpoints:
+            run.last_saved_step = state.step
     _record_config(run)
     return run
+
+
+def training_samples(config: RunConfig, state: RunState, tokenizer: Tokenizer, folder: RunFolder) -> TrainDataset:
+    """The samples of a run, in its order, as many as it still needs from where it stands. Collective."""
+    return build_train_dataset(
+        config.data.datasets,
+        sequence_length=config.train.sequence_length,
+        num_samples=position_in_data(config, state) + samples_to_come(config, state),
+        seed=config.data_seed,
+        tokenizer=tokenizer,
+        cache_dir=folder.data_cache,
+        separate_documents=config.data.documents == "separate",
+    )
 
 
 @contextmanager
@@ -175,37 +211,78 @@ def owning(folder: RunFolder, groups: ParallelGroups) -> Iterator[Owner | None]:
         yield owner
 
 
-def _find_resumable(
-    config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None
+def _checkpoint_to_go_on_from(
+    config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None, *, checked: bool
 ) -> SavedState | None:
     """The checkpoint to go on from, after checking that it is of this run."""
     check_hashes = config.checkpoint.check_hashes
     if start is None:
-        saved, problems = _agreed_checkpoint(folder.checkpoints, check_hashes=check_hashes)
+        saved = newest_checkpoint(folder, groups, check_hashes=check_hashes)
     else:
-        saved, problems = start, []
-        if check_hashes and ranks_were_started():
+        saved = start
+        if check_hashes and ranks_were_started() and not checked:
             refuse_damage(start, damage_seen_by_ranks(start))
-    if groups.is_main:
-        for problem in problems:
-            print(f"passed over a damaged checkpoint: {problem}", flush=True)
     if saved is None:
         return None
-    changes = check_resumable(config, saved)
+    begins = config.stage is not None and saved.step == config.stage.steps_before
+    changes = check_resumable(config, saved, as_new_run=begins and saved.path.parent != folder.checkpoints)
     if groups.is_main:
-        print(f"resuming from {saved.path} (step {saved.step})", flush=True)
+        print(f"{'beginning' if begins else 'resuming'} from {saved.path} (step {saved.step})", flush=True)
         for change in changes:
             print(f"  changed since: {change}", flush=True)
     return saved
 
 
-def _agreed_checkpoint(folder: Path, *, check_hashes: bool) -> tuple[SavedState | None, list[str]]:
-    """The newest complete checkpoint, and why newer ones were passed over. Collective.
+def resets_optimizer(config: RunConfig, saved: SavedState) -> bool:
+    """Whether moments start at zero: at the first step of a stage that asks for it.
+
+    A checkpoint of that step is always from before the reset: the stage saves none before it has taken a step.
+    """
+    stage = config.stage
+    return stage is not None and stage.optimizer_state == "reset" and saved.step == stage.steps_before
+
+
+def newest_checkpoint(folder: RunFolder, groups: ParallelGroups, *, check_hashes: bool) -> SavedState | None:
+    """The newest checkpoint of a run that is complete and, with `check_hashes`, whole. Collective.
+
+    Raises:
+        CheckpointError: on every rank: there are checkpoints, and none can be read.
+    """
+    saved, problems = agreed_checkpoint(folder.checkpoints, check_hashes=check_hashes)
+    if groups.is_main:
+        for problem in problems:
+            print(f"passed over a damaged checkpoint: {problem}", flush=True)
+    return saved
+
+
+def checkpoint_of_step(folder: RunFolder, step: int) -> SavedState:
+    """The checkpoint of a step, which has just been written: read by rank 0, as others may see it a moment later.
+    Collective.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be read.
+    """
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [read_state(step_folder(folder.checkpoints, step))]
+        except CheckpointError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], CheckpointError):
+        raise found[0]
+    saved: SavedState = found[0]
+    return saved
+
+
+def agreed_checkpoint(
+    folder: Path, *, check_hashes: bool, before: int | None = None
+) -> tuple[SavedState | None, list[str]]:
+    """The newest complete checkpoint (of those from before a step), and why newer ones were passed over. Collective.
 
     Rank 0 looks for it: ranks on other nodes may see a shared folder a moment later. All of them read it.
     """
     problems: list[str] = []
-    before = None
     while True:
         saved, passed_over = _newest_seen_by_main(folder, before, problems)
         problems += passed_over

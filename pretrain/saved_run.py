@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 from megamem.identity import Role
+from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
 from pretrain.checkpoint.folder import (
+    STATE_FILE,
     SavedState,
     list_checkpoints,
     newest_complete,
@@ -23,8 +27,10 @@ from pretrain.config.changes import config_changes
 from pretrain.config.fields import role_of
 from pretrain.config.loader import from_dict, load_config
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.stages import StartingPoint
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
+from pretrain.state import RunState
 
 _MOST_STEPS_LISTED = 20
 # What decides how a saved model is evaluated or generates.
@@ -122,21 +128,108 @@ def note_edited_config(folder: RunFolder, saved: SavedState) -> None:
         )
 
 
-def check_resumable(config: RunConfig, saved: SavedState) -> list[str]:
+def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = False) -> list[str]:
     """What differs between the configuration of a checkpoint and the one to go on with.
 
+    Args:
+        config: to go on with.
+        saved: the checkpoint.
+        as_new_run: in another folder, which the run's seed may leave as the model may not.
+
     Returns:
-        "key: before -> now" of every difference.
+        "key: before -> now" of every difference, but of where a stage stands.
 
     Raises:
         CheckpointError: they differ in what makes the model (`megamem.identity.Role`): this would be another run.
     """
     before = from_dict(saved.config, f"the configuration in {saved.path}")
     changes = config_changes(before, config)
+    if _stage_name(before) != _stage_name(config):
+        changes = {key: text for key, text in changes.items() if not key.startswith("stage")}
     # A section that one of the two does not have says nothing of the keys below it.
-    fatal = [text for key, text in changes.items() if Role.IDENTITY in (role_of(key, before), role_of(key, config))]
-    if fatal:
+    fatal = {
+        key: text for key, text in changes.items() if Role.IDENTITY in (role_of(key, before), role_of(key, config))
+    }
+    if as_new_run:
+        fatal.pop("seed", None)
+        if fatal:
+            raise CheckpointError(
+                f"{saved.path} is of another model: {'; '.join(fatal.values())}. Take the model's keys from "
+                "its configuration: `megamem checkpoint inspect` names it"
+            )
+    elif fatal:
         raise CheckpointError(
-            f"{saved.path} is of another run: {'; '.join(fatal)}. Set it back, or start a new run in another --run-dir"
+            f"{saved.path} is of another run: {'; '.join(fatal.values())}. Set it back, or start a new run in another "
+            "--run-dir"
         )
     return list(changes.values())
+
+
+def _stage_name(config: RunConfig) -> str | None:
+    return None if config.stage is None else config.stage.name
+
+
+def starting_checkpoint(path: Path | None, folder: RunFolder) -> SavedState | None:
+    """The checkpoint that a run goes on from in a folder of its own; None if it starts anew.
+
+    Once the run has a checkpoint, what its folder says of the other one is enough: that may be gone.
+
+    Args:
+        path: a run's folder, whose newest whole checkpoint it is, or a checkpoint's; None: what the folder says.
+        folder: of the run that goes on.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: the run in the folder has gone on from another one, or from none.
+    """
+    recorded, is_started = recorded_start(folder), bool(list_checkpoints(folder.checkpoints))
+    if recorded is None:
+        if path is not None and is_started:
+            raise ConfigError(
+                f"{folder.path} holds a run that did not start from a checkpoint: leave --from out to go on with it, or "
+                "use another --run-dir"
+            )
+        return None if path is None else _checkpoint_at(path)
+    if path is not None and path.resolve() not in (recorded.path.parent.parent, recorded.path):
+        raise ConfigError(
+            f"{folder.path} holds a run that started from {recorded.path}, and --from is {path}: leave --from out to go "
+            "on with it, or use another --run-dir"
+        )
+    return recorded if is_started else _checkpoint_at(recorded.path)
+
+
+def _checkpoint_at(path: Path) -> SavedState:
+    """The checkpoint of a folder that is one, or the newest one of a run's folder."""
+    if not (path / STATE_FILE).is_file():
+        return find_checkpoint(RunFolder(path), None, with_optimizer=True)
+    step = read_state(path).step
+    return find_checkpoint(RunFolder(path.resolve().parent.parent), step, with_optimizer=True)
+
+
+def recorded_start(folder: RunFolder) -> SavedState | None:
+    """What a run's folder says of the checkpoint that the run went on from; None if it started anew.
+
+    Raises:
+        CheckpointError: that is damaged.
+    """
+    if not folder.start.exists():
+        return None
+    try:
+        content = json.loads(folder.start.read_text(encoding="utf-8"))
+        return SavedState(Path(content["path"]), RunState(**content["run"]), content["config"], {}, None)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder.start} is damaged: {error}. Start the run again in another --run-dir"
+        ) from error
+
+
+def record_start(folder: RunFolder, start: SavedState) -> None:
+    """Write into a run's folder what it goes on from."""
+    content = {"path": str(start.path.resolve()), "run": asdict(start.run), "config": start.config}
+    with atomic_write(folder.start) as stream:
+        stream.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def starting_point(start: SavedState) -> StartingPoint:
+    """Where the stages of a run begin that goes on from a checkpoint."""
+    return StartingPoint(start.path, start.run, saved_config(start, None))

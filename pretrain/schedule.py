@@ -1,19 +1,24 @@
 """Learning rates as a closed function of the step: nothing to save, nothing to lose on resume.
 
-`step` counts optimizer steps from 0; the values are those used for the update that ends that step.
+`step` counts optimizer steps from 0; the values are those used for the update that ends that step. In a run of stages
+what a schedule counts from is the first step of the stage or of the run.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megamem.parameters import GroupName
-from pretrain.config.schema import OptimizerConfig, TrainConfig
+from pretrain.config.schema import OptimizerConfig, StageConfig, TrainConfig
+from pretrain.position import tokens_of_run
+
+if TYPE_CHECKING:
+    # It imports torch, and what checks or draws a schedule does not.
+    from megamem.parameters import GroupName
 
 
 def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
-    """Linear warm-up, then constant, cosine or warm-up-stable-decay over a run of `num_steps`."""
+    """Linear warm-up, then constant, cosine or warm-up-stable-decay over `num_steps`, from step 0."""
     peak, low, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
     if step < warmup:
         start = optimizer.warmup_start
@@ -30,19 +35,40 @@ def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
             return peak + (low - peak) * progress
 
 
-def value_multiplier(step: int, optimizer: OptimizerConfig, train: TrainConfig) -> float:
+def schedule_span(
+    step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None
+) -> tuple[int, int]:
+    """Where a step of the run stands in the schedule, and how many steps that has (`optimizer.schedule_from`)."""
+    if stage is None:
+        return step, train.num_steps
+    if optimizer.schedule_from == "run":
+        return step, stage.run_steps
+    return step - stage.steps_before, train.num_steps - stage.steps_before
+
+
+def value_multiplier(
+    step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None
+) -> float:
     """Learning rate of the tables over the backbone's: linear over value_lr_decay_tokens (section 4.2.9)."""
     start, end = optimizer.value_lr_multiplier, optimizer.value_lr_end_multiplier
     if end is None:
         return start
-    decay_tokens = optimizer.value_lr_decay_tokens or train.num_steps * train.tokens_per_step
-    return start + (end - start) * min(1.0, step * train.tokens_per_step / decay_tokens)
+    tokens, decay_tokens = tokens_of_run(train, stage, step), tokens_of_run(train, stage, train.num_steps)
+    if stage is not None and optimizer.value_lr_from == "stage":
+        tokens, decay_tokens = tokens - stage.tokens_before, decay_tokens - stage.tokens_before
+    elif stage is not None:
+        decay_tokens = stage.run_tokens
+    return start + (end - start) * min(1.0, tokens / (optimizer.value_lr_decay_tokens or decay_tokens))
 
 
-def group_settings(step: int, optimizer: OptimizerConfig, train: TrainConfig) -> dict[GroupName, tuple[float, float]]:
-    """(learning rate, weight decay) of every group at a step."""
-    lr = backbone_lr(step, optimizer, train.num_steps)
-    value_lr = lr * value_multiplier(step, optimizer, train) if optimizer.value_lr is None else optimizer.value_lr
+def group_settings(
+    step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None
+) -> dict[GroupName, tuple[float, float]]:
+    """(learning rate, weight decay) of every group at a step of the run."""
+    lr = run_lr(step, optimizer, train, stage)
+    value_lr = optimizer.value_lr
+    if value_lr is None:
+        value_lr = lr * value_multiplier(step, optimizer, train, stage)
     pre_multiplier = optimizer.pre_value_lr_multiplier
     table_decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
     return {
@@ -55,10 +81,20 @@ def group_settings(step: int, optimizer: OptimizerConfig, train: TrainConfig) ->
     }
 
 
+def run_lr(step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None) -> float:
+    """The backbone's learning rate at a step of the run."""
+    position, length = schedule_span(step, optimizer, train, stage)
+    return backbone_lr(position, optimizer, length)
+
+
 def apply_schedule(
-    param_groups: list[dict[str, Any]], step: int, optimizer: OptimizerConfig, train: TrainConfig
+    param_groups: list[dict[str, Any]],
+    step: int,
+    optimizer: OptimizerConfig,
+    train: TrainConfig,
+    stage: StageConfig | None = None,
 ) -> None:
     """Set learning rate and weight decay of every group for one step, in place."""
-    settings = group_settings(step, optimizer, train)
+    settings = group_settings(step, optimizer, train, stage)
     for group in param_groups:
         group["lr"], group["weight_decay"] = settings[group["name"]]

@@ -16,8 +16,12 @@ from pretrain.megatron import parallel_sizes
 
 
 @contextmanager
-def session(config: RunConfig) -> Iterator[ParallelGroups]:
+def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
     """This rank's groups, for as long as the context lasts.
+
+    Args:
+        config: whose layout the groups have.
+        later: of layouts that may take its place (`relaid`).
 
     Raises:
         RuntimeError: nobody has started ranks (see `parallel.launch`).
@@ -28,7 +32,12 @@ def session(config: RunConfig) -> Iterator[ParallelGroups]:
     if ranks is None:
         raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
     # Before anybody asks for the GPU, which is next.
-    settle_environment(tensor=layout.tensor, context=layout.context, deterministic=deterministic)
+    layouts = [each.parallel for each in (config, *later)]
+    settle_environment(
+        tensor=max(each.tensor for each in layouts),
+        context=max(each.context for each in layouts),
+        deterministic=deterministic,
+    )
     with ExitStack() as stack:
         store = stack.enter_context(meeting(ranks, timeout_minutes=layout.timeout_minutes))
         if reason := why_gpus_are_unusable():

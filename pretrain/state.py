@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -11,11 +11,15 @@ class RunState:
 
     Attributes:
         step: optimizer steps done, skipped ones included.
-        consumed_samples: sequences seen, over all ranks: the position in the data.
+        consumed_samples: the position in the data: sequences seen or passed over, over all ranks.
         consumed_tokens: tokens seen.
         num_updates: steps whose update was applied.
-        num_skipped: steps skipped for a non-finite gradient.
+        num_skipped: steps skipped for a non-finite loss or gradient, or for a spike.
         num_skipped_in_row: steps skipped since the last update.
+        num_spikes: steps that were judged to be spikes, those included that the run went back from.
+        num_rewinds: times that the run went back to a checkpoint.
+        passed_over: first sample, and the one after the last, of what was passed over when the run went back.
+        recent: loss and gradient norm of the last steps, as many as the rule of spikes looks at; empty without one.
     """
 
     step: int = 0
@@ -24,14 +28,50 @@ class RunState:
     num_updates: int = 0
     num_skipped: int = 0
     num_skipped_in_row: int = 0
+    num_spikes: int = 0
+    num_rewinds: int = 0
+    passed_over: tuple[tuple[int, int], ...] = ()
+    recent: tuple[tuple[float, float], ...] = ()
 
-    def after_step(self, *, samples: int, tokens: int, updated: bool) -> RunState:
-        """The state after one more step."""
-        return RunState(
+    def __post_init__(self) -> None:
+        # As JSON gives them back, they are lists.
+        object.__setattr__(self, "passed_over", tuple((first, end) for first, end in self.passed_over))
+        object.__setattr__(self, "recent", tuple((loss, norm) for loss, norm in self.recent))
+
+    @property
+    def num_passed_over(self) -> int:
+        """Samples that were passed over in all."""
+        return sum(end - first for first, end in self.passed_over)
+
+    def after_step(
+        self,
+        *,
+        samples: int,
+        tokens: int,
+        updated: bool,
+        spike: bool = False,
+        recent: tuple[tuple[float, float], ...] = (),
+    ) -> RunState:
+        """The state after one more step; `recent` is its own and what is kept of those before it."""
+        return replace(
+            self,
             step=self.step + 1,
             consumed_samples=self.consumed_samples + samples,
             consumed_tokens=self.consumed_tokens + tokens,
             num_updates=self.num_updates + updated,
             num_skipped=self.num_skipped + (not updated),
             num_skipped_in_row=0 if updated else self.num_skipped_in_row + 1,
+            num_spikes=self.num_spikes + spike,
+            recent=recent,
+        )
+
+    def back_at(self, saved: RunState) -> RunState:
+        """Where a run stands that goes back to a checkpoint, and passes over the samples it has read since then."""
+        before = tuple((first, end) for first, end in self.passed_over if end <= saved.consumed_samples)
+        return replace(
+            saved,
+            consumed_samples=self.consumed_samples,
+            num_spikes=self.num_spikes,
+            num_rewinds=self.num_rewinds + 1,
+            passed_over=(*before, (saved.consumed_samples, self.consumed_samples)),
         )

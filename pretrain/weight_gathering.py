@@ -33,12 +33,19 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
             hook.remove()
     for site in (module for module in model.modules() if isinstance(module, MemorySite)):
         layer, parameters = site.memory, list(site.parameters())
-        if isinstance(layer, MemoryLayer):
+        # A bank that an earlier chunk holds has come before that chunk's own memories read it.
+        if isinstance(layer, MemoryLayer) and str(layer.view.bank) in model.banks:
             parameters += model.banks[str(layer.view.bank)].parameters()
         wait = _waiting_for(_parts(wrapped, parameters))
         # The memory's own too: what joins the stream after a later block is read without its site's forward.
         site.register_forward_pre_hook(wait)
         site.memory.register_forward_pre_hook(wait)
+    if model.shared_read is not None:
+        read = [
+            *model.shared_read.parameters(),
+            *(weight for bank in model.banks.values() for weight in bank.parameters()),
+        ]
+        model.shared_read.register_forward_pre_hook(_waiting_for(_parts(wrapped, read)))
     if model.chunked_loss is not None:
         model.chunked_loss.register_forward_pre_hook(_waiting_for(_parts(wrapped, [model.output_weight])))
 

@@ -26,12 +26,18 @@ COMMAND_MODULES = (
     "tools.replay",
     "tools.data",
     "tools.evaluate",
+    "tools.probe.command",
     "tools.generate",
     "tools.checkpoint.command",
     "tools.plot",
     "tools.report.command",
     "tools.status",
+    "tools.submit",
+    "tools.cancel",
+    "tools.cluster",
     "tools.bench.command",
+    "tools.plan.command",
+    "tools.dryrun",
     "tools.compare.command",
     "tools.recall",
     "tools.config",
@@ -41,7 +47,7 @@ COMMAND_MODULES = (
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
 when that is called, so that `--help` is fast."""
 
-TWO_WORD_COMMANDS = ("bench step", "bench kernels")
+TWO_WORD_COMMANDS = ("bench step", "bench kernels", "bench context", "bench hardware")
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

@@ -24,15 +24,19 @@ from pretrain.config.effective import ineffective_fields
 from pretrain.config.loader import load_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
+from pretrain.config.stages import StageEntry, load_stage, load_stages, to_entries
 from pretrain.config.validate import validate
+from pretrain.costs.context import WAYS, context_way, heads_problem, run_costs
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs
 from pretrain.costs.held import held_bytes
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from pretrain.preflight import check_gpu_memory, check_start, gigabytes
+from pretrain.position import tokens_of_run
+from pretrain.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
 from tools.parameter_table import parameter_tables
-from tools.ranks import add_device, default_num_ranks
+from tools.ranks import add_device, ranks_for_stages
+from tools.stages import stage_chart, stage_table
 from tools.words import plural
 
 _WIDTH = 100
@@ -66,6 +70,7 @@ def add_parser(subparsers: Any) -> None:
     )
     show.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (not needed with --keys)")
     show.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
+    show.add_argument("--stage", metavar="NAME", help="print one stage of a run of stages in full")
     show.add_argument("--explain", action="store_true", help="put the help text of each key above it")
     show.add_argument(
         "--layers",
@@ -154,14 +159,22 @@ def run_show(args: argparse.Namespace) -> int:
         raise ConfigError("config show needs the path of a configuration, or --keys")
     if args.layers is not None and args.layers < 1:
         raise ConfigError(f"--layers is {args.layers}: it must be at least 1")
-    config = load_config(args.config, args.overrides)
+    stages = load_stages(args.config, args.overrides)
+    config = stages[0] if args.stage is None else load_stage(args.config, args.overrides, args.stage)
+    if args.explain and args.stage is None and config.stage is not None:
+        raise ConfigError("--explain goes through one configuration, and this run has stages: add --stage NAME")
     if args.layers is not None and config.model.memory is None:
         raise ConfigError(f"--layers has no effect: {args.config} has no memory. Leave it out, or set model.memory")
     # Before anything is printed: they may find that the configuration cannot be initialised.
     sections = extra_sections(config, args.layers)
-    print("\n".join(explained_lines(config)) if args.explain else to_yaml(config).rstrip())
+    if config.stage is not None and args.stage is None:
+        sections.insert(0, Section("stages", (*stage_table(stages), "", *stage_chart(stages))))
+        print(dump_yaml(to_entries(stages)).rstrip())
+    else:
+        print("\n".join(explained_lines(config)) if args.explain else to_yaml(config).rstrip())
     for section in sections:
-        print("\n" + "\n".join(f"# {line}" for line in (f"{section.title}:", *(f"  {line}" for line in section.lines))))
+        lines = (f"# {line}".rstrip() for line in (f"{section.title}:", *(f"  {line}" for line in section.lines)))
+        print("\n" + "\n".join(lines))
     return 0
 
 
@@ -174,21 +187,24 @@ def run_check(args: argparse.Namespace) -> int:
             f"--gpu-memory is {args.gpu_memory}: it is the memory of a GPU elsewhere, above 0, and needs --elsewhere and "
             "--ranks; here the GPUs are asked"
         )
-    config = load_config(args.config, args.overrides)
-    num_ranks = args.ranks if args.elsewhere else args.ranks or default_num_ranks(config.parallel)
-    validate(config, num_ranks)
-    if args.gpu_memory is not None:
-        check_gpu_memory(config, args.ranks, int(args.gpu_memory * 1e9))
+    stages = load_stages(args.config, args.overrides)
+    num_ranks = args.ranks if args.elsewhere else args.ranks or ranks_for_stages(stages)
+    folder = RunFolder(args.run_dir or Path("runs") / stages[0].name)
+    for config in stages:
+        with naming_stage(config):
+            validate(config, num_ranks)
+            if args.gpu_memory is not None:
+                check_gpu_memory(config, args.ranks, int(args.gpu_memory * 1e9))
+            if not args.elsewhere:
+                check_start(config, num_ranks, folder, local=True)
     if not args.elsewhere:
-        folder = RunFolder(args.run_dir or Path("runs") / config.name)
-        check_start(config, num_ranks, folder, local=True)
         folder.check_writable()
     where = "" if num_ranks is None else f" on {plural(num_ranks, 'rank')}"
-    for sentence in advice(config):
+    for sentence in dict.fromkeys(sentence for config in stages for sentence in advice(config)):
         print(f"note: {sentence}", file=sys.stderr)
     print(f"{args.config} can run{where}{'' if args.elsewhere else ' here'}.")
     if num_ranks is not None:
-        held = held_bytes(config, num_ranks)
+        held = max((held_bytes(config, num_ranks) for config in stages), key=lambda held: held.total)
         print(
             f"Each rank holds {gigabytes(held.model)} of weights and gradients and {gigabytes(held.optimizer)} of the "
             "optimizer's state; activations come on top."
@@ -256,7 +272,23 @@ def extra_sections(config: RunConfig, measured_layers: int | None = None) -> lis
         sections.append(_initialisation_section(config.model, config.model.memory, config.seed, measured_layers))
     if config.parallel.pipeline_layout is not None:
         sections.append(_pipeline_section(config))
+    if config.parallel.context > 1:
+        sections.append(_context_section(config))
     return sections
+
+
+def _context_section(config: RunConfig) -> Section:
+    """What the ways of attention send and keep, and which of them the run takes."""
+    taken, lines = context_way(config), []
+    for way in WAYS:
+        problem = heads_problem(config) if way == "heads" else None
+        costs = run_costs(config, way)
+        text = (
+            f"{costs.forward / 1e6:,.2f} MB sent forward, {costs.backward / 1e6:,.2f} MB backward, "
+            f"{costs.kept / 1e6:,.2f} MB kept"
+        )
+        lines.append(f"{way}{' (taken)' if way == taken else ''}: {problem or text}")
+    return Section("attention across cut sequences (a rank, per layer and microbatch)", tuple(lines))
 
 
 def _pipeline_section(config: RunConfig) -> Section:
@@ -286,8 +318,9 @@ def _chunk_text(chunk: ModelChunk) -> str:
 
 
 def _length_section(config: RunConfig) -> Section:
-    step_tokens = config.train.tokens_per_step
-    in_all = step_tokens * config.train.num_steps
+    train, stage = config.train, config.stage
+    step_tokens = train.tokens_per_step
+    in_all = tokens_of_run(train, stage, train.num_steps) - (0 if stage is None else stage.tokens_before)
     return Section("length", (f"tokens per step: {step_tokens:,}", f"tokens in all: {in_all:,}"))
 
 
@@ -346,7 +379,8 @@ def _initialisation_section(
 
 def key_lines() -> Iterator[str]:
     """Every key with type, default and help."""
-    for doc in describe_fields(RunConfig):
+    entries = [dataclasses.replace(doc, key=f"stages.N.{doc.key}") for doc in describe_fields(StageEntry)]
+    for doc in (*describe_fields(RunConfig), *entries):
         if doc.is_section:
             default = {None: ", default null", (): ", default []"}.get(doc.default, "")
             yield f"\n{doc.key}: {doc.type}{default}"

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import DataError
+from pretrain.errors import ConfigError, DataError
+from pretrain.suite.tasks import TASKS
 from tools.parsers import add_command
 from tools.words import plural
 
@@ -42,6 +43,22 @@ examples:
   megamem data prepare python-stdlib --tokenizer data/stdlib-4096.json --output data/stdlib-4096
 """
 
+_VERIFY_EPILOG = """\
+examples:
+  megamem data verify data/stdlib data/web
+
+Training looks at the sizes and headers of its data sets' files when it starts. This reads all of them.
+"""
+
+_SYNTHETIC_EPILOG = """\
+examples:
+  megamem data synthetic data/stdlib --output data/stdlib-synthetic
+  megamem data synthetic data/stdlib --output data/retrieval --tasks needle,kv --lengths 256,1024 --documents 8000
+
+Documents of the tasks that `megamem probe` asks, in the filler and with the tokenizer of a prepared data set, to be
+blended with it. Names that are asked for are in none of them.
+"""
+
 _INSPECT_EPILOG = """\
 examples:
   megamem data inspect data/stdlib
@@ -57,6 +74,8 @@ def add_parser(subparsers: Any) -> None:
     _add_prepare(commands)
     _add_tokenizer(commands)
     _add_inspect(commands)
+    _add_verify(commands)
+    _add_synthetic(commands)
 
 
 def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +166,26 @@ def _add_inspect(commands: Any) -> None:
     parser.set_defaults(func=run_inspect)
 
 
+def _add_verify(commands: Any) -> None:
+    parser = add_command(commands, "verify", "read every byte of data sets against its hash", _VERIFY_EPILOG)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="DIR", help="prepared data sets")
+    parser.set_defaults(func=run_verify)
+
+
+def _add_synthetic(commands: Any) -> None:
+    parser = add_command(commands, "synthetic", "documents that reward looking back, to train on", _SYNTHETIC_EPILOG)
+    parser.add_argument("source", type=Path, metavar="DIR", help="prepared data set whose training documents fill")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
+    parser.add_argument("--tasks", default=",".join(TASKS), metavar="T,T", help="of `megamem probe` (default: all)")
+    parser.add_argument(
+        "--lengths", default="256,512,1024", metavar="N,N", help="tokens of a document, about (default: 256,512,1024)"
+    )
+    parser.add_argument("--documents", type=int, default=3000, metavar="N", help="documents in all (default: 3000)")
+    parser.add_argument("--seed", type=int, default=1, help="of the documents (default: 1)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the data set that is in the output folder")
+    parser.set_defaults(func=run_synthetic)
+
+
 def run_prepare(args: argparse.Namespace) -> int:
     """`megamem data prepare`. Raises DataError."""
     from pretrain.data.prepare import prepare
@@ -175,6 +214,43 @@ def run_prepare(args: argparse.Namespace) -> int:
         num_bytes = sum(split.num_bytes for split in result.dataset.manifest.splits.values())
         print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(_summary(result.dataset))
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """`megamem data verify`: every data set, and then the first error. Raises DataError."""
+    from pretrain.data.manifest import open_dataset
+
+    errors = []
+    for path in args.paths:
+        try:
+            open_dataset(path).verify()
+            print(f"{path}: every byte is as it was written.")
+        except DataError as error:
+            errors.append(str(error))
+    if errors:
+        raise DataError("\n".join(errors))
+    return 0
+
+
+def run_synthetic(args: argparse.Namespace) -> int:
+    """`megamem data synthetic`. Raises DataError, or ConfigError for a length that is too short."""
+    from pretrain.suite.documents import prepare_documents
+
+    tasks = tuple(dict.fromkeys(args.tasks.split(",")))
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ConfigError(f"there is no task {unknown[0]!r}: name some of {', '.join(TASKS)}")
+    try:
+        lengths = sorted({int(part) for part in args.lengths.split(",")})
+    except ValueError as error:
+        raise ConfigError(f"--lengths is {args.lengths}: give numbers with commas between them") from error
+    if min(lengths) < 1 or args.documents < 2:
+        raise ConfigError("--lengths must be at least 1, and --documents at least 2, of which one is held out")
+    dataset = prepare_documents(
+        args.source, args.output, tasks, lengths, args.documents, seed=args.seed, overwrite=args.overwrite
+    )
+    print(f"Prepared {args.output}: {plural(args.documents, 'document')} of {', '.join(tasks)}.")
+    print(_summary(dataset))
     return 0
 
 

@@ -20,13 +20,12 @@ from packaging.requirements import Requirement
 from kernels.implementations import compiler, unavailable
 from parallel.devices import num_visible_gpus, why_gpus_are_unusable
 from parallel.environment import local_cache_folder
-from pretrain.config.loader import load_config
-from pretrain.config.validate import validate
+from pretrain.config.stages import load_stages
 from pretrain.errors import ConfigError, UserError
 from pretrain.folder import RunFolder
-from pretrain.preflight import check_start, machine_memory_bytes
+from pretrain.preflight import check_stages, machine_memory_bytes
 from tools.parsers import add_command
-from tools.ranks import add_device, default_num_ranks
+from tools.ranks import add_device, ranks_for_stages
 from tools.words import plural
 
 _EPILOG = """\
@@ -264,10 +263,9 @@ def _clock_is_synchronised() -> bool:
 def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Finding:
     """Whether a configuration can run here."""
     try:
-        config = load_config(path, overrides)
-        num_ranks = ranks or default_num_ranks(config.parallel)
-        validate(config, num_ranks)
-        check_start(config, num_ranks, RunFolder(Path("runs") / config.name), local=True)
+        stages = load_stages(path, overrides)
+        num_ranks = ranks or ranks_for_stages(stages)
+        check_stages(stages, num_ranks, RunFolder(Path("runs") / stages[0].name), local=True)
     except UserError as error:
         return Finding(path, "lacks", "cannot run here", str(error))
     return Finding(path, "ok", f"can run here on {plural(num_ranks, 'rank')}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,25 @@ examples:
   megamem eval runs/quickstart --ablate
   megamem eval runs/quickstart --without-memory
   megamem eval runs/quickstart --step 200 --nproc 2 --json
-  megamem eval runs/quickstart --data data/other train.sequence_length=512
+  megamem eval runs/quickstart --data data/other --data data/third train.sequence_length=512
+  megamem eval runs/quickstart model.rotary_scaling.kind=ntk model.rotary_scaling.factor=4 train.sequence_length=1024
 
 Every held-out token is predicted once; tokens that end a document count in the loss and have no bytes. gzip and xz
 compress the same documents, one after the other. The ranks are data-parallel, whatever layout the model was trained on,
 or with --own-layout have that one (for models that do not fit). Of the configuration that the checkpoint holds, the
-keys under data, train.sequence_length, train.micro_batch_size and train.kernels can be overridden.
+keys under data, evaluation.datasets, train.sequence_length, train.micro_batch_size, train.kernels and how rotary
+positions are computed (model.rotary_base, model.rotary_scaling) can be overridden. With several data sets there is a
+line for each domain: the name of its entry, or the end of its path.
 """
 
-_OVERRIDABLE = ("data.", "train.sequence_length", "train.micro_batch_size", "train.kernels")
+_OVERRIDABLE = (
+    "data.",
+    "evaluation.datasets",
+    "train.sequence_length",
+    "train.micro_batch_size",
+    "train.kernels",
+    "model.rotary_",
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,7 +64,8 @@ def add_parser(subparsers: Any) -> None:
         "--data",
         metavar="DIR",
         action="append",
-        help="evaluate on this data set, prepared with the run's tokenizer; may be repeated (default: the run's own)",
+        help="evaluate on the held-out documents of this data set, or on all if it has none, prepared with the run's "
+        "tokenizer; may be repeated (default: the run's own)",
     )
     add_nproc(parser, "one per GPU, or 2, or what --own-layout needs")
     parser.add_argument("--own-layout", action="store_true", help="use the layout that the run was trained on")
@@ -80,7 +91,7 @@ def run_eval(args: argparse.Namespace) -> int:
     num_ranks = started_world_size() or args.nproc or by_default
     if args.own_layout:
         validate(config, num_ranks)
-    _check_data(config, folder, moved=not args.data)
+    check_data(config, folder, moved=not args.data)
     return run_on_ranks(lambda: evaluate_rank(config, saved.path, with_memory, args.json), num_ranks)
 
 
@@ -95,21 +106,23 @@ def _overrides(words: Sequence[str], data: Sequence[str] | None) -> list[str]:
             raise ConfigError(
                 f"{word} has no place in an evaluation, which can override {', '.join(_OVERRIDABLE)}: leave it out"
             )
-    if data and any(word.startswith("data.datasets") for word in words):
-        raise ConfigError("--data and data.datasets say the same: leave one of them out")
-    sets = [f"data.datasets={json.dumps([{'path': path} for path in data])}"] if data else []
+    named = [word for word in words if word.startswith(("data.datasets", "evaluation.datasets"))]
+    if data and named:
+        raise ConfigError(f"--data and {named[0].partition('=')[0]} say the same: leave one of them out")
+    sets = [f"evaluation.datasets={json.dumps([{'path': path} for path in data])}"] if data else []
     return [*sets, *words]
 
 
-def _check_data(config: RunConfig, folder: RunFolder, *, moved: bool) -> None:
-    """Refuse data that is not there, or of another tokenizer; `moved`: the run's own, which may be elsewhere now."""
+def check_data(config: RunConfig, folder: RunFolder, *, moved: bool) -> None:
+    """Refuse data to evaluate on that is not there, or of another tokenizer; `moved`: the run's own, which may be elsewhere now."""
     try:
-        datasets = open_blend(config.data.datasets)
+        datasets = open_blend(config.evaluated)
     except DataError as error:
         hint = f" If it is elsewhere now: `megamem eval {folder.path} --data DIR`." if moved else ""
         raise DataError(f"{error}{hint}") from error
     paths = ", ".join(str(dataset.path) for dataset in datasets)
-    if not any(dataset.manifest.splits[VALIDATION].num_documents for dataset in datasets):
+    held_out = (dataset.manifest.splits[VALIDATION].num_documents for dataset in datasets)
+    if not config.evaluation.datasets and not any(held_out):
         raise DataError(f"{paths}: prepared without held-out documents. Name a data set that has some with --data DIR.")
     if datasets[0].tokenizer.fingerprint != open_saved_tokenizer(folder.tokenizer).fingerprint:
         raise DataError(
@@ -127,9 +140,10 @@ def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[boo
     from pretrain.session import session
 
     with session(config) as groups:
-        tokenizer = check_blend(config.data.datasets)
+        tokenizer = check_blend(config.evaluated)
         chunks = restore_model(config, checkpoint, tokenizer, groups)
-        held_out = HeldOutDataset(config.data.datasets, config.train.sequence_length)
+        separate = config.data.documents == "separate"
+        held_out = HeldOutDataset(config.evaluated, config.train.sequence_length, separate_documents=separate)
         found = {}
         for enabled in with_memory:
             for chunk in chunks:
@@ -145,7 +159,7 @@ def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[boo
                 )
             )
         if groups.is_main:
-            baselines = compression_baselines(config.data.datasets)
+            baselines = compression_baselines(config.evaluated)
             if as_json:
                 first, *ablated = found.values()
                 without = {"without_memory": ablated[0]} if ablated else {}
@@ -164,5 +178,18 @@ def _table(checkpoint: Path, found: Mapping[bool, Mapping[str, Any]], baselines:
         f"tokens ({first['validation_bytes']:,} bytes)",
         "bits per byte on the held-out documents:",
         *(f"  {name:30} {value:.4f}" for name, value in bits.items()),
+        *_domain_lines(found),
     ]
     return "\n".join(lines)
+
+
+def _domain_lines(found: Mapping[bool, Mapping[str, Any]]) -> Iterator[str]:
+    """A line per domain, if there are several: nats per token and bits per byte with each setting of the memory."""
+    first = next(iter(found.values())).get("domains", {})
+    for name, row in first.items():
+        rows = [of_setting["domains"][name] for of_setting in found.values()]
+        figures = "; without memory ".join(
+            f"{of_domain['validation_loss']:.4f} nats, {of_domain['bits_per_byte']:.4f} bits per byte"
+            for of_domain in rows
+        )
+        yield f"  {name}: {figures} ({row['validation_tokens']:,} tokens)"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel.devices import hide_gpus, num_visible_gpus
 from parallel.ranks import current_ranks
-from pretrain.config.schema import ParallelConfig
+from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
 from tools.words import ending
 
@@ -19,6 +19,11 @@ from tools.words import ending
 def default_num_ranks(parallel: ParallelConfig) -> int:
     """One rank per visible GPU, or as few as the layout needs."""
     return num_visible_gpus() or fewest_ranks(parallel)
+
+
+def ranks_for_stages(stages: Sequence[RunConfig]) -> int:
+    """One rank per visible GPU, or as few as the layouts of all stages can share."""
+    return num_visible_gpus() or math.lcm(*(fewest_ranks(config.parallel) for config in stages))
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
@@ -100,7 +105,7 @@ def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
 
 def import_engine() -> None:
     """Import what ranks need, once, before they are forked: each would take seconds to import it by itself."""
-    from pretrain import callbacks, generate, loop, restore  # noqa: F401
+    from pretrain import callbacks, generate, loop, restore, stages  # noqa: F401
 
 
 def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | None = None) -> int:

@@ -11,10 +11,10 @@ from typing import Literal, TypeAlias
 
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from pretrain.history import End, read_history
+from pretrain.history import End, Start, read_history
 from pretrain.owner import LAPSE_S, Presence, look
 
-State: TypeAlias = Literal["running", "silent", "finished", "stopped", "failed", "killed", "unknown"]
+State: TypeAlias = Literal["running", "silent", "queued", "finished", "stopped", "failed", "killed", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,18 @@ class Standing:
     """What a run does, or how it ended.
 
     Attributes:
-        state: running; silent: its owner is on another machine and has not beaten for a minute; finished: all steps are
-            done; stopped: as it was asked to, with a checkpoint; failed: it ended with an error; killed: its process is
-            gone and never said that it ended; unknown: from before ends were recorded.
+        state: running; silent: its owner is on another machine and has not beaten for a minute; queued: its Slurm job
+            waits; finished: all steps are done; stopped: as it was asked to, with a checkpoint; failed: it ended with an
+            error; killed: its process is gone and never said that it ended; unknown: from before ends were recorded.
         detail: who and since when, in words; empty where there is nothing to say.
     """
 
     state: State
     detail: str = ""
+
+    def with_jobs(self, detail: str, *, waits: bool) -> Standing:
+        """The same of a run that was submitted to Slurm, whose jobs are told of too."""
+        return Standing("queued" if waits else self.state, ", ".join(filter(None, (self.detail, detail))))
 
     def __str__(self) -> str:
         return f"{self.state} ({self.detail})" if self.detail else self.state
@@ -48,7 +52,7 @@ def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing
         return _claimed(presence)
     if num_steps is not None and step >= num_steps:
         return Standing("finished")
-    events = read_history(folder)
+    events = [event for event in read_history(folder) if isinstance(event, Start | End)]
     if not events:
         return Standing("unknown", "how it ended was not recorded")
     last = events[-1]

@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 
-from pretrain.checkpoint.folder import list_checkpoints, read_state
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.checkpoint.folder import newest_readable
+from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
+from slurm.standing import jobs_standing
 from tools.parsers import add_command
 from tools.standing import State, duration, find_runs, metrics_age_s, standing_of
 from tools.words import count_in_millions
@@ -26,9 +27,10 @@ examples:
   megamem status runs/recall --json
 
 A folder that is no run stands for all runs below it. States: running; silent (its owner is on another machine and has
-not beaten for a minute); finished; stopped (as it was asked to, with a checkpoint); failed (with an error); killed (the
-process is gone and did not say that it ended); unknown (a run of an older version). Nothing is written. Of the metrics
-only the last 2 MiB are read: an evaluation from before them is not shown.
+not beaten for a minute); queued (its Slurm job waits); finished; stopped (as it was asked to, with a checkpoint);
+failed (with an error); killed (the process is gone and did not say that it ended); unknown (a run of an older version).
+Of a run that was submitted, its job and what follows from its last attempt are shown too. Nothing is written. Of the
+metrics only the last 2 MiB are read: an evaluation from before them is not shown.
 """
 
 TAIL_BYTES = 2 << 20
@@ -49,6 +51,7 @@ class Line:
         checkpoint: step of the newest complete checkpoint.
         state, detail: see `tools.standing.Standing`.
         metric_age_s: seconds since the metrics were written.
+        stage: in which the last step was taken, in a run of stages.
     """
 
     run: str
@@ -62,6 +65,7 @@ class Line:
     state: State
     detail: str
     metric_age_s: float | None
+    stage: str | None = None
 
 
 def add_parser(subparsers: Any) -> None:
@@ -110,6 +114,8 @@ def line_of(path: Path) -> Line:
     step, evaluation = (newest_row(folder.metrics, key) for key in ("loss", "validation_loss"))
     last = step.get("step", 0)
     standing = standing_of(folder, last, num_steps)
+    if (jobs := jobs_standing(folder)) is not None:
+        standing = standing.with_jobs(jobs.detail, waits=jobs.waits)
     return Line(
         run=str(path),
         name=name,
@@ -122,6 +128,7 @@ def line_of(path: Path) -> Line:
         state=standing.state,
         detail=standing.detail,
         metric_age_s=metrics_age_s(folder),
+        stage=step.get("stage"),
     )
 
 
@@ -132,7 +139,8 @@ def _configured(folder: RunFolder) -> tuple[str, int | None]:
     try:
         # A safe loader, whichever of the two it is.
         content = yaml.load(folder.config.read_bytes(), loader)
-        num_steps = content["train"]["num_steps"]
+        stage = content.get("stage")
+        num_steps = content["train"]["num_steps"] if stage is None else stage["run_steps"]
         return str(content["name"]), None if num_steps is None else int(num_steps)
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(
@@ -172,12 +180,8 @@ def newest_row(metrics: Path, key: str) -> dict[str, Any]:
 
 def _newest_checkpoint(folder: Path) -> int | None:
     """The step of the newest checkpoint whose files are all there; contents are not read."""
-    for path in reversed(list_checkpoints(folder)):
-        try:
-            return read_state(path).step
-        except CheckpointError:
-            continue
-    return None
+    saved = newest_readable(folder)
+    return None if saved is None else saved.step
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -195,7 +199,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     total = "?" if line.num_steps is None else f"{line.num_steps:,}"
     return (
         named,
-        f"{line.step:,}/{total}",
+        f"{line.step:,}/{total}" + (f" ({line.stage})" if line.stage else ""),
         count_in_millions(line.tokens),
         _number(line.loss),
         _number(line.validation_loss),

@@ -5,25 +5,30 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel.atomic_write import atomic_write
 from parallel.devices import num_visible_gpus
 from pretrain.config.advice import advice
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
-from pretrain.config.validate import validate
+from pretrain.config.source import dump_yaml
+from pretrain.config.stages import load_stages, name_of_run, to_entries
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from pretrain.preflight import check_start
+from pretrain.preflight import check_stages
+from pretrain.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
+from pretrain.stop import StopRequest
 from tools.metrics import read_metrics
-from tools.ranks import add_nproc, current_rank_is_first, default_num_ranks, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
 from tools.words import count_in_millions, plural
 
 if TYPE_CHECKING:
     import torch
 
+    from pretrain.checkpoint.folder import SavedState
     from pretrain.run import Run
 
 _EPILOG = """\
@@ -31,11 +36,12 @@ examples:
   megamem train configs/quickstart.yaml
   megamem train configs/quickstart.yaml train.num_steps=50 model.memory=null --run-dir runs/dense
   megamem train configs/quickstart.yaml data.datasets.0.path=data/mine --run-dir runs/mine --nproc 2
+  megamem train continued.yaml --from runs/mine --run-dir runs/continued
   torchrun --nproc-per-node 8 -m tools.cli train CONFIG
 
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes
 on from there as if it had never stopped (bit for bit on CPUs, and on GPUs with train.deterministic=true); the layout may
-differ. Ctrl-C, SIGTERM or SIGUSR1 ends the step, saves and exits with 75: run the same command again.
+differ. A run of several stages goes from one to the next by itself. Ctrl-C, SIGTERM or SIGUSR1 ends the step, saves and exits with 75: run the same command again.
 """
 
 
@@ -63,53 +69,93 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="the run's folder (default: runs/<name of the config>)"
     )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="start a new run from the weights, moments and counters of a checkpoint: a run's folder, or one of its "
+        "checkpoints/step_XXXXXXXX",
+    )
     parser.set_defaults(func=run_train)
 
 
 def run_train(args: argparse.Namespace) -> int:
     """Trains, and says where the run is and what to do next."""
-    config = load_config(args.config, args.overrides)
     started = started_world_size()
     if started is not None and args.nproc is not None and args.nproc != started:
         raise ConfigError(f"--nproc is {args.nproc}, but {started} ranks were started already: leave --nproc out")
-    num_ranks = started or args.nproc or default_num_ranks(config.parallel)
-    validate(config, num_ranks)
-    folder = RunFolder(args.run_dir or Path("runs") / config.name)
-    check_start(config, num_ranks, folder, local=started is None)
+    folder = RunFolder(args.run_dir or Path("runs") / name_of_run(args.config, args.overrides))
+    start = starting_checkpoint(args.start, folder)
+    stages = load_stages(args.config, args.overrides, None if start is None else starting_point(start))
+    num_ranks = started or args.nproc or ranks_for_stages(stages)
+    check_stages(stages, num_ranks, folder, local=started is None)
+    if start is not None:
+        check_resumable(stages[0], start, as_new_run=True)
     if num_visible_gpus() and current_rank_is_first():
-        for sentence in advice(config):
+        for sentence in dict.fromkeys(sentence for config in stages for sentence in advice(config)):
             print(f"note: {sentence}", file=sys.stderr)
     if started is None:
         # Of ranks that were started elsewhere, rank 0 does so when it takes the folder.
         folder.make()
-    return run_on_ranks(lambda: train_rank(config, folder), num_ranks, log_dir=folder.logs)
+    return run_on_ranks(lambda: train_rank(stages, folder, start), num_ranks, log_dir=folder.logs)
 
 
-def train_rank(config: RunConfig, folder: RunFolder, *, quiet: bool = False) -> None:
-    """What one rank does; `quiet` leaves out what is said before and after."""
+def train_rank(
+    stages: Sequence[RunConfig], folder: RunFolder, start: SavedState | None = None, *, quiet: bool = False
+) -> None:
+    """What one rank does.
+
+    Args:
+        stages: of the run, or the one configuration of a run without stages.
+        folder: the run's.
+        start: the checkpoint that the run goes on from while it has none of its own.
+        quiet: leave out what is said before and after.
+    """
+    # Importing Megatron from a busy disk and loading a large checkpoint take minutes, in which a run can be asked to
+    # stop too. In a Slurm job somebody has listened since Python started.
+    stop = StopRequest(heed_earlier=True)
     from pretrain.callbacks import default_callbacks
-    from pretrain.loop import StopRequest, train
-    from pretrain.run import open_run, owning
+    from pretrain.loop import train
+    from pretrain.run import owning
     from pretrain.session import session
+    from pretrain.stages import train_stages
 
-    # Loading a large checkpoint takes minutes, in which a run can be asked to stop too.
-    stop = StopRequest()
-    with session(config) as groups, owning(folder, groups) as owner:
-        run = open_run(config, folder, groups)
-        finished = run.state.step >= config.train.num_steps
+    with session(*stages) as groups, owning(folder, groups) as owner:
         speaks = groups.is_main and not quiet
-        if speaks:
-            print(_finished(run) if finished else _headline(run), flush=True)
-        if not finished:
-            train(run, default_callbacks(run, owner), stop)
-        if speaks:
-            print(_closing(run), flush=True)
+
+        def train_one(run: Run) -> None:
+            finished = run.state.step >= run.config.train.num_steps
+            if speaks:
+                print(_finished(run) if finished else _headline(run), flush=True)
+            if not finished:
+                train(run, default_callbacks(run, owner), stop)
+            if speaks and run.state.step >= run.config.run_steps:
+                print(_closing(run), flush=True)
+
+        if owner is not None:
+            _record(stages, folder, start)
+        train_stages(stages, folder, groups, train_one, stop, start)
+
+
+def _record(stages: Sequence[RunConfig], folder: RunFolder, start: SavedState | None) -> None:
+    """Write into the run's folder what it goes on from, and all its stages: `config.yaml` is the present one."""
+    if start is not None and not folder.start.exists():
+        record_start(folder, start)
+    if stages[0].stage is not None:
+        with atomic_write(folder.stages) as stream:
+            stream.write(dump_yaml(to_entries(stages)).encode())
 
 
 def _finished(run: Run) -> str:
-    done, wanted = run.state.step, run.config.train.num_steps
+    done, wanted = run.state.step, run.config.run_steps
     if done == wanted:
         return f"{run.folder.path} is finished: {done} steps done."
+    if run.config.stage is not None:
+        return (
+            f"{run.folder.path} has {done} steps done, and its stages end at step {wanted}: there is nothing left to "
+            "train. Add a stage to go on."
+        )
     return (
         f"{run.folder.path} has {done} steps done, and train.num_steps is {wanted}: there is nothing left to train. "
         "Raise it to go on, or start a shorter run in another --run-dir."
@@ -131,12 +177,15 @@ def _headline(run: Run) -> str:
     context = f"context {layout.context} x " if layout.context > 1 else ""
     kernels = f"\nmemory kernels ({train.kernels}): {describe(chosen)}" if model.memory else ""
     gpu = f"\n{described_gpu(run.groups.device)}" if run.groups.device.type == "cuda" else ""
+    stage = run.config.stage
+    name = run.config.name if stage is None else f"{run.config.name}, stage {stage.name}"
+    num_steps = train.num_steps - (0 if stage is None else stage.steps_before)
     return (
-        f"{run.config.name}: {count_in_millions(counts.total)} parameters ({kind}), {count_in_millions(counts.active)} "
+        f"{name}: {count_in_millions(counts.total)} parameters ({kind}), {count_in_millions(counts.active)} "
         "active per token\n"
         f"{plural(run.groups.world_size, 'rank')} (tensor {layout.tensor} x pipeline {layout.pipeline} x {context}data "
         f"{run.groups.data_size}), {train.precision}, "
-        f"{plural(train.num_steps, 'step')} of {run.tokens_per_step:,} tokens{gpu}{kernels}"
+        f"{plural(num_steps, 'step')} of {train.tokens_per_step:,} tokens{gpu}{kernels}"
         + (f"\n{offload}" if offload else "")
     )
 
@@ -174,10 +223,11 @@ def _closing(run: Run) -> str:
             f"validation loss {last['validation_loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte "
             f"on {last['validation_bytes']:,} held-out bytes\n"
         )
-    path = run.folder.path
+    path, stage = run.folder.path, run.config.stage
+    longer = f"train.num_steps={2 * run.config.train.num_steps}" if stage is None else "with one more stage"
     return (
         f"{result}run folder: {path} (config.yaml, metrics.jsonl, checkpoints/, logs/)\n"
         f"next: megamem eval {path}\n"
         f"      megamem generate {path}{_prompt(run)}\n"
-        f"      megamem train ... train.num_steps={2 * run.config.train.num_steps} goes on with this run"
+        f"      megamem train ... {longer} goes on with this run"
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megamem.layers.layer import MemoryLayer
+    from megamem.layers.shared_read import SharedRead
 
 C = TypeVar("C", bound=MemoryConfig)
 
@@ -32,6 +33,11 @@ class LayerCosts:
         selection_flops: of first-stage scores and the candidate grid.
         projection_flops: of the projections.
         selection_bytes: bytes per token that the selection reads and writes.
+        kept_wide: fp32 elements per token that backward needs of a forward pass, lookups left to `traffic`.
+        kept_narrow: the same in the precision of the run.
+        kept_ids: the same of int64 numbers.
+        kept_keys: elements of keys that are normalised, once per forward pass.
+        backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
     """
 
     retrieval: int = 0
@@ -40,6 +46,11 @@ class LayerCosts:
     selection_flops: float = 0.0
     projection_flops: float = 0.0
     selection_bytes: int = 0
+    kept_wide: int = 0
+    kept_narrow: int = 0
+    kept_ids: int = 0
+    kept_keys: int = 0
+    backward_wide: int = 0
 
     def __add__(self, other: LayerCosts) -> LayerCosts:
         return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -47,6 +58,10 @@ class LayerCosts:
 
 def _as_it_is(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     return tensor
+
+
+def _none_shared(memory: MemoryConfig, hidden_size: int) -> int:
+    return 0
 
 
 def _same_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -91,6 +106,8 @@ class Family(Generic[C]):
         table_std: standard deviation of a bank's tables, given the root mean square of the sigma_s that its layers
             calibrated, or None where they calibrate nothing.
         released: the layer's names in public codes, by the code's name.
+        shared_read_path: as `layer_path`, of what the layers of a chunk read together, if they do.
+        shared_parameters: of that, in a model of this hidden size, besides the table.
     """
 
     config: type[C]
@@ -99,6 +116,8 @@ class Family(Generic[C]):
     distribution: Callable[[str, C, ModelConfig], Distribution | None]
     table_std: Callable[[C, ModelConfig, float | None], float]
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)
+    shared_read_path: str | None = None
+    shared_parameters: Callable[[C, int], int] = _none_shared
 
     @property
     def kind(self) -> str:
@@ -110,6 +129,13 @@ class Family(Generic[C]):
     def layer(self) -> type[MemoryLayer]:
         """The class of its layers."""
         found: type[MemoryLayer] = pkgutil.resolve_name(self.layer_path)
+        return found
+
+    def shared_read(self) -> type[SharedRead] | None:
+        """The class of what its layers read together, if they do."""
+        if self.shared_read_path is None:
+            return None
+        found: type[SharedRead] = pkgutil.resolve_name(self.shared_read_path)
         return found
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megamem.families.family import Family
+from megamem.families.lave.family import LAVE
 from megamem.families.memory_plus.family import MEMORY_PLUS
+from megamem.families.move.family import MOVE
 from megamem.families.peer.family import PEER
 from megamem.families.pkm.family import PKM
+from megamem.families.tide.family import TIDE
 from megamem.families.ultramem.family import ULTRAMEM
 from megamem.families.ultramem_v2.family import ULTRAMEM_V2
 from megamem.memory_config import MemoryConfig
@@ -20,6 +23,9 @@ FAMILIES: dict[str, Family[Any]] = {
         PKM,
         MEMORY_PLUS,
         PEER,
+        MOVE,
+        LAVE,
+        TIDE,
     )
 }
 """By `model.memory.kind`."""

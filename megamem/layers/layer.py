@@ -51,6 +51,7 @@ class MemoryLayer(MegatronModule):
         name: str,
         seed: int,
         token_group: torch.distributed.ProcessGroup | None = None,
+        tensor_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         """Allocate the weights; `megamem.initialisation` fills them.
 
@@ -61,11 +62,12 @@ class MemoryLayer(MegatronModule):
             name: the layer's global name, which with the seed keys what it draws by itself.
             token_group: tensor- and context-parallel ranks, which hold the other tokens of a microbatch; None: this
                 rank holds all of them.
+            tensor_group: tensor-parallel ranks, which hold the other heads of attention; None: this one holds all.
         """
         super().__init__(config=config)
         self.name = name
         self.memory, self.view, self.lookup = memory, view, lookup
-        self.kernels = kernels
+        self.kernels, self.tensor_group = kernels, tensor_group
         self.epsilon = config.layernorm_epsilon
         weights = memory.loss_weights
         self.losses = AuxiliaryLosses(weights, token_group, parameter_device(config)) if weights.any else None
@@ -84,13 +86,19 @@ class MemoryLayer(MegatronModule):
         Around the feed-forward both are [s, b, D], and `hidden` is the feed-forward's normalised input.
         """
 
-    def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor) -> None:
+    def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """What the memory makes of `hidden` [s, b, D] by itself, whatever else its slot or its chunk give it; its
+        variance is measured at initialisation."""
+        out: Tensor = self(hidden, inputs)
+        return out
+
+    def observe(self, rows: Tensor, scores: Tensor | None, out: Tensor, *, router: Tensor | None = None) -> None:
         """Count what was read while the run observes it; arguments as of `LayerUsage.record`.
 
         Once per microbatch: the first forward of a recomputed block runs without gradients, as does evaluation.
         """
         if self.usage is not None and torch.is_grad_enabled():
-            self.usage.record(rows, scores, out)
+            self.usage.record(rows, scores, out, router)
 
     def calibrate(self, seed: int) -> ScoreCalibration | None:
         """Set what depends on other weights, once these are drawn; returns what it measured of its scores, if so."""

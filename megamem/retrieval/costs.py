@@ -14,9 +14,12 @@ from megamem.sharing import LayerView
 def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCosts:
     """Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries; D (B V + P) of projections.
 
-    The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores.
+    The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores. For
+    backward are kept the queries before, in and after their norm, the keys alike, the scores of the kept entries and
+    their products with the cores; backward holds the gradients of all key scores twice, by side and stacked.
     """
     keys = memory.num_key_vectors(view)
+    queries, entries = memory.num_queries * memory.key_dim, memory.num_heads * memory.top_k
     projections = width * (memory.num_value_projections * memory.value_dim + memory.width("pre_values"))
     weights = memory.num_queries * memory.key_dim * width + keys * memory.key_dim
     return LayerCosts(
@@ -26,14 +29,21 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
         selection_flops=2.0 * (keys + memory.num_heads * memory.row_top_k**2 * memory.tucker_rank),
         projection_flops=2.0 * projections,
         selection_bytes=_selection_bytes(memory, keys),
+        kept_wide=2 * queries + entries * memory.tucker_rank * (2 + memory.num_cores),
+        kept_narrow=queries + entries * memory.num_cores,
+        kept_ids=2 * entries,
+        kept_keys=keys * memory.key_dim,
+        backward_wide=2 * keys,
     )
 
 
 def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> LayerCosts:
     """Product keys: d (2 H D + 2 H N) parameters of retrieval and a gain; D V of the value projection, D of the gate.
 
-    The candidate grid is M^2 sums. With biases every projection has one.
+    The candidate grid is M^2 sums. With biases every projection has one. For backward are kept the queries before, in
+    and after their norm, and the scores of the kept entries.
     """
+    entries = memory.num_heads * memory.top_k
     keys, queries = memory.num_key_vectors(view), memory.num_queries * memory.key_dim
     outputs = (width if memory.has_value_projection else 0) + (1 if memory.has_output_gate else 0)
     inputs = (memory.value_dim if memory.has_value_projection else 0) + (1 if memory.has_output_gate else 0)
@@ -45,6 +55,10 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
         selection_flops=1.0 * memory.num_heads * memory.row_top_k**2,
         projection_flops=2.0 * width * inputs,
         selection_bytes=_selection_bytes(memory, keys),
+        kept_wide=(2 * queries if memory.query_norm else 0) + entries,
+        kept_narrow=queries + entries,
+        kept_ids=2 * entries,
+        backward_wide=2 * keys,
     )
 
 

@@ -174,6 +174,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def newest_readable(folder: Path) -> SavedState | None:
+    """The newest checkpoint whose files are all there, as far as their names and sizes tell; None without one."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return read_state(path)
+        except CheckpointError:
+            continue
+    return None
+
+
 def no_damage(saved: SavedState) -> Sequence[str]:
     """The contents of a checkpoint as they are taken where nobody looks at them."""
     return ()
@@ -231,7 +241,7 @@ def nothing_complete(folder: Path, problems: Sequence[str]) -> CheckpointError:
 def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_every_steps: int) -> list[Path]:
     """Delete checkpoints that the retention rules no longer keep; returns what was deleted.
 
-    Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot
+    The last checkpoint of a stage is kept: other stages can be tried from it. Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot
     be used, and they are replaced when it comes to their steps.
 
     Args:
@@ -247,7 +257,7 @@ def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_ev
     candidates = checkpoints[: checkpoints.index(complete_ones[-keep_last])]
     removed = []
     for path in candidates:
-        if not (keep_every_steps and _step_of(path) % keep_every_steps == 0):
+        if not (keep_every_steps and _step_of(path) % keep_every_steps == 0) and not _ends_stage(path):
             shutil.rmtree(path)
             removed.append(path)
     return removed
@@ -264,6 +274,15 @@ def package_versions() -> dict[str, str]:
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
+
+
+def _ends_stage(path: Path) -> bool:
+    """Whether a checkpoint that can be read is that of a stage's last step, in a run of stages."""
+    try:
+        saved = read_state(path)
+    except CheckpointError:
+        return False
+    return saved.config.get("stage") is not None and saved.step == saved.config["train"]["num_steps"]
 
 
 def _is_complete(path: Path) -> bool:

@@ -70,12 +70,17 @@ def is_trained(tensor: Tensor) -> bool:
 
 
 def restore_run(
-    saved: folders.SavedState, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer
+    saved: folders.SavedState,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MemoryOptimizer,
+    *,
+    with_moments: bool = True,
 ) -> None:
     """Load weights and optimizer state in place, whatever layout wrote them. Collective.
 
     The weights come from the main weights, each rank's share of them, and are gathered as after an update. Of a
-    checkpoint that holds weights alone, they are the main weights, and the moments start at zero.
+    checkpoint that holds weights alone, they are the main weights, and the moments start at zero; so they do without
+    `with_moments`, and their updates are counted anew.
 
     Raises:
         CheckpointError: on every rank: the checkpoint cannot be read, or is of another model.
@@ -84,8 +89,10 @@ def restore_run(
     model = _model_entries(bare)
     untrained = [shard for tensor, shard in walk_shards(model) if not is_trained(tensor)]
     state = [shard for _, shard in walk_shards(optimizer.sharded_state_dict(model))]
+    if not with_moments:
+        state = [shard for shard in state if shard.key.startswith(MAIN_PREFIX)]
     load(saved.path, lambda index: [*map(_target, untrained), *_state_targets(state, index)])
-    optimizer.set_num_updates(saved.run.num_updates)
+    optimizer.set_num_updates(saved.run.num_updates if with_moments else 0)
     optimizer.set_weights_from_main()
     start_gathering(chunks)
     complete_weights(chunks)

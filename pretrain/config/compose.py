@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pretrain.config.source import Layer, Node, kind_of, merge, parse_yaml, read_yaml_file
+from pretrain.config.source import Layer, Node, find, kind_of, merge, parse_yaml, read_yaml_file
 from pretrain.errors import ConfigError
 
 BASE_KEY = "base"
+STAGES_KEY = "stages"
 
 
 def read_with_bases(path: Path) -> Node:
@@ -104,6 +105,8 @@ def _set(node: Node, segments: list[str], depth: int, value: Node) -> Node:
 def _set_element(node: Node, segments: list[str], depth: int, value: Node) -> Node:
     items = list(node.value) if isinstance(node.value, list) else []
     name, segment = ".".join(segments[:depth]), segments[depth]
+    if name == STAGES_KEY:
+        segment = _number_of_stage(items, segment, value)
     if not segment.isdecimal():
         raise ConfigError(
             f"{value.origin}: {name} is a list: name an element by its number, as in "
@@ -119,3 +122,15 @@ def _set_element(node: Node, segments: list[str], depth: int, value: Node) -> No
         items.append(Node(None, value.origin, value.layer))
     items[index] = _set(items[index], segments, depth + 1, value)
     return Node(items, value.origin, value.layer)
+
+
+def _number_of_stage(stages: list[Node], segment: str, value: Node) -> str:
+    """The number of the stage that a segment names; a number stays."""
+    found = [find(stage, ["name"]) for stage in stages]
+    names = [str(name.value) for name in found if name is not None]
+    if segment.isdecimal():
+        return segment
+    if segment not in names:
+        there = f"the stages are {', '.join(names)}" if names else "the configuration has none"
+        raise ConfigError(f"{value.origin}: there is no stage {segment}: {there}")
+    return str([name is not None and name.value == segment for name in found].index(True))

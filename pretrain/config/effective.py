@@ -43,6 +43,10 @@ def _has_pre_values(run: RunConfig) -> bool:
     return run.model.memory is not None and run.model.memory.width("pre_values") > 0
 
 
+def _has_stages(run: RunConfig) -> bool:
+    return run.stage is not None
+
+
 _OF_MEMORY = (
     "parallel.overlap_memory",
     "train.kernels",
@@ -58,6 +62,12 @@ _OF_MEMORY = (
 RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("parallel.memory", _has_split_parameters, "model.memory or model.moe is set"),
     *(CrossRule(key, _has_memory, "model.memory is set") for key in _OF_MEMORY),
+    CrossRule("optimizer.schedule_from", _has_stages, "the run has stages"),
+    CrossRule(
+        "optimizer.value_lr_from",
+        lambda run: _has_memory(run) and _has_stages(run),
+        "model.memory is set and the run has stages",
+    ),
     CrossRule("optimizer.pre_value_lr_multiplier", _has_pre_values, "model.memory has pre-values"),
     *(
         CrossRule(f"model.memory.placement.{key}", _is_placed_around_ffn, "model.memory stands around the feed-forward")

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from megamem.retrieval.config import RetrievalConfig
 from parallel.layout import Unit, unsplittable_units
-from parallel.pipeline_layout import layout_text, model_chunks, nearest_layouts, split_units
+from parallel.pipeline_layout import chunks_of_stage, layout_text, model_chunks, nearest_layouts, split_units
 from pretrain.config.schema import RunConfig
 from pretrain.config.suggest import nearest_multiples
+from pretrain.costs.context import heads_problem
 
 _MAX_LAYOUTS_LISTED = 4
 
@@ -28,6 +29,7 @@ def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     yield from _ranks(config, world_size)
     yield from _tensor(config)
     yield from _sequence(config)
+    yield from _context(config)
     yield from _pipeline(config)
     yield from _memory(config, world_size)
 
@@ -56,6 +58,8 @@ def _tensor(config: RunConfig) -> Iterator[str]:
         **({"model.ffn_hidden_size": config.model.ffn_hidden_size} if config.model.moe is None else {}),
         "model.vocab_size_multiple": config.model.vocab_size_multiple,
     }
+    if config.model.memory is not None:
+        sizes |= {f"model.memory.{key}": size for key, size in config.model.memory.tensor_sizes.items()}
     for key, size in sizes.items():
         is_repeated = key == "model.num_query_groups" and config.model.num_query_groups is None
         if size % tensor and not is_repeated:
@@ -78,12 +82,51 @@ def _sequence(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _context(config: RunConfig) -> Iterator[str]:
+    """Ways of attention that the heads, or the implementation, do not allow."""
+    asked, context = config.parallel.context_attention, config.parallel.context
+    if context > 1 and asked == "heads" and (problem := heads_problem(config)):
+        yield f"parallel.context_attention is heads, but {problem}: use ring or auto, or another context size"
+    if config.data.documents == "separate" and config.model.implementation == "transformer_engine":
+        yield (
+            "data.documents is separate, but model.implementation is transformer_engine, whose attention is not told "
+            "of documents: use model.implementation: local, or data.documents: joined"
+        )
+
+
 def _pipeline(config: RunConfig) -> Iterator[str]:
     """No sharing group or skip span that reaches over the edge of a chunk."""
     if config.parallel.pipeline_layout is not None:
         yield from _uneven_chunks(config, config.parallel.pipeline_layout)
     else:
         yield from _even_chunks(config)
+    yield from _copies(config)
+
+
+def _copies(config: RunConfig) -> Iterator[str]:
+    """Every stage has a block that reads the bank of which every stage holds a copy."""
+    parallel, model = config.parallel, config.model
+    if not any(bank.on_every_stage for bank in model.memory_plan.banks):
+        return
+    try:
+        chunks = model_chunks(
+            model.num_layers,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            layout=parallel.pipeline_layout,
+        )
+    except ValueError:
+        # Refused above.
+        return
+    reading = {span.read for span in model.memory_spans}
+    for stage in range(parallel.pipeline):
+        held = chunks_of_stage(chunks, pipeline=parallel.pipeline, pipeline_rank=stage)
+        if not any(reading & set(chunk.layers) for chunk in held):
+            yield (
+                f"stage {stage} of parallel.pipeline {parallel.pipeline} has no block with a memory, but all stages "
+                "hold a copy of the bank and add up its gradients: change model.memory.placement, parallel.pipeline, "
+                "parallel.virtual_pipeline or parallel.pipeline_layout so that every stage has one"
+            )
 
 
 def _uneven_chunks(config: RunConfig, layout: str) -> Iterator[str]:

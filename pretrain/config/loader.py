@@ -30,7 +30,7 @@ T = typing.TypeVar("T", bound=Config)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run.
+    """The configuration of a run; of a run of stages, that of the first (`pretrain.config.stages.load_stages`).
 
     Args:
         path: a YAML file; it may name others under `base`.
@@ -39,20 +39,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: naming key, value, file and line, and the fix, of every problem found.
     """
-    return load_as(RunConfig, path, overrides)
+    # It is built on this module.
+    from pretrain.config.stages import load_stages
+
+    return load_stages(path, overrides)[0]
 
 
 def load_as(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     """`load_config` for any configuration class."""
     in_file = read_with_bases(Path(path))
     if not overrides:
-        return _settle(cls, in_file, lambda key, node: node.last_layer >= Layer.FILE)
+        return settle(cls, in_file, asked_for_here)[0]
     dead_in_file = _refused_keys(cls, in_file)
 
     def asked_for(key: str, node: Node) -> bool:
         return node.last_layer == Layer.OVERRIDE or key in dead_in_file
 
-    return _settle(cls, apply_overrides(in_file, overrides), asked_for)
+    return settle(cls, apply_overrides(in_file, overrides), asked_for)[0]
 
 
 def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the configuration") -> T:
@@ -63,7 +66,7 @@ def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the co
         cls: the configuration class.
         source: what to call the mapping in messages.
     """
-    return _settle(cls, from_plain(mapping, source, Layer.FILE), lambda key, node: True)
+    return settle(cls, from_plain(mapping, source, Layer.FILE), lambda key, node: True)[0]
 
 
 def from_dict(
@@ -100,12 +103,21 @@ class _OptionWithoutEffectError(ConfigError):
         self.keys = keys
 
 
-def _settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) -> T:
+def asked_for_here(key: str, node: Node) -> bool:
+    """Whether a value was set by a named file or an override, and not only inherited."""
+    return node.last_layer >= Layer.FILE
+
+
+def settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) -> tuple[T, dict[str, str]]:
     """Builds the configuration and drops inherited values that have no effect.
+
+    Returns:
+        The configuration, and by the keys that were dropped, the condition that they lack, in words.
 
     Raises:
         ConfigError: the tree does not fit the class, or a value without effect was asked for.
     """
+    dropped: dict[str, str] = {}
     while True:
         foreign = foreign_keys(cls, node)
         config = build(cls, _without(node, foreign))
@@ -123,7 +135,8 @@ def _settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) ->
             )
         inherited = [item for item, at in set_here if at is not None]
         if not inherited:
-            return config
+            return config, dropped
+        dropped |= {item.key: item.reason for item in inherited}
         # A dropped value may have been what kept another one in effect: look again.
         node = _without(node, inherited)
 
@@ -147,7 +160,7 @@ def _refused_keys(cls: type[Config], in_file: Node) -> set[str]:
     A file that cannot be built alone needs its overrides to mean anything, and is treated as a base.
     """
     try:
-        _settle(cls, in_file, lambda key, node: node.last_layer >= Layer.FILE)
+        settle(cls, in_file, asked_for_here)
     except _OptionWithoutEffectError as error:
         return error.keys
     except ConfigError:

@@ -15,11 +15,13 @@ from kernels.implementations import Implementation
 from megamem.config import ModelConfig
 from megamem.config_base import Advice, Config, EffectiveWhen
 from megamem.identity import Role
+from pretrain.config.health import HealthConfig
 
 Seed = Annotated[
     NonNegativeInt, Lt(2**31), Advice("seeds of ranks and layers are derived by adding to it, and have 31 bits")
 ]
 Beta = Annotated[NonNegativeFloat, Lt(1)]
+Origin = Literal["stage", "run"]
 ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimizer.lr")]
 
 
@@ -44,6 +46,13 @@ class ParallelConfig(Config):
     context: PositiveInt = 1
     """Context-parallel size: ranks over which every sequence is cut, whose length is a multiple of 2 x context and
     of tensor x context. See docs/context-parallel.md."""
+    context_attention: Annotated[
+        Literal["auto", "gather", "heads", "ring"],
+        EffectiveWhen(lambda c: c.context > 1, "parallel.context is above 1"),
+    ] = "auto"
+    """How a rank attends to the tokens of others. gather: keys and values of the whole sequence on every rank; heads:
+    all tokens of some heads, by all-to-all; ring: keys and values of one rank at a time; auto: heads where they can
+    be shared out and send no more bytes than ring, else ring."""
     memory: PositiveInt = 1
     """G: ranks over which the columns of the memory tables, and the experts of a mixture, are split. Any divisor of
     tensor x context x data, across them."""
@@ -61,13 +70,28 @@ class ParallelConfig(Config):
 
 
 @dataclass(frozen=True)
+class BatchRampConfig(Config):
+    """Smaller batches first. After t of `over_tokens` tokens a step has start_size + k x increment sequences, where k
+    is t / over_tokens x (number of increments), rounded down; after all of them, global_batch_size."""
+
+    start_size: PositiveInt = 1
+    """Sequences of the first step, over all ranks."""
+    increment: PositiveInt = 1
+    """Sequences by which a step grows at a time; they lead from start_size to train.global_batch_size exactly."""
+    over_tokens: PositiveInt = 1_000_000
+    """Tokens, from the first step of the run or stage, after which train.global_batch_size is reached."""
+
+
+@dataclass(frozen=True)
 class TrainConfig(Config):
     """Length, batch and precision of a run."""
 
     num_steps: PositiveInt = 100
-    """Optimizer steps in all."""
+    """Optimizer steps in all. In a run of stages up to the end of this one; a file says lengths in `stages`."""
     global_batch_size: PositiveInt = 32
     """Sequences per optimizer step, over all ranks."""
+    batch_ramp: BatchRampConfig | None = None
+    """Smaller steps at the start of the run, or of the stage; null: all of global_batch_size."""
     micro_batch_size: PositiveInt = 4
     """Sequences per forward pass and data-parallel rank; the rest of the global batch is accumulated."""
     sequence_length: PositiveInt = 256
@@ -83,14 +107,14 @@ class TrainConfig(Config):
     """On GPUs, the same bits whenever the same run is repeated or resumed: attention and embeddings sum their gradients
     in a fixed order, which takes longer. On CPUs that is always so."""
     max_skipped_steps: PositiveInt = 20
-    """Consecutive steps with a non-finite gradient (each one is skipped) after which the run stops."""
+    """Consecutive steps without an update (for a non-finite loss or gradient, or a spike) after which the run stops."""
     kernels: Implementation = "auto"
     """Implementation of the memory kernels. auto: triton on GPUs with Triton, cpu (C++) on CPUs with a compiler,
     else torch (its operations); naive: the references."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step, over all ranks."""
+        """Tokens per optimizer step, over all ranks; after `batch_ramp`, if there is one."""
         return self.global_batch_size * self.sequence_length
 
     @property
@@ -111,6 +135,8 @@ class OptimizerConfig(Config):
     """Learning rate at the end of the schedule."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """After warm-up: constant; cosine to min_lr over the run; or warm-up, stable, linear decay to min_lr (wsd)."""
+    schedule_from: Origin = "stage"
+    """Whose first step warm-up and schedule count from, and whose last they end at: the stage's, or the run's."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up, after which the learning rate is lr."""
     warmup_start: Annotated[
@@ -159,7 +185,15 @@ class OptimizerConfig(Config):
             "optimizer.value_lr_end_multiplier is set and optimizer.value_lr is null",
         ),
     ] = 0
-    """Tokens over which the multiplier goes linearly from its start to its end; 0: the whole run."""
+    """Tokens over which the multiplier goes linearly from its start to its end; 0: the whole run, or stage."""
+    value_lr_from: Annotated[
+        Origin,
+        EffectiveWhen(
+            lambda c: c.value_lr_end_multiplier is not None and c.value_lr is None,
+            "optimizer.value_lr_end_multiplier is set and optimizer.value_lr is null",
+        ),
+    ] = "run"
+    """Whose first token the tables' multiplier counts from: the stage's, or the run's."""
     pre_value_lr_multiplier: NonNegativeFloat | None = None
     """Learning-rate multiplier of the pre-value tables alone, constant; null: they follow the values."""
 
@@ -170,8 +204,18 @@ class DatasetEntry(Config):
 
     path: str
     """Folder written by `megamem data prepare`."""
-    weight: Annotated[PositiveFloat, Advice("remove the entry to leave it out")] = 1.0
+    weight: Annotated[
+        PositiveFloat,
+        Advice("remove the entry to leave it out"),
+        EffectiveWhen(lambda c: c.epochs is None, "the entry's epochs is null"),
+    ] = 1.0
     """Share of the samples, relative to the other entries."""
+    name: str | None = None
+    """Its domain in evaluations; data sets of one name are one domain. null: the last part of its path, or all of it
+    where two paths end alike."""
+    epochs: Annotated[PositiveFloat | None, Advice("remove the entry to leave it out")] = None
+    """Passes over it in the longest run that the blend allows: with its size this is its share, and a run that is longer
+    is refused. Of all entries or of none; null: its share is its weight, and it is read as often as that takes."""
 
 
 @dataclass(frozen=True)
@@ -182,18 +226,35 @@ class DataConfig(Config):
     """Prepared data sets, blended by weight; all of one tokenizer."""
     seed: Seed | None = None
     """Seed of the document and sample order; null: the run's seed."""
+    documents: Literal["joined", "separate"] = "joined"
+    """joined: attention and positions run across the documents of a sequence; separate: positions start anew at every
+    document, and attention does not cross documents, in training and in evaluation."""
     num_workers: NonNegativeInt = 0
     """Processes per rank that read ahead; 0: read in the training process."""
+
+
+@dataclass(frozen=True)
+class EvaluationEntry(Config):
+    """One prepared data set to evaluate on."""
+
+    path: str
+    """Folder written by `megamem data prepare`, with the tokenizer of the training data. Its held-out documents are
+    read, or all of them if it was prepared without any."""
+    name: str | None = None
+    """Its domain; data sets of one name are one domain. null: the last part of its path, or all of it where two paths
+    end alike."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig(Config):
     """Loss on held-out documents during training."""
 
+    datasets: tuple[EvaluationEntry, ...] = ()
+    """Prepared data sets to evaluate on; none: the held-out documents of data.datasets."""
     every_steps: NonNegativeInt = 0
     """Evaluate after every so many steps; 0: at the end only."""
     max_sequences: PositiveInt | None = None
-    """Held-out sequences per evaluation; null: all of them."""
+    """Held-out sequences per evaluation, the first ones in the order of the data sets; null: all of them."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +300,28 @@ class LoggingConfig(Config):
 
 
 @dataclass(frozen=True)
+class StageConfig(Config):
+    """Where a stage stands in its run. `megamem train` derives it from `stages`; files need not say it."""
+
+    name: str
+    """What the stage is called."""
+    optimizer_state: Literal["keep", "reset"] = "keep"
+    """At its first step: keep AdamW's moments, or start them at zero with their bias correction."""
+    steps_before: NonNegativeInt = 0
+    """Optimizer steps of the run before it."""
+    samples_before: NonNegativeInt = 0
+    """Sequences that these steps saw."""
+    tokens_before: NonNegativeInt = 0
+    """Tokens that they saw."""
+    first_sample: NonNegativeInt = 0
+    """Number of its first sequence in the order of its data: above 0 where a stage before it read the same data."""
+    run_steps: PositiveInt = 1
+    """Optimizer steps of the run up to the end of its last stage."""
+    run_tokens: PositiveInt = 1
+    """Tokens of these steps."""
+
+
+@dataclass(frozen=True)
 class RunConfig(Config):
     """Everything that defines a run."""
 
@@ -262,8 +345,27 @@ class RunConfig(Config):
     """Checkpoints."""
     logging: Annotated[LoggingConfig, Role.RUNNING] = field(default_factory=LoggingConfig)
     """Metrics sinks."""
+    health: Annotated[HealthConfig, Role.RUNNING] = field(default_factory=HealthConfig)
+    """Spikes, hangs, slow ranks, replicas that differ."""
+    stage: Annotated[StageConfig | None, Role.RUNNING] = None
+    """The stage of a run of several that this is; null: the whole run. Not to be written by hand: see `stages`."""
+
+    @property
+    def run_steps(self) -> int:
+        """Optimizer steps of the run, all its stages included."""
+        return self.train.num_steps if self.stage is None else self.stage.run_steps
 
     @property
     def data_seed(self) -> int:
         """Seed of the data order."""
         return self.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def evaluated(self) -> tuple[DatasetEntry | EvaluationEntry, ...]:
+        """The data sets whose documents are held out for evaluation."""
+        return self.evaluation.datasets or self.data.datasets
+
+    @property
+    def read_data(self) -> tuple[DatasetEntry | EvaluationEntry, ...]:
+        """Every data set that a training run reads, those to train on first; none without one of those."""
+        return (*self.data.datasets, *self.evaluation.datasets) if self.data.datasets else ()

@@ -11,31 +11,35 @@ from kernels.implementations import unavailable
 from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
 from pretrain.errors import ConfigError
+from pretrain.schedule import schedule_span
 
 
-def validate(config: RunConfig, world_size: int | None) -> None:
+def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> None:
     """Refuses a configuration that cannot run.
 
     Args:
         config: the run.
         world_size: ranks of the run; None leaves out the checks that need it (to look at a configuration for another
             machine).
+        on_this_machine: the ranks run here; else nothing is asked about this machine's GPUs and packages.
 
     Raises:
         ConfigError: naming every problem found, each with key, value and fix.
     """
-    problems = [*layout_problems(config, world_size), *_batch(config, world_size), *_schedule(config)]
-    problems += [*_names(config), *_packages(config)]
-    if world_size is not None:
+    problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
+    problems += [*_health(config), *_names(config)]
+    if on_this_machine:
+        problems += _packages(config)
+    if world_size is not None and on_this_machine:
         problems += _kernels(config)
     if problems:
         raise ConfigError(join_problems(problems))
 
 
-def _batch(config: RunConfig, world_size: int | None) -> Iterator[str]:
+def batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     """Whole microbatches on every data-parallel rank, and as many of them as the schedule needs."""
     train, parallel = config.train, config.parallel
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
@@ -45,22 +49,43 @@ def _batch(config: RunConfig, world_size: int | None) -> Iterator[str]:
     # Interleaved chunks take microbatches in rounds of one per stage.
     interleaved = parallel.virtual_pipeline > 1 and data_size is not None
     rounds = parallel.pipeline if interleaved else 1
-    if train.global_batch_size % unit:
+    sizes = {"train.global_batch_size": train.global_batch_size}
+    if train.batch_ramp is not None:
+        yield from _batch_ramp(train.batch_ramp, train.global_batch_size)
+        # With both, so are all sizes between them.
+        sizes["train.batch_ramp.start_size"] = train.batch_ramp.start_size
+        sizes["train.batch_ramp.increment"] = train.batch_ramp.increment
+    for key, size in sizes.items():
+        if size % unit:
+            yield (
+                f"{key} is {size}, which is not a multiple of train.micro_batch_size {train.micro_batch_size}{over} = "
+                f"{unit}: use {nearest_multiples(size, unit * rounds)}"
+            )
+        elif size % (unit * rounds):
+            yield (
+                f"{key} is {size}, which gives {size // unit} microbatches per rank: with parallel.virtual_pipeline "
+                f"{parallel.virtual_pipeline} their number must be a multiple of parallel.pipeline {parallel.pipeline}: "
+                f"use {nearest_multiples(size, unit * rounds)}"
+            )
+
+
+def _batch_ramp(ramp: BatchRampConfig, batch_size: int) -> Iterator[str]:
+    """Increments that lead from the first size to the last."""
+    if ramp.start_size >= batch_size:
         yield (
-            f"train.global_batch_size is {train.global_batch_size}, which is not a multiple of train.micro_batch_size "
-            f"{train.micro_batch_size}{over} = {unit}: use {nearest_multiples(train.global_batch_size, unit * rounds)}"
+            f"train.batch_ramp.start_size is {ramp.start_size}, not below train.global_batch_size {batch_size}: lower it, "
+            "or leave train.batch_ramp out"
         )
-    elif train.global_batch_size % (unit * rounds):
+    elif (batch_size - ramp.start_size) % ramp.increment:
         yield (
-            f"train.global_batch_size is {train.global_batch_size}, which gives {train.global_batch_size // unit} "
-            f"microbatches per rank: with parallel.virtual_pipeline {parallel.virtual_pipeline} their number must be a "
-            f"multiple of parallel.pipeline {parallel.pipeline}: "
-            f"use {nearest_multiples(train.global_batch_size, unit * rounds)}"
+            f"train.batch_ramp.increment is {ramp.increment}, which does not lead from start_size {ramp.start_size} to "
+            f"train.global_batch_size {batch_size}: use a divisor of {batch_size - ramp.start_size}"
         )
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
-    optimizer, num_steps = config.optimizer, config.train.num_steps
+    optimizer = config.optimizer
+    _, num_steps = schedule_span(0, optimizer, config.train, config.stage)
     if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
         yield (
             f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}: the schedule ends there, "
@@ -72,11 +97,31 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             "set it, or use schedule: constant"
         )
     decay_steps = optimizer.decay_steps if optimizer.schedule == "wsd" else 0
+    length = "train.num_steps is" if config.stage is None else f"the {optimizer.schedule_from} has"
     if optimizer.warmup_steps + decay_steps > num_steps:
         decay = f" and optimizer.decay_steps {decay_steps}" if decay_steps else ""
         yield (
             f"optimizer.warmup_steps {optimizer.warmup_steps}{decay} need {optimizer.warmup_steps + decay_steps} "
-            f"steps, but train.num_steps is {num_steps}: shorten them or train longer"
+            f"steps, but {length} {num_steps}: shorten them or train longer"
+        )
+
+
+def _health(config: RunConfig) -> Iterator[str]:
+    health, timeout = config.health, config.parallel.timeout_minutes
+    if health.hang_minutes is not None and health.hang_minutes >= timeout:
+        yield (
+            f"health.hang_minutes is {health.hang_minutes}, and after parallel.timeout_minutes {timeout:g} a collective "
+            "ends the run before the ranks have written their stacks: lower the one or raise the other"
+        )
+    if health.spikes.action == "rewind" and not config.checkpoint.every_steps:
+        yield (
+            "health.spikes.action is rewind, and checkpoint.every_steps is 0: there would be no checkpoint to go back to. "
+            "Set checkpoint.every_steps, or use skip"
+        )
+    if health.spikes.action != "none" and health.spikes.loss_deviations is health.spikes.grad_norm_deviations is None:
+        yield (
+            f"health.spikes.action is {health.spikes.action}, and both loss_deviations and grad_norm_deviations are null: "
+            "nothing would be judged. Set one of them"
         )
 
 
@@ -84,9 +129,20 @@ def _names(config: RunConfig) -> Iterator[str]:
     """What names a folder."""
     if not re.fullmatch(r"[\w.+=-]+", config.name) or not config.name.strip("."):
         yield f"name is {config.name!r}: it names a folder, so use letters, digits and . _ - + ="
-    for index, entry in enumerate(config.data.datasets):
-        if not entry.path:
-            yield f"data.datasets.{index}.path is empty: give the folder that `megamem data prepare` wrote"
+    entries = [(f"data.datasets.{index}", entry.path, entry.name) for index, entry in enumerate(config.data.datasets)]
+    entries += [
+        (f"evaluation.datasets.{index}", entry.path, entry.name)
+        for index, entry in enumerate(config.evaluation.datasets)
+    ]
+    with_epochs = [entry.epochs is not None for entry in config.data.datasets]
+    if any(with_epochs) and not all(with_epochs):
+        index = with_epochs.index(False)
+        yield f"data.datasets.{index}.epochs is null, and other entries have epochs: give them to all entries, or to none"
+    for key, path, name in entries:
+        if not path:
+            yield f"{key}.path is empty: give the folder that `megamem data prepare` wrote"
+        if name is not None and not name.strip():
+            yield f"{key}.name is empty: give the domain a name, or leave it out"
 
 
 def _packages(config: RunConfig) -> Iterator[str]:

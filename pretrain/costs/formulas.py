@@ -73,7 +73,8 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     depth, width, head = model.num_layers, model.hidden_size, model.attention_head_dim
     memory, own = model.memory, memory_layer_costs(model)
     per_row = memory.row_width if memory is not None else 0
-    reads = model.num_memory_layers * memory.lookup.rows if memory is not None else 0
+    lookups = 1 if memory is not None and memory.reads_once else model.num_memory_layers
+    reads = lookups * memory.lookup.rows if memory is not None else 0
     ffn, experts, idle = _ffn_parameters(model)
     # An inserted block has neither an output projection nor a second norm.
     inserted = _count_memories(model, Slot.BLOCK)
@@ -84,12 +85,17 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         ffn=ffn,
         norms=(2 * depth - inserted + 1) * width + (2 * depth * head if model.qk_norm else 0),
         retrieval=own.retrieval,
-        memory_projections=own.projections,
+        memory_projections=own.projections + _shared_parameters(model),
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
         read_values=reads * per_row,
         experts=experts,
         idle_experts=idle,
     )
+
+
+def _shared_parameters(model: ModelConfig) -> int:
+    """Of what all memory layers read together, besides the table."""
+    return family_of(model.memory).shared_parameters(model.memory, model.hidden_size) if model.memory is not None else 0
 
 
 def _embedding_size(model: ModelConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import count_parameters
 
@@ -29,16 +30,27 @@ class HeldBytes:
         return self.model + self.optimizer
 
 
+def copied_elements(model: ModelConfig) -> int:
+    """Table elements of which every pipeline stage holds a copy."""
+    if model.memory is None:
+        return 0
+    return sum(bank.num_rows for bank in model.memory_plan.banks if bank.on_every_stage) * model.memory.row_width
+
+
 def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     """What a rank of `num_ranks` holds; without `model.vocab_size` embeddings are not counted.
 
     Tables and experts are split over the G = `parallel.memory` ranks of a group, the rest over tensor parallelism, and
     all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight. The optimizer's
-    state is split over all ranks: 8 bytes per parameter of moments, and 4 more of main weights beside bf16 ones.
+    state is split over all ranks: 8 bytes per parameter of moments, and 4 more of main weights beside bf16 ones. A bank
+    of which every stage holds a copy is divided by the stages in neither.
     """
     counts, layout, train = count_parameters(config.model), config.parallel, config.train
     split = counts.tables + counts.experts
-    per_rank = ((counts.total - split) / layout.tensor + split / layout.memory) / layout.pipeline
-    stepped = counts.total - (counts.tables if config.optimizer.value_offload == "cpu" else 0)
+    copied = copied_elements(config.model)
+    per_rank = ((counts.total - split) / layout.tensor + (split - copied) / layout.memory) / layout.pipeline
+    per_rank += copied / layout.memory
+    stepped = counts.total + (layout.pipeline - 1) * copied
+    stepped -= counts.tables + (layout.pipeline - 1) * copied if config.optimizer.value_offload == "cpu" else 0
     state = _MOMENTS + (_MAIN_WEIGHT if train.precision == "bf16" else 0)
     return HeldBytes(per_rank * (train.element_bytes + _GRADIENT), stepped * state / num_ranks)

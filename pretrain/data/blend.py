@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from megamem.config import ModelConfig
-from pretrain.config.schema import DatasetEntry
+from pretrain.config.schema import DatasetEntry, EvaluationEntry
 from pretrain.data.manifest import TRAIN, PreparedDataset, open_dataset
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, DataError
 
 
-def check_blend(entries: Sequence[DatasetEntry]) -> Tokenizer:
+def check_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> Tokenizer:
     """The tokenizer that the data sets of a blend share; see `open_blend`."""
     return open_blend(entries)[0].tokenizer
 
 
-def open_blend(entries: Sequence[DatasetEntry]) -> list[PreparedDataset]:
+def open_blend(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[PreparedDataset]:
     """Open every data set of a blend, of which there is at least one.
 
     Raises:
@@ -32,6 +35,14 @@ def open_blend(entries: Sequence[DatasetEntry]) -> list[PreparedDataset]:
                 f"({_describe(other.tokenizer)} and {_describe(first.tokenizer)}). Prepare both with the same one."
             )
     return [first, *others]
+
+
+def domain_names(entries: Sequence[DatasetEntry | EvaluationEntry]) -> list[str]:
+    """The domain of each entry: its name, or the end of its path, or all of it where two different paths end alike."""
+    ends = {entry.path: Path(entry.path).name for entry in entries if entry.name is None}
+    taken = [*ends.values(), *{entry.name for entry in entries if entry.name is not None}]
+    of_path = {path: end if taken.count(end) == 1 else path for path, end in ends.items()}
+    return [of_path[entry.path] if entry.name is None else entry.name for entry in entries]
 
 
 def _describe(tokenizer: Tokenizer) -> str:
@@ -51,6 +62,58 @@ def check_fits(dataset: PreparedDataset, sequence_length: int) -> None:
             f"{sequence_length + 1}. Lower train.sequence_length to {max(1, num_tokens - 1)} or less, "
             "or prepare more data."
         )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a blend is mixed.
+
+    Attributes:
+        weights: of its data sets, in one unit.
+        most_samples: of a run, in which every data set is read as often as it may be; None: no limit.
+    """
+
+    weights: tuple[float, ...]
+    most_samples: int | None
+
+
+def blend_shares(entries: Sequence[DatasetEntry], datasets: Sequence[PreparedDataset], sequence_length: int) -> Shares:
+    """Of entries by weight, or by epochs.
+
+    Args:
+        datasets: of the entries, in their order; all of them hold a sample.
+    """
+    if any(entry.epochs is None for entry in entries):
+        return Shares(tuple(entry.weight for entry in entries), None)
+    samples = [
+        # As the stream of a data set is shuffled: in passes of whole samples, each of which needs the token after it.
+        (entry.epochs or 0) * ((dataset.manifest.splits[TRAIN].num_tokens - 1) // sequence_length)
+        for entry, dataset in zip(entries, datasets, strict=True)
+    ]
+    # A sum of floats may lie below the number that was meant.
+    return Shares(tuple(samples), math.floor(sum(samples) + 1e-6))
+
+
+def check_epochs(
+    entries: Sequence[DatasetEntry], datasets: Sequence[PreparedDataset], sequence_length: int, num_samples: int
+) -> Shares:
+    """The shares of a blend, after refusing a run that is longer than its epochs.
+
+    Raises:
+        ConfigError: saying how many samples there are, and how long the run may be.
+    """
+    shares = blend_shares(entries, datasets, sequence_length)
+    if shares.most_samples is not None and num_samples > shares.most_samples:
+        of_sets = ", ".join(
+            f"{entry.epochs:g} x {dataset.manifest.splits[TRAIN].num_tokens:,} tokens of {entry.path}"
+            for entry, dataset in zip(entries, datasets, strict=True)
+        )
+        raise ConfigError(
+            f"the run reads {num_samples:,} samples of {sequence_length} tokens, and the epochs of data.datasets allow "
+            f"{shares.most_samples:,} ({of_sets}): lower train.num_steps to {shares.most_samples} / "
+            "train.global_batch_size or less, or raise the epochs"
+        )
+    return shares
 
 
 def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:

@@ -25,11 +25,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
+from megamem.documents import document_positions
 from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
 from parallel.turns import in_turns
 from pretrain.config.schema import DatasetEntry
-from pretrain.data.blend import check_fits
+from pretrain.data.blend import check_epochs, check_fits
 from pretrain.data.blended import BlendedSamples, BlendIndex
 from pretrain.data.index_files import open_index
 from pretrain.data.manifest import TRAIN, open_dataset, vocabulary_error
@@ -143,9 +144,16 @@ class StreamDataset(GPTDataset):
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A run's samples: `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each [sequence_length]."""
 
-    def __init__(self, samples: Sequence[dict[str, Any]] | BlendedSamples, num_samples: int) -> None:
+    def __init__(
+        self, samples: Sequence[dict[str, Any]] | BlendedSamples, num_samples: int, eod: int | None = None
+    ) -> None:
+        """
+        Args:
+            eod: the id at which positions start anew; None: at no id.
+        """
         self._samples = samples
         self._num_samples = num_samples
+        self._eod = eod
 
     def __len__(self) -> int:
         return self._num_samples
@@ -153,7 +161,10 @@ class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
-        return dict(self._samples[index])
+        sample = dict(self._samples[index])
+        if self._eod is not None:
+            sample["position_ids"] = document_positions(sample["tokens"], self._eod)
+        return sample
 
 
 def build_train_dataset(
@@ -164,25 +175,29 @@ def build_train_dataset(
     seed: int,
     tokenizer: Tokenizer,
     cache_dir: str | Path,
+    separate_documents: bool = False,
 ) -> TrainDataset:
     """The training samples of a blend. Called on every rank when torch.distributed is initialised.
 
     Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of
-    ranks. Tokens that end a document count in the loss; attention and positions run across documents.
+    ranks. Tokens that end a document count in the loss.
 
     Args:
         num_samples: samples that the run consumes in all.
         tokenizer: the one that `check_blend` returned.
         cache_dir: folder for index arrays, shared or local to each node.
+        separate_documents: positions start anew at every document.
 
     Raises:
         DataError: a data set that does not open or is too short for a sample, or a cache that cannot be written.
+        ConfigError: more samples than the epochs of the entries allow.
     """
     datasets = [open_dataset(entry.path) for entry in entries]
     # Opened first, for their checks: nothing is built for data that cannot be read.
     files = [dataset.open_split(TRAIN) for dataset in datasets]
     for dataset in datasets:
         check_fits(dataset, sequence_length)
+    shares = check_epochs(entries, datasets, sequence_length, num_samples)
     prefixes = [dataset.prefix(TRAIN) for dataset in datasets]
     config = StreamConfig(
         random_seed=seed,
@@ -207,8 +222,9 @@ def build_train_dataset(
     def build() -> Sequence[dict[str, Any]] | BlendedSamples:
         if len(entries) == 1:
             return stream(0, num_samples)
-        index = BlendIndex([entry.weight for entry in entries], num_samples, config.index_folder)
+        index = BlendIndex(shares.weights, num_samples, config.index_folder)
         return BlendedSamples(index, [stream(number, count) for number, count in enumerate(index.num_samples)])
 
     ranks = current_ranks()
-    return TrainDataset(in_turns(build, is_first_of_machine=ranks is None or ranks.local_rank == 0), num_samples)
+    samples = in_turns(build, is_first_of_machine=ranks is None or ranks.local_rank == 0)
+    return TrainDataset(samples, num_samples, tokenizer.eod if separate_documents else None)

@@ -1,19 +1,57 @@
-"""The held-out documents of a blend: every token predicted once, and how many bytes they stand for."""
+"""The held-out documents of a blend: every token predicted once, of which domain it is, and how many bytes there are."""
 
 from __future__ import annotations
 
 import lzma
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pretrain.config.schema import DatasetEntry
-from pretrain.data.manifest import VALIDATION, open_dataset, vocabulary_error
+from megamem.documents import document_positions
+from pretrain.config.schema import DatasetEntry, EvaluationEntry
+from pretrain.data.blend import domain_names
+from pretrain.data.manifest import TRAIN, VALIDATION, PreparedDataset, open_dataset, vocabulary_error
+
+Entries = Sequence[DatasetEntry | EvaluationEntry]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The part of a domain's held-out documents that is predicted.
+
+    Attributes:
+        num_target_tokens: end-of-document tokens included.
+        num_bytes: UTF-8 bytes of their text.
+    """
+
+    name: str
+    num_target_tokens: int
+    num_bytes: int
+
+
+def evaluated_parts(entries: Entries) -> list[tuple[PreparedDataset, str, str]]:
+    """Data sets that have a part in evaluation, each with the split that is read and its domain.
+
+    The split is that of the documents held out. A data set that is there for evaluation may have none: then it is read
+    whole.
+
+    Raises:
+        DataError: a data set does not open.
+    """
+    parts = []
+    for entry, name in zip(entries, domain_names(entries), strict=True):
+        dataset = open_dataset(entry.path)
+        if dataset.manifest.splits[VALIDATION].num_documents:
+            parts.append((dataset, VALIDATION, name))
+        elif isinstance(entry, EvaluationEntry):
+            parts.append((dataset, TRAIN, name))
+    return parts
 
 
 class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -25,39 +63,52 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a
     document ends, the text has no byte for it. Bits per byte so defined are never flattered.
+
+    Where documents are of several `domains`, a window says of which each target is.
     """
 
-    def __init__(self, entries: Sequence[DatasetEntry], sequence_length: int, max_sequences: int | None = None) -> None:
+    def __init__(
+        self,
+        entries: Entries,
+        sequence_length: int,
+        max_sequences: int | None = None,
+        *,
+        separate_documents: bool = False,
+    ) -> None:
         """
         Args:
-            entries: the blend (weights play no part here). Data sets without held-out documents have no part in this.
+            entries: the blend (weights play no part here), whose data sets without held-out documents have no part in
+                this, or data sets to evaluate on, of which all documents are read if none is held out.
             sequence_length: tokens per window.
             max_sequences: serve only the first so many windows; None: all.
+            separate_documents: positions start anew at every document.
 
         Raises:
             DataError: a data set that does not open.
         """
-        datasets = [open_dataset(entry.path) for entry in entries]
-        self.tokenizer = datasets[0].tokenizer
-        datasets = [dataset for dataset in datasets if dataset.manifest.splits[VALIDATION].num_documents]
+        parts = evaluated_parts(entries)
+        self.tokenizer = open_dataset(entries[0].path).tokenizer
         self.sequence_length = sequence_length
-        self._paths = [dataset.path for dataset in datasets]
-        self._documents = [dataset.open_split(VALIDATION) for dataset in datasets]
+        self._separate_documents = separate_documents
+        self._paths = [dataset.path for dataset, _, _ in parts]
+        self._documents = [dataset.open_split(split) for dataset, split, _ in parts]
         # The documents' ids as they lie on disk: one document after the other.
         self._streams = [
-            np.memmap(f"{dataset.prefix(VALIDATION)}.bin", documents.index.dtype, mode="r")
-            for dataset, documents in zip(datasets, self._documents, strict=True)
+            np.memmap(f"{dataset.prefix(split)}.bin", documents.index.dtype, mode="r")
+            for (dataset, split, _), documents in zip(parts, self._documents, strict=True)
         ]
         *self._starts, num_tokens = accumulate(map(len, self._streams), initial=0)
         num_windows = -(-num_tokens // sequence_length)
         if max_sequences is None or max_sequences >= num_windows:
             self._num_windows = num_windows
             self.num_target_tokens = num_tokens
-            self.num_bytes = sum(dataset.manifest.splits[VALIDATION].num_bytes for dataset in datasets)
+            num_bytes = [dataset.manifest.splits[split].num_bytes for dataset, split, _ in parts]
         else:
             self._num_windows = max_sequences
             self.num_target_tokens = max_sequences * sequence_length
-            self.num_bytes = self._count_bytes(self.num_target_tokens)
+            num_bytes = self._count_bytes(self.num_target_tokens)
+        self.num_bytes = sum(num_bytes)
+        self.domains, self._domain_of_stream = self._domains([name for _, _, name in parts], num_bytes)
 
     def __len__(self) -> int:
         return self._num_windows
@@ -78,12 +129,30 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         ids[first : first + len(read)] = read
         sequence = torch.from_numpy(ids)
         positions = torch.arange(self.sequence_length)
-        return {
+        window = {
             "tokens": sequence[:-1],
             "labels": sequence[1:],
             "loss_mask": (positions < self.num_target_tokens - start).float(),
-            "position_ids": positions,
+            "position_ids": (
+                document_positions(sequence[:-1], self.tokenizer.eod) if self._separate_documents else positions
+            ),
         }
+        if len(self.domains) > 1:
+            streams = np.searchsorted(self._starts, start + positions.numpy(), side="right") - 1
+            window["domains"] = torch.from_numpy(self._domain_of_stream[streams])
+        return window
+
+    def _domains(self, names: list[str], num_bytes: list[int]) -> tuple[list[Domain], NDArray[np.int64]]:
+        """The domains of which a target is predicted, and the number of each stream's."""
+        ends = [start + len(stream) for start, stream in zip(self._starts, self._streams, strict=True)]
+        found: dict[str, Domain] = {}
+        for name, start, end, size in zip(names, self._starts, ends, num_bytes, strict=True):
+            if num_tokens := max(0, min(end, self.num_target_tokens) - start):
+                before = found.get(name, Domain(name, 0, 0))
+                found[name] = Domain(name, before.num_target_tokens + num_tokens, before.num_bytes + size)
+        numbers = {name: number for number, name in enumerate(found)}
+        # A stream past the last window has no target, and any number will do.
+        return list(found.values()), np.array([numbers.get(name, 0) for name in names], dtype=np.int64)
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Ids [start, stop) of the concatenated streams, as far as there are any."""
@@ -96,31 +165,32 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             parts.append(part)
         return np.concatenate(parts)
 
-    def _count_bytes(self, num_tokens: int) -> int:
-        """UTF-8 bytes of the first tokens of the stream; exact but for a character that the last one cuts in two."""
-        lengths = chain.from_iterable(documents.sequence_lengths for documents in self._documents)
-        total = start = 0
-        while start < num_tokens:
-            stop = min(start + int(next(lengths)), num_tokens)
-            total += len(self.tokenizer.decode_bytes(self._read(start, stop)))
-            start = stop
-        return total
+    def _count_bytes(self, num_tokens: int) -> list[int]:
+        """Per stream, UTF-8 bytes of what is of the first tokens of all; exact but for a character that the last one
+        cuts in two.
+        """
+        start, counts = 0, [0] * len(self._documents)
+        for number, documents in enumerate(self._documents):
+            for length in documents.sequence_lengths:
+                stop = min(start + int(length), num_tokens)
+                if start == stop:
+                    return counts
+                counts[number] += len(self.tokenizer.decode_bytes(self._read(start, stop)))
+                start = stop
+        return counts
 
 
-def held_out_documents(entries: Sequence[DatasetEntry]) -> Iterator[bytes]:
+def held_out_documents(entries: Entries) -> Iterator[bytes]:
     """UTF-8 bytes of each held-out document, in order, decoded from its ids.
 
     A tokenizer that normalises text gives the normalised one back; byte-level ones give every byte.
     """
-    for entry in entries:
-        dataset = open_dataset(entry.path)
-        if not dataset.manifest.splits[VALIDATION].num_documents:
-            continue
-        for ids in dataset.open_split(VALIDATION):
+    for dataset, split, _ in evaluated_parts(entries):
+        for ids in dataset.open_split(split):
             yield dataset.tokenizer.decode_bytes(ids)
 
 
-def compression_baselines(entries: Sequence[DatasetEntry]) -> dict[str, float]:
+def compression_baselines(entries: Entries) -> dict[str, float]:
     """Bits per byte of general compressors on the concatenated held-out documents, by command line."""
     compressors: dict[str, Any] = {
         # 16 + 15 asks zlib for a gzip header around its largest window.

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 IDX_MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
+_HEADER = struct.Struct("<QBQQ")
 _CODES: dict[type[np.integer[Any]], int] = {np.int32: 4, np.uint16: 8}
 _PER_DOCUMENT = np.dtype([("tokens", "<i8"), ("text_bytes", "<i8")])
 _DOCUMENTS_AT_ONCE = 1 << 20
@@ -105,7 +106,7 @@ class IndexedWriter:
         documents = _per_document(self.file(".lengths"))
         with self.file(".idx").open("wb") as stream:
             stream.write(IDX_MAGIC)
-            stream.write(struct.pack("<QBQQ", _VERSION, _CODES[self.dtype], number, number + 1))
+            stream.write(_HEADER.pack(_VERSION, _CODES[self.dtype], number, number + 1))
             ranges = [slice(i, min(i + _DOCUMENTS_AT_ONCE, number)) for i in range(0, number, _DOCUMENTS_AT_ONCE)]
             for part in ranges:
                 stream.write(documents["tokens"][part].astype("<i4").data)
@@ -116,6 +117,28 @@ class IndexedWriter:
                 start += int(sizes.sum())
             for first in range(0, number + 1, _DOCUMENTS_AT_ONCE):
                 stream.write(np.arange(first, min(first + _DOCUMENTS_AT_ONCE, number + 1), dtype="<i8").data)
+
+
+def header_problem(file: Path, num_documents: int, ids_bytes: int, num_tokens: int) -> str | None:
+    """What is wrong with the header of an index, in words; None if it is that of such a data set.
+
+    Args:
+        ids_bytes: size of the file with the ids.
+        num_tokens: that it holds.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(len(IDX_MAGIC) + _HEADER.size)
+    if not content.startswith(IDX_MAGIC) or len(content) < len(IDX_MAGIC) + _HEADER.size:
+        return "is not an index of Megatron's"
+    version, code, num_sequences, num_bounds = _HEADER.unpack(content[len(IDX_MAGIC) :])
+    widths = {number: np.dtype(dtype).itemsize for dtype, number in _CODES.items()}
+    if version != _VERSION or code not in widths:
+        return f"has version {version} and ids of type {code}, which this program does not write"
+    if (num_sequences, num_bounds) != (num_documents, num_documents + 1):
+        return f"lists {num_sequences} documents where the manifest has {num_documents}"
+    if ids_bytes != num_tokens * widths[code]:
+        return f"says ids of {widths[code]} bytes, with which {num_tokens} tokens are not {ids_bytes} bytes"
+    return None
 
 
 def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[tuple[NDArray[Any], int]]:

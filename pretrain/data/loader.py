@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from megamem.documents import DOCUMENT_BOUNDS, document_bounds
 from parallel.parent_death import signal_on_parent_death
 from pretrain.errors import DataError
 
@@ -85,9 +86,10 @@ def held_out_microbatches(
 
 
 def on_device(batches: Iterator[Sample], device: torch.device) -> Iterator[Sample]:
-    """Batches moved to where the model computes."""
+    """Batches moved to where the model computes, with the bounds of their documents in host memory."""
     for batch in batches:
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        yield {**moved, DOCUMENT_BOUNDS: document_bounds(batch["position_ids"])}
 
 
 class _Microbatches(torch.utils.data.Dataset[Sample | DataError]):

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.data.indexed_files import IDX_MAGIC
+from pretrain.data.indexed_files import IDX_MAGIC, header_problem
 from pretrain.data.tokenizer import BYTES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
 from pretrain.errors import DataError
+from pretrain.progress import Progress
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -28,6 +29,7 @@ TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 TOKENIZER_INFO_FILE = "info.json"
+_BYTES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,14 @@ class PreparedDataset:
         """Read every byte and compare it with the manifest's hashes.
 
         Raises:
-            DataError: a file has changed since it was written.
+            DataError: files have changed since they were written; all of them are named.
         """
-        for name, _, sha256 in self.manifest.files:
-            if file_sha256(self.path / name) != sha256:
-                raise damaged(self.path, f"{name} is not the file that was written (its sha256 differs)")
+        files = list(self.manifest.files)
+        with Progress("reading", total=sum(size for _, size, _ in files), is_bytes=True, leave=False) as bar:
+            changed = [name for name, _, sha256 in files if file_sha256(self.path / name, bar) != sha256]
+        if changed:
+            are = "is not the file that was" if len(changed) == 1 else "are not the files that were"
+            raise damaged(self.path, f"{', '.join(changed)} {are} written (the sha256 differs)")
 
 
 def damaged(path: Path, what: str) -> DataError:
@@ -165,10 +170,15 @@ def vocabulary_error(what: str, documents: IndexedDataset, numbers: Iterable[int
     raise AssertionError("none of the documents holds such an id")
 
 
-def file_sha256(path: Path) -> str:
-    """sha256 of a file, as hexadecimal digits."""
+def file_sha256(path: Path, bar: Progress | None = None) -> str:
+    """sha256 of a file, as hexadecimal digits; a progress bar is told of its bytes."""
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while block := stream.read(_BYTES_AT_ONCE):
+            digest.update(block)
+            if bar is not None:
+                bar.update(len(block))
+    return digest.hexdigest()
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -200,7 +210,8 @@ def open_saved_tokenizer(folder: Path) -> Tokenizer:
 
 
 def open_dataset(path: str | Path) -> PreparedDataset:
-    """Open a prepared data set, after checking that all of it is there (presence and sizes; `verify` reads every byte).
+    """Open a prepared data set, after checking that all of it is there: presence, sizes and headers of its files,
+    whatever their size in no time (`verify` reads every byte).
 
     Raises:
         DataError: there is no data set, it is incomplete or damaged, or it holds ids past its own vocabulary.
@@ -214,6 +225,8 @@ def open_dataset(path: str | Path) -> PreparedDataset:
         if file.stat().st_size != num_bytes:
             raise damaged(folder, f"{name} has {file.stat().st_size} bytes where {num_bytes} were written")
     for split, info in manifest.splits.items():
+        if problem := header_problem(folder / f"{split}.idx", info.num_documents, info.bin_bytes, info.num_tokens):
+            raise damaged(folder, f"{split}.idx {problem}")
         if info.max_token_id >= manifest.tokenizer.vocab_size:
             raise damaged(
                 folder,

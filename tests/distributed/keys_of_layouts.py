@@ -11,6 +11,7 @@ import pytest
 import torch
 from keys_table import BASE, Subject, Table, set_key, with_model
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from test_traffic import sent_bytes
 from tiny_runs import VOCAB_SIZE, TinyRun, tiny_run
 
 from parallel.ranks import RankEnvironment
@@ -36,6 +37,7 @@ class OnRank:
         shapes: of the parameters of its first chunk, by name.
         hidden: [s, b, D] of what its first block gets, per microbatch.
         loss: of the step, nats per target.
+        sent_for_attention: bytes that each collective over its context-parallel group sends in the step.
         reduced_early: parts of the gradients whose reduction had started when the backward pass of the next step ended,
             and all parts.
         gathered_late: parts of the weights that were not gathered yet when that step ended, and all parts.
@@ -45,6 +47,7 @@ class OnRank:
     shapes: dict[str, tuple[int, ...]]
     hidden: list[tuple[int, ...]]
     loss: float
+    sent_for_attention: list[int]
     reduced_early: tuple[int, int]
     gathered_late: tuple[int, int]
 
@@ -57,13 +60,15 @@ def on_rank(config: RunConfig) -> OnRank:
             lambda _, arguments, named: hidden.append(tuple((*arguments, named.get("hidden_states"))[0].shape)),
             with_kwargs=True,
         )
-        ((loss, _),) = run.train(1)
+        with sent_bytes(run.groups.megatron.cp) as sent:
+            ((loss, _),) = run.train(1)
         hidden_of_step = list(hidden)
         return OnRank(
             [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in run.bare],
             {name: tuple(p.shape) for name, p in run.bare[0].named_parameters()},
             hidden_of_step,
             loss,
+            list(sent),
             *communicated_beside(run),
         )
 
@@ -134,6 +139,30 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
     for rank in second:
         assert rank.hidden == [(4, 2, 32)] * 4
         assert rank.shapes == base[0].shapes
+
+
+CUT = set_key(set_key(FOUR_BLOCKS, "parallel.context", 2), "parallel.context_attention", "ring")
+PASSES = 4 * 4
+"""Blocks x microbatches of a rank."""
+VECTORS = 8 * 4 * 8 * 4
+"""Bytes of the queries, or keys, or values, of a rank's tokens: 8 of 4 heads of 8 numbers."""
+
+
+@LAYOUTS.key("parallel.context_attention", "gather", CUT)
+def _(base: list[OnRank], second: list[OnRank]) -> None:
+    """Keys and values are sent twice around the ring and their gradients once; or each once, and never again."""
+    same_losses(base, second)
+    for before, rank in zip(base, second, strict=True):
+        assert before.sent_for_attention == [2 * VECTORS] * 3 * PASSES
+        assert rank.sent_for_attention == [2 * VECTORS] * 2 * PASSES
+
+
+@LAYOUTS.key("parallel.context_attention", "heads", CUT)
+def _(base: list[OnRank], second: list[OnRank]) -> None:
+    """Half of the queries, keys and values and half of the outputs, and of their gradients."""
+    same_losses(base, second)
+    for rank in second:
+        assert sorted(rank.sent_for_attention) == [VECTORS // 2] * 2 * PASSES + [3 * VECTORS // 2] * 2 * PASSES
 
 
 @LAYOUTS.key("parallel.memory", 2, FOUR_BLOCKS)

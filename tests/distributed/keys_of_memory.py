@@ -29,6 +29,7 @@ from keys_table import (
 from torch import Tensor
 
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.inputs import Inputs
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
 
@@ -43,6 +44,9 @@ NAMES_OF_KINDS = {
     "pkm": {"query_proj", "keys", "query_norm"},
     "memory_plus": {"query_proj", "keys", "query_norm", "value_proj", "silu_gate"},
     "peer": {"query_proj", "keys", "query_norm"},
+    "move": {"gate_proj"},
+    "lave": {"gate_proj"},
+    "tide": {"router"},
 }
 
 
@@ -58,7 +62,7 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer"):
+for _kind in ("ultramem", "pkm", "memory_plus", "peer", "move", "lave", "tide"):
     _enter_kind(_kind)
 
 
@@ -338,6 +342,69 @@ def _(base: Subject, second: Subject) -> None:
 @MEMORIES.key("model.memory.key_balance_weight", 0.5)
 def _(base: Subject, second: Subject) -> None:
     is_linear_in("model.memory.key_balance_weight", 0.5, base, second, {"keys", "query_proj"})
+
+
+# Memories that the token id addresses.
+
+MOVE = with_kind("move", vocab_size=70, value_dim=32, num_gate_heads=4)
+TIDE = with_kind("tide", vocab_size=70, value_dim=32, num_tables=2)
+
+
+@MEMORIES.key("model.memory.vocab_size", 80, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    """Two slots for every token id."""
+    assert base.shapes["banks.0.values"] == (2 * 70, 32)
+    assert second.shapes["banks.0.values"] == (2 * 80, 32)
+
+
+@MEMORIES.key("model.memory.num_slots", 3, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    for subject, slots in ((base, 2), (second, 3)):
+        assert subject.shapes["banks.0.values"] == (slots * 70, 32)
+        assert subject.memory_weights["gate_proj"].shape == (4 * (slots + 1), 32)
+
+
+@MEMORIES.key("model.memory.num_gate_heads", 2, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    for subject, heads in ((base, 4), (second, 2)):
+        assert subject.memory_weights["gate_proj"].shape == (heads * 3, 32)
+        assert subject.shapes["banks.0.values"] == (140, 32)
+
+
+@MEMORIES.key("model.memory.gated_standard_path", False, MOVE)
+def _(base: Subject, second: Subject) -> None:
+    """What it adds to values that no bank is added to: a gate of 2 sigmoid(1), or nothing."""
+    values, hidden = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 32)
+    ids = torch.tensor([[3, 60]])
+    for subject, gates, factor in ((base, 3, 2 / (1 + math.exp(-1))), (second, 2, 1.0)):
+        weight = torch.zeros(4, gates, 32)
+        # Of a logit of 1 for the standard path, which comes first, and of gates of 1 for the slots.
+        if gates == 3:
+            weight[:, 0, 0] = 1.0
+        with torch.no_grad():
+            before = subject.layer.gate_proj.clone()
+            subject.layer.gate_proj.copy_(weight.flatten(0, 1))
+            mixed = subject.layer(values, Inputs(torch.stack((ids, ids))), hidden)
+            subject.layer.gate_proj.copy_(before)
+        rows = subject.weights["banks.0.values"].view(70, 2, 32).sum(1)[ids]
+        assert same(mixed.flatten(2), factor * values.flatten(2) + rows)
+
+
+@MEMORIES.key("model.memory.num_tables", 3, TIDE)
+def _(base: Subject, second: Subject) -> None:
+    for subject, tables in ((base, 2), (second, 3)):
+        assert subject.shapes["banks.0.values"] == (tables * 70, 32)
+        assert subject.memory_weights["router"].shape == (tables + 1, 32)
+        assert subject.shapes["shared_read.gain"] == (tables, 32)
+
+
+@MEMORIES.key("model.memory.row_gain", False, TIDE)
+def _(base: Subject, second: Subject) -> None:
+    """A learned gain of 1 at first: the same numbers before the first update, and others after it."""
+    assert base.weights.keys() - second.weights.keys() == {"shared_read.gain"}
+    assert bool((base.weights["shared_read.gain"] == 1).all())
+    assert same(base.logits(), second.logits())
+    assert bool((base.steps[0].weights["shared_read.gain"] != 1).any())
 
 
 # Sharing and placement.

@@ -21,6 +21,7 @@ import torch
 import yaml
 from keys_table import BASE, Table, set_key
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 import tools.train
 from parallel.groups import ParallelGroups
@@ -29,7 +30,7 @@ from pretrain.callbacks import default_callbacks
 from pretrain.checkpoint.folder import step_folder
 from pretrain.checkpoint.hashes import damaged_files
 from pretrain.checkpoint.safe_metadata import read_index
-from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, RunConfig
+from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, EvaluationEntry, RunConfig
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import CheckpointError, UserError
@@ -143,6 +144,11 @@ class Outputs:
         return {row["step"]: row["validation_tokens"] for row in self.rows if "validation_loss" in row}
 
     @property
+    def domains(self) -> list[str]:
+        """Of the last evaluation."""
+        return list(next(row for row in reversed(self.rows) if "validation_loss" in row)["domains"])
+
+    @property
     def saved(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step_")) for path in self.folder.checkpoints.iterdir())
 
@@ -213,6 +219,26 @@ def _(base: Outputs, second: Outputs) -> None:
     assert torch.equal(second.tokens, of_seed.tokens)
 
 
+@RUNS.key("data.documents", "separate", set_key(RUN, "train.sequence_length", 64))
+def _(base: Outputs, second: Outputs) -> None:
+    """The same samples, in training and in evaluation, whose positions count from the last end of a document."""
+    assert torch.equal(second.tokens, base.tokens)
+    for tokens in (second.tokens, torch.stack([sample["tokens"] for sample in second.opened.held_out])):
+        assert int((tokens == ByteTokenizer.eod).sum()) > 1
+    for outputs in (base, second):
+        (stream,) = outputs.opened.batches()
+        held_out = outputs.opened.held_out
+        windows = [held_out[number] for number in range(len(held_out))]
+        for sample in (next(stream), default_collate(windows)):
+            expected = [list(range(64)) for _ in sample["tokens"]]
+            for row, ids in zip(expected, sample["tokens"].tolist(), strict=True):
+                for place in range(1, 64) if outputs is second else ():
+                    row[place] = 0 if ids[place] == ByteTokenizer.eod else row[place - 1] + 1
+            assert sample["position_ids"].tolist() == expected
+    losses, apart = ([row["loss"] for row in outputs.rows if "loss" in row] for outputs in (base, second))
+    assert all(a != b for a, b in zip(losses, apart, strict=True))
+
+
 @RUNS.key("data.num_workers", 2, RUN)
 def _(base: Outputs, second: Outputs) -> None:
     """The same samples, from processes of their own."""
@@ -246,6 +272,47 @@ def _(base: Outputs, second: Outputs) -> None:
 def _(base: Outputs, second: Outputs) -> None:
     """Of 24 samples."""
     assert (base.letters.count("upper"), second.letters.count("upper")) == (12, 18)
+
+
+@RUNS.key(
+    "data.datasets.1.epochs",
+    15.0,
+    set_key(RUN, "data.datasets", (DatasetEntry("lower", epochs=5.0), DatasetEntry("upper", epochs=5.0))),
+)
+def _(base: Outputs, second: Outputs) -> None:
+    """Of 24 samples of two sets of one size."""
+    assert (base.letters.count("upper"), second.letters.count("upper")) == (12, 18)
+
+
+BOTH = set_key(
+    set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))), "evaluation.max_sequences", None
+)
+
+
+@RUNS.key("data.datasets.0.name", "small", BOTH)
+def _(base: Outputs, second: Outputs) -> None:
+    """What the domain of its held-out documents is called."""
+    assert [outputs.domains for outputs in (base, second)] == [["lower", "upper"], ["small", "upper"]]
+    assert base.rows[-1]["validation_loss"] == second.rows[-1]["validation_loss"]
+
+
+@RUNS.key("evaluation.datasets", (EvaluationEntry("upper"),), RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    assert torch.equal(base.tokens, second.tokens)
+    assert (base.held_out_letters, second.held_out_letters) == ({"lower"}, {"upper"})
+
+
+APART = set_key(BOTH, "evaluation.datasets", (EvaluationEntry("lower"), EvaluationEntry("upper", "large")))
+
+
+@RUNS.key("evaluation.datasets.0.path", "upper", APART)
+def _(base: Outputs, second: Outputs) -> None:
+    assert (base.held_out_letters, second.held_out_letters) == ({"lower", "upper"}, {"upper"})
+
+
+@RUNS.key("evaluation.datasets.0.name", "small", APART)
+def _(base: Outputs, second: Outputs) -> None:
+    assert [outputs.domains for outputs in (base, second)] == [["lower", "large"], ["small", "large"]]
 
 
 @RUNS.key("evaluation.every_steps", 4, RUN)
@@ -357,7 +424,7 @@ def tracked(outputs: Outputs) -> tuple[dict[str, Any], list[int]]:
         train(run, default_callbacks(run))
     if not wandb.init.called:
         return {}, []
-    steps = [call.kwargs["step"] for call in wandb.init.return_value.log.mock_calls]
+    steps = [call.args[0]["step"] for call in wandb.init.return_value.log.mock_calls]
     assert wandb.init.return_value.finish.call_count == 1
     return wandb.init.call_args.kwargs, steps
 
@@ -384,7 +451,7 @@ def _(base: RunConfig, second: RunConfig) -> None:
         seen: list[RunFolder] = []
         with (
             patch.object(tools.train, "run_on_ranks", lambda main, num_ranks, log_dir: main() or 0),
-            patch.object(tools.train, "train_rank", lambda config, folder, seen=seen: seen.append(folder)),
+            patch.object(tools.train, "train_rank", lambda stages, folder, start, seen=seen: seen.append(folder)),
         ):
             assert main(["train", "named.yaml"]) == 0
         assert [folder.path for folder in seen] == [Path("runs") / name]

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from kernels.select import select_kernels
 from megamem.distributions import Normal
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.parameters import Copy
 from megamem.random_fill import fill
 from megamem.sharing import BankSpec
 from parallel.cpu import cuda_on_cpu
@@ -52,6 +53,7 @@ def peak_of_a_rank(folder: Path) -> tuple[int, int]:
             MEMORY,
             dtype=torch.float32,
             device=torch.device("cpu"),
+            copy=Copy(),
             kernels=select_kernels("auto"),
             groups=groups.megatron,
         )

@@ -4,6 +4,7 @@ attention over whole sequences.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -16,15 +17,31 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.enums import AttnMaskType
 from tiny_runs import SHARED
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megamem.attention import SdpaCoreAttention
-from parallel.context import ContextParallelAttention, attention_core, gather_sequence, own_tokens
+from megamem.config import ModelConfig
+from megamem.documents import document_bounds
+from parallel.context import GatheredAttention, gather_sequence, own_tokens
+from parallel.context_heads import HeadAttention
+from parallel.context_ring import RingAttention
+from parallel.context_ways import attention_core
 from parallel.cpu import cuda_on_cpu
+from pretrain.costs.context import context_costs
 from pretrain.megatron import transformer_config
 
 LENGTH, SEQUENCES, HEADS, WIDTH = 24, 2, 4, 6
+LONG = 2048
 SIZES = (2, 4)
 GROUPED = {"one head per query": 4, "grouped": 2, "one for all": 1}
+WAYS = {"gather": GatheredAttention, "heads": HeadAttention, "ring": RingAttention}
+DTYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""And how far from the definition in fp64, of elements of size 1: a bf16 unit in the last place is 2^-8, and output and
+gradients are rounded a few times.
+"""
+# Documents that lie in a slice, begin and end with one, and reach over one, two and all but one of the ranks' slices.
+STARTS = {"joined": None, "separate": ((0, 2, 3, 9, 21), (0, 12))}
 
 
 def held_by(rank: int, size: int) -> Tensor:
@@ -55,17 +72,34 @@ def attention(core: type[SdpaCoreAttention], group: dist.ProcessGroup | None) ->
     )
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, documents: str = "joined") -> Tensor:
     """Causal attention by its definition, [s, b, n d] of [s, b, n or g, d]."""
     key, value = (x.repeat_interleave(HEADS // x.shape[2], 2) for x in (key, value))
     scores = 0.3 * torch.einsum("sbnd,tbnd->bnst", query, key)
-    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
+    for sequence, starts in enumerate(STARTS[documents] or [(0,)] * SEQUENCES):
+        for q, k in itertools.product(range(LENGTH), range(LENGTH)):
+            if k > q or any(k < start <= q for start in starts):
+                scores[sequence, :, q, k] = -torch.inf
     return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).flatten(2)
 
 
-def inputs(num_key_heads: int) -> list[Tensor]:
-    """Query, key, value and the gradient of the output; the same on every rank."""
-    random = partial(torch.randn, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+def bounds_of(documents: str) -> Tensor | None:
+    starts = STARTS[documents]
+    if starts is None:
+        return None
+    positions = torch.ones(SEQUENCES, LENGTH, dtype=torch.int64)
+    for sequence, of_sequence in enumerate(starts):
+        positions[sequence, list(of_sequence)] = 0
+    return document_bounds(positions)
+
+
+def inputs(num_key_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Query, key, value and the gradient of the output; the same on every rank, and numbers that bf16 has."""
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(dtype)
+
     heads = (HEADS, num_key_heads, num_key_heads)
     parts = [random(LENGTH, SEQUENCES, n, WIDTH).requires_grad_() for n in heads]
     return [*parts, random(LENGTH, SEQUENCES, HEADS * WIDTH)]
@@ -86,19 +120,65 @@ def seen(run_ranks: Any) -> list[dict[Any, Any]]:
         found: dict[Any, Any] = {}
         for size, group in context_groups():
             held = held_by(group.rank(), size)
-            for name, num_key_heads in GROUPED.items():
-                own = [part.detach()[held].requires_grad_(part.requires_grad) for part in inputs(num_key_heads)]
-                core = attention(ContextParallelAttention, group)
-                found[size, name] = output_and_gradients(partial(core, attention_mask=None), *own)
+            for case in itertools.product(WAYS, GROUPED, STARTS, DTYPES):
+                way, name, documents, dtype = case
+                parts = inputs(GROUPED[name], dtype)
+                own = [part.detach()[held].requires_grad_(part.requires_grad) for part in parts]
+                attend = partial(attention(WAYS[way], group), attention_mask=bounds_of(documents))
+                found[size, *case] = output_and_gradients(attend, *own)
+            for way, name in itertools.product(WAYS, GROUPED):
+                found[size, way, name, "kept"] = kept_bytes(way, name, group)
+            for way, documents in itertools.product(WAYS, STARTS):
+                found[size, way, documents, "largest"] = largest_tensor(way, documents, group)
             found[size, "tokens"] = tokens_of(group)
             found[size, "angles"] = angles_of(group)
             found[size, "sum"] = sum_of_bf16(group)
-            found[size, "core"] = attention_core(SimpleNamespace(cp=group)).__name__  # type: ignore[arg-type]
-        alone, _ = dist.new_subgroups(1)
-        found["core alone"] = attention_core(SimpleNamespace(cp=alone)).__name__  # type: ignore[arg-type]
+            groups: Any = SimpleNamespace(cp=group)
+            found[size, "cores"] = {way: attention_core(groups, way) for way in WAYS}  # type: ignore[arg-type]
+        groups.cp, _ = dist.new_subgroups(1)
+        found["cores alone"] = {attention_core(groups, way) for way in WAYS}  # type: ignore[arg-type]
         return found
 
     return run_ranks(main, 4)
+
+
+def kept_bytes(way: str, name: str, group: dist.ProcessGroup) -> int:
+    """What autograd holds for backward in fp32, every storage once."""
+    held = held_by(group.rank(), group.size())
+    *own, _ = (part.detach()[held].requires_grad_() for part in inputs(GROUPED[name], torch.float32))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attention(WAYS[way], group)(*own, attention_mask=None)
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() // x.itemsize for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return result
+
+
+def largest_tensor(way: str, documents: str, group: dist.ProcessGroup) -> int:
+    """Of attention over one long sequence, forward and backward; heads are as narrow as can be."""
+    bounds = None if documents == "joined" else torch.tensor([0, 7, 700, LONG])
+    own = [torch.randn(LONG // group.size(), 1, 4, 2, requires_grad=True) for _ in range(3)]
+    with LargestTensor() as largest:
+        attention(WAYS[way], group)(*own, attention_mask=bounds).sum().backward()
+    return largest.num_elements
 
 
 def tokens_of(group: dist.ProcessGroup) -> dict[str, Tensor]:
@@ -123,23 +203,60 @@ def sum_of_bf16(group: dist.ProcessGroup) -> Tensor:
     return gradient
 
 
+@pytest.mark.parametrize("documents", STARTS)
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_across_the_cuts_is_that_over_whole_sequences(seen: Any, way: str, name: str, documents: str) -> None:
+    expected = output_and_gradients(partial(plain_attention, documents=documents), *inputs(GROUPED[name]))
+    for size, dtype in itertools.product(SIZES, DTYPES):
+        for rank, of_rank in enumerate(seen):
+            held = held_by(rank % size, size)
+            for actual, whole in zip(of_rank[size, way, name, documents, dtype], expected, strict=True):
+                assert actual.dtype == dtype
+                assert torch.allclose(actual.double(), whole[held], rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("documents", STARTS)
+@pytest.mark.parametrize("name", GROUPED)
+def test_attention_over_whole_sequences_is_that_of_the_definition(name: str, documents: str) -> None:
+    attend = partial(attention(SdpaCoreAttention, None), attention_mask=bounds_of(documents))
+    expected = output_and_gradients(partial(plain_attention, documents=documents), *inputs(GROUPED[name]))
+    for dtype, tolerance in DTYPES.items():
+        actual = output_and_gradients(attend, *inputs(GROUPED[name], dtype))
+        for ours, plain in zip(actual, expected, strict=True):
+            assert torch.allclose(ours.double(), plain, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", GROUPED)
-def test_attention_across_the_cuts_is_that_over_whole_sequences(seen: Any, size: int, name: str) -> None:
-    expected = output_and_gradients(plain_attention, *inputs(GROUPED[name]))
-    for rank, of_rank in enumerate(seen):
-        held = held_by(rank % size, size)
-        for actual, whole in zip(of_rank[size, name], expected, strict=True):
-            assert actual.dtype == torch.float64
-            assert torch.allclose(actual, whole[held], rtol=0, atol=1e-13)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_keeps_what_the_formula_says(seen: Any, way: Any, size: int) -> None:
+    for name, num_key_heads in GROUPED.items():
+        model = ModelConfig(
+            hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=num_key_heads, ffn_hidden_size=8
+        )
+        costs = context_costs(
+            model,
+            way,
+            context_size=size,
+            tensor_size=1,
+            num_tokens=SEQUENCES * LENGTH // size,
+            element_bytes=4,
+        )
+        assert [of_rank[size, way, name, "kept"] for of_rank in seen] == [costs.kept] * 4, name
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_attention_over_whole_sequences_is_that_of_the_definition(name: str) -> None:
-    core = attention(SdpaCoreAttention, None)
-    actual = output_and_gradients(partial(core, attention_mask=None), *inputs(GROUPED[name]))
-    for ours, plain in zip(actual, output_and_gradients(plain_attention, *inputs(GROUPED[name])), strict=True):
-        assert torch.allclose(ours, plain, rtol=0, atol=1e-13)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tensor_grows_with_the_square_of_the_length(seen: Any, way: str, size: int) -> None:
+    """Gathered keys and values, or a rank's queries, keys and values together, are the largest; the scores of one head and
+    two slices would be twice as many elements or more.
+    """
+    vectors = LONG * 4 * 2
+    assert (LONG // (2 * size)) ** 2 > 1.9 * 2 * vectors
+    for documents in STARTS:
+        for of_rank in seen:
+            largest = of_rank[size, way, documents, "largest"]
+            assert largest <= (2 * vectors if way == "gather" else 3 * vectors // size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -169,5 +286,6 @@ def test_contributions_of_ranks_are_rounded_once(seen: Any, size: int) -> None:
 
 
 def test_sequences_that_are_whole_are_attended_to_without_a_collective(seen: Any) -> None:
-    assert {of_rank["core alone"] for of_rank in seen} == {"SdpaCoreAttention"}
-    assert {of_rank[size, "core"] for of_rank in seen for size in SIZES} == {"ContextParallelAttention"}
+    for of_rank in seen:
+        assert of_rank["cores alone"] == {SdpaCoreAttention}
+        assert all(of_rank[size, "cores"] == WAYS for size in SIZES)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from keys_of_health import HEALTH
 from keys_of_layouts import LAYOUTS, STAND_INS, OnRank, on_rank
 from keys_of_memory import MEMORIES
 from keys_of_model import MODEL
 from keys_of_runs import COMMANDS, RUNS, Outputs, prepare_corpora
+from keys_of_stages import SCHEDULES, STAGES
 from keys_of_training import TRAINING
 from keys_table import BASE, Entry, Subject, schema_keys
 from tiny_runs import joined
@@ -28,7 +30,10 @@ TABLES = {
     "training": TRAINING,
     "layout": LAYOUTS,
     "standin": STAND_INS,
+    "schedule": SCHEDULES,
     "run": RUNS,
+    "health": HEALTH,
+    "stage": STAGES,
     "command": COMMANDS,
 }
 ENTRIES = {
@@ -57,9 +62,9 @@ def on_one_rank(folder: Path) -> dict[str, str | None]:
     os.chdir(folder)
     with joined(BASE) as groups:
         return {
-            **problems(["model", "memory", "training"], lambda config: Subject(config, groups)),
+            **problems(["model", "memory", "training", "schedule"], lambda config: Subject(config, groups)),
             **problems(["standin"], lambda config: Subject(config, groups)),
-            **problems(["run"], lambda config: Outputs(config, groups)),
+            **problems(["run", "health", "stage"], lambda config: Outputs(config, groups)),
             **problems(["command"], lambda config: config),
         }
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from parallel.launch import LaunchError, RankError, launch_ranks
-from parallel.rank_process import STOP_SIGNALS
 from parallel.ranks import RankEnvironment, current_ranks
+from parallel.stop_signals import STOP_SIGNALS
 from pretrain.errors import DataError
 from tests.deadline import launch_within
 

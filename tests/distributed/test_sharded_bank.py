@@ -28,7 +28,7 @@ from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill
 from megamem.sharing import BankSpec
 from parallel import sharded_bank
-from parallel.exchange import coefficients_per_rank
+from parallel.layout import coefficients_per_rank
 from parallel.sharded_bank import GatheredRows, ShardedBank, announce_tokens
 
 WORLD = 6

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,13 +15,18 @@ from tiny_runs import MEMORY, PRIVATE, SHARED, on, tiny_run
 from torch import Tensor
 
 from kernels.select import select_kernels
+from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
+from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec
 from parallel.packed_rows import RowFormat
 from parallel.sharded_bank import ShardedBank
-from pretrain.costs.traffic import attention_bytes, exchanged_bytes, lookup_traffic
+from pretrain.config.schema import RunConfig
+from pretrain.costs.context import WAYS
+from pretrain.costs.traffic import attention_bytes, copies_bytes, exchanged_bytes, lookup_traffic
+from pretrain.stage_copies import sum_over_stages
 
 GROUP = 3
 TOKENS = 7
@@ -37,7 +43,7 @@ ROWS = {"v2": 144, "one core": 70_000, "blocks, no pre-values": 2_000, "peer": 1
 def sent_bytes(group: dist.ProcessGroup) -> Iterator[list[int]]:
     """Bytes that each collective of a group sends to other ranks, in the order of the calls."""
     sent: list[int] = []
-    gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
+    gather, exchange, transfer = dist.all_gather_into_tensor, dist.all_to_all_single, dist.batch_isend_irecv
 
     def counted_gather(out: Tensor, x: Tensor, **rest: Any) -> Any:
         if rest.get("group") is group:
@@ -52,11 +58,13 @@ def sent_bytes(group: dist.ProcessGroup) -> Iterator[list[int]]:
             sent.append(to_others * x[:1].nbytes)
         return exchange(out, x, *splits, **rest)
 
-    dist.all_gather_into_tensor, dist.all_to_all_single = counted_gather, counted_exchange
-    try:
+    def counted_transfers(transfers: list[dist.P2POp]) -> Any:
+        sent.extend(x.tensor.nbytes for x in transfers if x.op is dist.isend and x.group is group)
+        return transfer(transfers)
+
+    names = ("all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv")
+    with patch.multiple(dist, **dict(zip(names, (counted_gather, counted_exchange, counted_transfers), strict=True))):
         yield sent
-    finally:
-        dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
 
 
 def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[list[int], list[int]]:
@@ -110,11 +118,41 @@ def test_a_lookup_sends_what_the_formula_says(measured: Any, name: str, dtype: t
         assert sum(backward) == traffic.backward
 
 
+def with_memory(memory: MemoryConfig) -> RunConfig:
+    return replace(SHARED, model=replace(SHARED.model, memory=memory))
+
+
+def test_gradients_of_copies_are_added_up_as_the_formula_says(run_ranks: Any) -> None:
+    """What the two stages sum is the table's share of a rank: half of it, of two replicas."""
+    config = on(with_memory(MoveConfig(vocab_size=64, value_dim=16, num_gate_heads=2)), pipeline=2, micro_batch_size=2)
+
+    def main() -> list[int]:
+        summed: list[int] = []
+        all_reduce = dist.all_reduce
+
+        def count(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            summed.append(tensor.nbytes)
+            return all_reduce(tensor, *arguments, **keywords)
+
+        with tiny_run(config) as run:
+            run.train(1)
+            with patch.object(dist, "all_reduce", count):
+                sum_over_stages(run.chunks, run.groups.megatron.pp)
+        return summed
+
+    # Of two ranks each sends half of the sum to the other, twice.
+    for summed in run_ranks(main, 4):
+        assert summed == [64 * 2 * 16 * 4 // 2]
+        assert copies_bytes(config, 4) == sum(summed)
+
+
 def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
     configs = [
         on(SHARED, memory=2, micro_batch_size=2),
         on(PRIVATE, tensor=2, memory=2),
         on(SHARED, tensor=2, memory=2, recompute="full"),
+        on(with_memory(MoveConfig(vocab_size=61, value_dim=16, num_gate_heads=2)), memory=2, micro_batch_size=2),
+        on(with_memory(TideConfig(vocab_size=61, value_dim=32)), memory=2, micro_batch_size=2, recompute="full"),
     ]
 
     def main() -> list[int]:
@@ -132,12 +170,23 @@ def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
 
 
 def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> None:
-    """Grouped queries travel as few heads as there are; recomputation gathers again."""
-    configs = [
+    """Grouped queries travel as few heads as there are; recomputation sends again."""
+    layouts = [
         on(SHARED, tensor=2, context=2),
         on(SHARED, context=2, micro_batch_size=2, memory=4),
+        on(SHARED, context=4),
         on(PRIVATE, context=4, recompute="selective"),
         on(PRIVATE, tensor=2, context=2, recompute="full"),
+    ]
+    configs = [
+        replace(
+            config,
+            parallel=replace(config.parallel, context_attention=way),
+            train=replace(config.train, precision=precision),
+        )
+        for number, config in enumerate(layouts)
+        for way in WAYS
+        for precision in ("fp32", "bf16")[: 1 + (number == 0)]
     ]
 
     def main() -> list[int]:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megamem.config import ModelConfig
+from megamem.documents import DOCUMENT_BOUNDS, document_bounds, document_positions
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.model import MemoryGPTModel
 from megamem.sharing import SharingConfig
@@ -209,7 +210,6 @@ def random_batches(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]
     """
     train = config.train
     generator = torch.Generator().manual_seed(7)
-    position_ids = torch.arange(train.sequence_length).expand(train.micro_batch_size, -1)
     per_rank = train.global_batch_size // groups.data_size
     while True:
         tokens = torch.randint(0, VOCAB_SIZE, (train.global_batch_size, train.sequence_length + 1), generator=generator)
@@ -219,11 +219,16 @@ def random_batches(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]
         for sample, mask in zip(
             tokens[mine].split(train.micro_batch_size), counted[mine].split(train.micro_batch_size), strict=True
         ):
+            tokens = sample[:, :-1].contiguous()
+            # One id in eight ends a document, or none does.
+            ends = tokens % 8 == 0 if config.data.documents == "separate" else torch.zeros_like(tokens)
+            positions = document_positions(ends.long(), eod=1)
             yield {
-                "tokens": sample[:, :-1].contiguous(),
+                "tokens": tokens,
                 "labels": sample[:, 1:].contiguous(),
                 "loss_mask": mask,
-                "position_ids": position_ids,
+                "position_ids": positions,
+                DOCUMENT_BOUNDS: document_bounds(positions),
             }
 
 

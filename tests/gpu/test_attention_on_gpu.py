@@ -1,4 +1,4 @@
-"""Attention of a sequence's last tokens on a GPU: what its definition says, without a mask in memory."""
+"""Attention in tiles on a GPU: what its definition says, without a mask in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.attention import causal_attention
+from megamem.blockwise import tiled_attention
+from megamem.documents import Documents, Slice
 
 HEADS, WIDTH = 8, 64
 
@@ -19,6 +20,15 @@ def inputs(gpu: torch.device, dtype: torch.dtype, queries: int, keys: int, key_h
         torch.randn(tokens, 1, heads, WIDTH, generator=generator, device=gpu).to(dtype).requires_grad_()
         for tokens, heads in sizes
     ]
+
+
+def last_tokens(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of the last tokens to themselves and all before, [q, 1, n d]: a rectangle and a square."""
+    before, length = len(key) - len(query), len(key)
+    queries = Slice(before, length)
+    of_keys = (Slice(0, before), Slice(before, length, offset=before))
+    tiles = [tile for keys in of_keys for tile in Documents(length, None).tiles(queries, keys)]
+    return tiled_attention(query, key, value, tiles, WIDTH**-0.5).flatten(2)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -37,7 +47,7 @@ def test_the_last_tokens_attend_to_themselves_and_all_before(
 ) -> None:
     parts = inputs(gpu, dtype, 256, keys, key_heads)
     wide = [part.detach().double().requires_grad_() for part in parts]
-    out, expected = causal_attention(*parts, None), plain_attention(*wide)
+    out, expected = last_tokens(*parts), plain_attention(*wide)
     upstream = torch.randn_like(expected)
     gradients = torch.autograd.grad(out, parts, upstream.to(dtype))
     for actual, plain in zip(
@@ -51,5 +61,5 @@ def test_no_mask_is_made(gpu: torch.device) -> None:
     parts = inputs(gpu, torch.bfloat16, queries, keys, 2)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    causal_attention(*parts, None).sum().backward()
+    last_tokens(*parts).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < queries * keys

@@ -146,6 +146,8 @@ def _become_command(argv: list[str], log: Path, before: Callable[[], None] | Non
         # pytest has replaced the streams.
         sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)  # type: ignore[misc]
+        # PyTorch replaces its threads in the first call after a fork, and two threads that are first together fail.
+        torch.set_num_threads(torch.get_num_threads())
         if before is not None:
             before()
         code = main(argv)

@@ -30,3 +30,19 @@ def test_a_vocabulary_has_at_least_one_id(megamem: Megamem, config_file: Path) -
     result = megamem("bench", config_file, "--vocab-size", 0)
     assert result.code == 2
     assert "--vocab-size is 0: it must be at least 1" in result.output
+
+
+def test_long_sequences_are_measured_in_every_way_that_the_heads_allow(megamem: Megamem, config_file: Path) -> None:
+    options = ("--lengths", "24,48", "--sizes", "1,2", "--nproc", 2, "--rounds", 1, "--steps", 1)
+    result = megamem("bench", "context", config_file, *options)
+    assert result.code == 0, result.output
+    rows = re.findall(r"^ +(\d+) +(\d) +(\S+) +([\d,]+) +([\d.,]+) +([\d.]+) +([\d.]+)$", result.output, re.MULTILINE)
+    ways = [("1", "-"), ("2", "gather"), ("2", "heads"), ("2", "ring")]
+    assert [row[:3] for row in rows] == [(length, *way) for length in ("24", "48") for way in ways]
+    assert all(float(row[3].replace(",", "")) > 0 for row in rows)
+
+
+def test_lengths_are_numbers(megamem: Megamem, config_file: Path) -> None:
+    result = megamem("bench", "context", config_file, "--lengths", "24,")
+    assert result.code == 2
+    assert "'24,' is no list of numbers of 1 or more, as in 1,2,4" in result.output

@@ -29,7 +29,9 @@ def evaluate(megamem: Megamem, run: Path, *options: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, tmp_path: Path, precision: str) -> None:
+def test_every_layout_evaluates_alike(
+    megamem: Megamem, config_file: Path, corpus: Path, tmp_path: Path, precision: str
+) -> None:
     run = tmp_path / "run"
     result = megamem(
         "train",
@@ -43,17 +45,25 @@ def test_every_layout_evaluates_alike(megamem: Megamem, config_file: Path, tmp_p
         "train.sequence_length=128",
         f"train.precision={precision}",
         "evaluation.max_sequences=null",
+        f"evaluation.datasets=[{{path: {corpus}}}, {{path: {corpus}, name: again}}]",
     )
     assert result.code == 0, result.output
     (trained,) = evaluations(run)
     tolerance = 1e-5 if precision == "fp32" else 2e-3
     for options in (("--nproc", 1), ("--nproc", 2), ("--own-layout",)):
         row = evaluate(megamem, run, *options)
-        for key in ("validation_loss", "bits_per_byte"):
-            assert row[key] == pytest.approx(trained[key], rel=tolerance)
-        for key in ("validation_tokens", "validation_bytes"):
-            assert row[key] == trained[key]
+        assert list(row["domains"]) == ["data", "again"]
+        for found, wanted in (
+            (row, trained),
+            *((row["domains"][name], trained["domains"][name]) for name in row["domains"]),
+        ):
+            for key in ("validation_loss", "bits_per_byte"):
+                assert found[key] == pytest.approx(wanted[key], rel=tolerance)
+            for key in ("validation_tokens", "validation_bytes"):
+                assert found[key] == wanted[key]
         assert row["checkpoint"].endswith("step_00000006")
+        nats = [part["validation_loss"] * part["validation_tokens"] for part in (row, *row["domains"].values())]
+        assert nats[0] == pytest.approx(nats[1] + nats[2], rel=1e-6)
 
 
 def test_the_trained_model_uses_its_memory(megamem: Megamem, trained: Path) -> None:

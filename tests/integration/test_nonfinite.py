@@ -5,6 +5,7 @@ stays.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,10 @@ def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megame
             "train.num_steps=9",
         )
     assert failure.value.failure.is_user_error
+    # Of one parameter, where it was planted.
+    assert re.search(
+        r"not finite are gradients on rank 1 \(\S+, stage 0\): \S+\.weight \(1 of \d+ parameters\)", str(failure.value)
+    )
     assert failure.value.exit_code == 1
     assert last_step(run) == 5
     saved, problems = folders.newest_complete(run / "checkpoints")

@@ -85,6 +85,25 @@ def test_wandb_has_the_metrics_offline(run: Path) -> None:
     assert not missing
 
 
+def test_a_run_that_goes_on_is_the_same_one_in_wandb(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    """Offline there is a folder for each start, named after the run's id."""
+    run = tmp_path / "run"
+    for number in (1, 2):
+        overrides = (f"train.num_steps={number}", "optimizer.warmup_steps=0", "logging.wandb_mode=offline")
+        result = megamem("train", config_file, "--run-dir", run, *overrides)
+        assert result.code == 0, result.output
+    run_id = (run / "wandb_id").read_text()
+    assert re.fullmatch("[0-9a-f]{16}", run_id)
+    files = sorted((run / "logs").glob("wandb/offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
+    # The second one goes on where the first one was: the row of its step, and no other.
+    found = steps(run)
+    for file, row, other in zip(files, found, reversed(found), strict=True):
+        payload = log_payload(file)
+        assert json.dumps(row["loss"]).encode() in payload
+        assert json.dumps(other["loss"]).encode() not in payload
+
+
 def test_running_a_finished_run_again_says_so(run: Path, megamem: Megamem, config_file: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     result = megamem("train", config_file, "--run-dir", run)

@@ -19,6 +19,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("dense", "memory_plus", "moe", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")
 SPARSE = NAMES[1:]
 MEMORIES = tuple(name for name in SPARSE if name != "moe")
+# Their tables follow the vocabulary, and hold what its size makes them hold.
+BY_TOKEN = ("lave", "move", "tide")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def size(request: pytest.FixtureRequest) -> Size:
 
 def test_the_folder_is_one_comparison(size: Size) -> None:
     configs = load_configs([str(path) for path in sorted(size.folder.glob("*.yaml"))])
-    assert tuple(config.name for config in configs.values()) == NAMES
+    by_token = BY_TOKEN if size.folder == FOLDER else ()
+    assert tuple(config.name for config in configs.values()) == tuple(sorted((*NAMES, *by_token)))
     for config in configs.values():
         validate(config, 2)
         assert config.train.num_steps * config.train.tokens_per_step == size.tokens
@@ -86,6 +89,14 @@ def test_no_neighbouring_width_is_nearer(size: Size, name: str) -> None:
     target, model = size.flops(size.load("dense").model), size.load(name).model
     distances = [abs(size.flops(size.with_width(model, change)) - target) for change in (-1, 0, 1)]
     assert min(distances) == distances[1]
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_token_tables_cost_what_the_dense_model_costs(name: str) -> None:
+    size = SIZES["small"]
+    test_flops_and_active_parameters_are_those_of_the_dense_model(size, name)
+    test_no_neighbouring_width_is_nearer(size, name)
+    test_models_differ_in_the_feed_forward_and_memory_alone(size, name)
 
 
 @pytest.mark.parametrize("name", MEMORIES)

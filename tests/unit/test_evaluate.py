@@ -14,6 +14,8 @@ from torch import nn
 
 import pretrain.evaluate as evaluate_module
 import pretrain.step as step_module
+from pretrain.callbacks import evaluation_row, scalars
+from pretrain.data.held_out import Domain
 from pretrain.evaluate import Evaluation, evaluate
 from pretrain.step import LossSum, evaluation_loss
 
@@ -26,6 +28,7 @@ class Windows:
     def __init__(self, count: int) -> None:
         self.count, self.sequence_length = count, LENGTH
         self.num_target_tokens, self.num_bytes = count * LENGTH - 1, 77
+        self.domains = [Domain("all", self.num_target_tokens, self.num_bytes)]
 
     def __len__(self) -> int:
         return self.count
@@ -34,7 +37,11 @@ class Windows:
         mask = torch.ones(LENGTH)
         if index == self.count - 1:
             mask[-1] = 0
-        return {"number": torch.full((LENGTH,), float(index)), "loss_mask": mask}
+        return {
+            "number": torch.full((LENGTH,), float(index)),
+            "loss_mask": mask,
+            "position_ids": torch.arange(LENGTH),
+        }
 
     def nats(self) -> float:
         return LENGTH * sum(range(self.count)) - (self.count - 1)
@@ -112,6 +119,68 @@ def test_a_rank_of_several_reads_its_own_windows_and_as_many_microbatches_as_the
     assert read == [([3, 4, 5], 12), ([9, 10, 11], 12), ([12, 12, 12], 0)]
 
 
+def test_losses_are_summed_by_domain_beside_their_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss per token, of which some do not count, in three domains: sums by hand."""
+    losses = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    batch = {
+        "loss_mask": torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
+        "domains": torch.tensor([[0, 0, 1], [1, 2, 2]]),
+    }
+
+    class Model(nn.Module):
+        reads_tokens, separate_documents, cp_group = True, False, None
+
+        def forward(self, *_: Any, labels: Any) -> torch.Tensor:
+            return losses
+
+    def schedule(chunks: Any, iterators: Any, *_: int, forward_only: bool, forward_step: Any) -> list[torch.Tensor]:
+        results = []
+        for _ in range(2):
+            output, measure = forward_step(iterators[0], chunks[0])
+            results.append(measure(output)[2]["loss"])
+        return results
+
+    monkeypatch.setattr(step_module, "_schedule", schedule)
+    monkeypatch.setattr(step_module, "own_tokens", lambda batch, _: batch)
+    monkeypatch.setattr(step_module, "unwrap", lambda chunk: chunk)
+    monkeypatch.setattr(step_module, "world_sums", lambda sums, _: sums)
+    arguments: Any = ([Model()], [iter([batch, batch])], SimpleNamespace(device="cpu"))
+    sizes = {"num_microbatches": 2, "micro_batch_size": 2, "sequence_length": 3}
+    found = evaluation_loss(*arguments, **sizes, num_domains=3)
+    by_domain = (LossSum(6.0, 4.0), LossSum(8.0, 2.0), LossSum(22.0, 4.0))
+    assert found == LossSum(36.0, 10.0, by_domain)
+    arguments = ([Model()], [iter([batch, batch])], SimpleNamespace(device="cpu"))
+    assert evaluation_loss(*arguments, **sizes) == LossSum(36.0, 10.0)
+
+
+def test_every_domain_has_its_own_nats_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: Any = Windows(4)
+    windows.domains = [Domain("text", 10, 20), Domain("code", 5, 57)]
+    groups: Any = SimpleNamespace(data_rank=0, data_size=1, device=torch.device("cpu"), is_main=True)
+    passes: list[int] = []
+
+    def one_pass(*_: Any, num_domains: int, num_microbatches: int, **__: Any) -> LossSum:
+        assert num_domains == 2
+        passes.append(num_microbatches)
+        first = len(passes) == 1
+        by_domain = (LossSum(10.0, 8.0), LossSum(6.0, 3.0)) if first else (LossSum(2.0, 2.0), LossSum(4.0, 2.0))
+        return LossSum(sum(part.nats for part in by_domain), sum(part.num_tokens for part in by_domain), by_domain)
+
+    monkeypatch.setattr(evaluate_module, "evaluation_loss", one_pass)
+    monkeypatch.setattr(evaluate_module, "_PASS_MICROBATCHES", 2)
+    found = evaluate([nn.Identity()], windows, groups, micro_batch_size=1, pipeline=1)
+    assert passes == [2, 2]
+    assert (found.loss, found.num_tokens, found.num_bytes) == (22 / 15, 15, 77)
+    assert found.by_domain == {
+        "text": Evaluation(1.2, pytest.approx(12 / math.log(2) / 20), 10, 20),
+        "code": Evaluation(2.0, pytest.approx(10 / math.log(2) / 57), 5, 57),
+    }
+    row = evaluation_row(found)
+    assert list(row["domains"]) == ["text", "code"]
+    assert row["domains"]["code"]["validation_loss"] == 2.0
+    assert dict(scalars(row))["domains/text/validation_tokens"] == 10
+
+
 def test_tokens_that_no_rank_saw_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     windows: Any = Windows(2)
     groups: Any = SimpleNamespace(data_rank=0, data_size=1, device=torch.device("cpu"), is_main=True)
@@ -122,20 +191,22 @@ def test_tokens_that_no_rank_saw_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_model_is_evaluated_without_gradients_and_trains_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    streams, groups = [iter([{}]), iter([{}])], SimpleNamespace()
+    streams, groups = [iter([{}]), iter([{}])], SimpleNamespace(device="cpu")
 
-    def schedule(chunks_: Any, iterators: Any, *sizes: int, forward_only: bool) -> list[torch.Tensor]:
+    def schedule(
+        chunks_: Any, iterators: Any, *sizes: int, forward_only: bool, forward_step: Any
+    ) -> list[torch.Tensor]:
         assert (chunks_, iterators, sizes, forward_only) == (chunks, streams, (5, 6, 7), True)
         assert not any(chunk.training for chunk in chunks)
         assert not torch.is_grad_enabled()
-        return [torch.tensor([3.0, 2.0])]
+        return [torch.tensor([1.0, 1.5]), torch.tensor([2.0, 0.5])]
 
-    def world_loss(losses: Any, chunks_: Any, groups_: Any, flags: Any) -> Any:
-        assert (len(losses), chunks_, groups_, flags) == (1, (), groups, ())
-        return LossSum(3.0, 2.0), {}, []
+    def over_ranks(sums: torch.Tensor, groups_: Any) -> torch.Tensor:
+        assert groups_ is groups
+        return sums
 
     monkeypatch.setattr(step_module, "_schedule", schedule)
-    monkeypatch.setattr(step_module, "_world_loss", world_loss)
+    monkeypatch.setattr(step_module, "world_sums", over_ranks)
     arguments: Any = (chunks, streams, groups)
     found = evaluation_loss(*arguments, num_microbatches=5, micro_batch_size=6, sequence_length=7)
     assert found == LossSum(3.0, 2.0)

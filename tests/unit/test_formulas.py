@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.families.lave.config import LaveConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
+from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
@@ -35,6 +38,7 @@ DENSE = ModelConfig(
 MEMORY = UltraMemV2Config(num_keys=12, key_dim=8, value_dim=12, pre_value_dim=4, top_k=6)
 GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=12, **GRID)
+TOKENS: Any = {"vocab_size": VOCAB, "value_dim": 16, "num_gate_heads": 2}
 MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=16)
 MODELS = {
     "dense": DENSE,
@@ -68,6 +72,12 @@ MODELS = {
         DENSE, memory=PkmConfig(value_dim=12, value_projection=True, output_gate=True, **GRID)
     ),
     "peer": replace(DENSE, memory=PeerConfig(value_dim=32, **GRID)),
+    "move": replace(DENSE, memory=MoveConfig(num_slots=3, **TOKENS)),
+    "move, ungated": replace(DENSE, memory=MoveConfig(gated_standard_path=False, **TOKENS)),
+    "lave, every second block": replace(DENSE, memory=LaveConfig(placement=PlacementConfig(every=2), **TOKENS)),
+    "lave, gated": replace(DENSE, memory=LaveConfig(gated_standard_path=True, **TOKENS)),
+    "tide": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, num_tables=3)),
+    "tide, no gain": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, row_gain=False)),
     "moe": replace(DENSE, moe=MOE),
     "moe with memory": replace(DENSE, moe=MOE, memory=MEMORY),
 }
@@ -149,7 +159,12 @@ def _count_forward(chunk: Any) -> tuple[float, float, float]:
     for layer in chunk.memory_layers:
         tables = chunk.banks[str(layer.view.bank)].parameters()
         row_bytes = sum(table.shape[1] * table.element_size() for table in tables)
-        layer.lookup = SimpleNamespace(read=counted(layer.lookup.read, row_bytes))
+        layer.lookup = SimpleNamespace(
+            read=counted(layer.lookup.read, row_bytes), read_heads=counted(layer.lookup.read_heads, row_bytes)
+        )
+    for together in chunk.read_together:
+        row_bytes = sum(table.shape[1] * table.element_size() for table in chunk.banks["0"].parameters())
+        together.lookup = SimpleNamespace(read=counted(together.lookup.read, row_bytes))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         chunk(ids, torch.arange(8).expand(2, -1), None)
     flops = {str(operation): count / ids.numel() for operation, count in counter.get_flop_counts()["Global"].items()}
@@ -187,7 +202,13 @@ def _by_part(chunk: object) -> dict[str, int]:
 def _part_of(name: str) -> str:
     if "banks" in name:
         return "tables"
-    if any(part in name for part in ("value_proj", "value_bias", "silu_gate", "output_gate")):
+    if any(
+        part in name
+        for part in (
+            *("value_proj", "value_bias", "silu_gate", "output_gate"),
+            *("gate_proj", "memory.router", "shared_read"),
+        )
+    ):
         return "memory_projections"
     if ".memory." in name:
         return "retrieval"

@@ -25,6 +25,7 @@ CONFIG_FILES = (
     "megamem/retrieval/config.py",
     *(f"megamem/families/{kind}/config.py" for kind in FAMILIES),
     "pretrain/config/schema.py",
+    "slurm/profile.py",
 )
 
 

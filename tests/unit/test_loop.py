@@ -26,6 +26,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.callbacks import Callback, MetricsFile, TensorBoard, default_callbacks
 from pretrain.checkpoint.saver import Saver, SaveReport
 from pretrain.checkpoint.votes import SaveVotes
+from pretrain.config.health import HealthConfig, SlowRankConfig
 from pretrain.config.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -38,7 +39,7 @@ from pretrain.config.schema import (
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.evaluate import Evaluation
 from pretrain.folder import RunFolder
-from pretrain.history import End, Start, read_history
+from pretrain.history import End, Incident, Start, read_history
 from pretrain.optimizer import GradientNorms
 from pretrain.run import Run
 from pretrain.state import RunState
@@ -177,7 +178,7 @@ class Samples:
         return 10_000
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"number": torch.tensor(index)}
+        return {"number": torch.tensor(index), "position_ids": torch.arange(8)}
 
 
 @pytest.fixture
@@ -190,6 +191,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         nothing: Any = None
         groups: Any = SimpleNamespace(
             is_main=is_main,
+            rank=0 if is_main else 1,
             data_size=DATA_SIZE,
             data_rank=DATA_RANK,
             world_size=WORLD_SIZE,
@@ -330,6 +332,8 @@ def test_the_steps_read_consecutive_samples_and_a_resumed_run_the_next(make: Any
             first = 12 * number + 2
             expected = [[first, first + 1], [first + 4, first + 5], [first + 8, first + 9]]
             assert step.samples == [expected, expected]
+            # Without a rule nothing is a spike.
+            assert step.arguments.pop("judge")(1e9, 1e9) is None
             assert step.arguments == {
                 "num_microbatches": 3,
                 "micro_batch_size": 2,
@@ -470,7 +474,10 @@ def test_an_owner_records_where_it_started_and_that_all_was_saved(make: Any) -> 
     resumed.skipped = set(range(6, 20))
     with pytest.raises(UserError, match="no finite gradient"):
         loop.train(resumed.run, default_callbacks(resumed.run, owner_of(checks)))
-    start, end, again = read_history(world.run.folder)
+    start, end, again, *incidents = read_history(world.run.folder)
+    assert [(event.step, event.kind) for event in incidents if isinstance(event, Incident)] == [
+        (step, "non-finite") for step in (6, 7, 8)
+    ]
     assert isinstance(start, Start)
     assert isinstance(end, End)
     assert isinstance(again, Start)
@@ -513,7 +520,10 @@ def test_trackers_get_the_same_rows_as_the_file(make: Any) -> None:
         add_scalar=lambda *scalar: tracked.append(scalar), close=lambda: tracked.append(("closed", 0, 0))
     )
     tracker._writer = writer
-    measuring, file, *_, evaluations, checkpoints = default_callbacks(world.run)
+    callbacks = {type(callback).__name__: callback for callback in default_callbacks(world.run)}
+    measuring, file, evaluations, checkpoints = (
+        callbacks[name] for name in ("MemoryUsage", "MetricsFile", "Evaluations", "Checkpoints")
+    )
     assert isinstance(file, MetricsFile)
     evaluations._listeners = [tracker]  # type: ignore[attr-defined]
     checkpoints._listeners = []  # type: ignore[attr-defined]
@@ -623,17 +633,31 @@ def test_a_run_that_diverges_finishes_the_save_in_flight_and_one_that_fails_aban
 @pytest.mark.parametrize(
     ("config", "is_main", "kinds"),
     [
-        (spaced(usage=3), True, "MemoryUsage MetricsFile ProgressLine Evaluations Checkpoints"),
-        (spaced(), True, "MetricsFile ProgressLine Evaluations Checkpoints"),
-        (spaced(usage=3), False, "MemoryUsage Evaluations Checkpoints"),
-        (replace(spaced(usage=3), model=ModelConfig()), False, "Evaluations Checkpoints"),
+        (
+            spaced(usage=3),
+            True,
+            "Hangs MemoryUsage SlowRanks MetricsFile ProgressLine Evaluations Checkpoints NextStep",
+        ),
+        (spaced(), True, "Hangs SlowRanks MetricsFile ProgressLine Evaluations Checkpoints NextStep"),
+        (spaced(usage=3), False, "Hangs MemoryUsage SlowRanks Evaluations Checkpoints NextStep"),
+        (replace(spaced(usage=3), model=ModelConfig()), False, "Hangs SlowRanks Evaluations Checkpoints NextStep"),
         (
             replace(CONFIG, logging=LoggingConfig(memory_every_steps=0, tensorboard=True, wandb_mode="offline")),
             True,
-            "MetricsFile ProgressLine TensorBoard WandB Evaluations Checkpoints",
+            "Hangs SlowRanks MetricsFile ProgressLine TensorBoard WandB Evaluations Checkpoints NextStep",
+        ),
+        (
+            replace(
+                spaced(),
+                health=HealthConfig(
+                    hang_minutes=0.0, slow_ranks=SlowRankConfig(every_steps=0), compare_replicas_every_steps=5
+                ),
+            ),
+            False,
+            "Evaluations Replicas Checkpoints",
         ),
     ],
-    ids=["observed", "not observed", "another rank", "dense", "with trackers"],
+    ids=["observed", "not observed", "another rank", "dense", "with trackers", "other health"],
 )
 def test_a_run_does_what_its_configuration_asks_for(make: Any, config: RunConfig, is_main: bool, kinds: str) -> None:
     """Counters of what is never observed would take memory."""

@@ -20,7 +20,7 @@ from pretrain.data.manifest import save_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from pretrain.history import End, Start, write_event
+from pretrain.history import End, Incident, Start, write_event
 from tools.cli import main
 from tools.report.charts import Axis, Line, Mark, chart, in_short
 from tools.report.page import page
@@ -218,6 +218,17 @@ def test_the_page_is_whole_by_itself(make: Callable[..., Path]) -> None:
     assert "max-width: 600px" in html
 
 
+def test_incidents_are_counted_and_the_last_one_told(make: Callable[..., Path]) -> None:
+    path = make("a", config=RunConfig(train=TrainConfig(num_steps=4)))
+    for kind, step in (("spike", 2), ("non-finite", 3), ("spike", 4)):
+        write_event(RunFolder(path), Incident(step, kind, f"<{kind} of {step}>", "2026-11-22T10:00:00+00:00"))
+    checker = parsed(page([read_run(path)]))
+    said = dict(zip(checker.of("dt"), checker.of("dd"), strict=True))
+    assert said["incidents"] == "spike 2, non-finite 1; the last one at step 4: <spike of 4>"
+    # They end nothing.
+    assert said["state"] == "finished"
+
+
 def test_what_a_page_of_one_run_shows(make: Callable[..., Path]) -> None:
     path = make("a", config=RunConfig(train=TrainConfig(num_steps=4)))
     checker = parsed(page([read_run(path)]))
@@ -267,6 +278,28 @@ def test_starts_are_marked_and_a_running_run_says_how_long_it_takes(make: Callab
     assert "time left" not in html
     running = replace(record, standing=replace(record.standing, state="running"))
     assert "<dt>time left</dt><dd>3 min for 90 steps</dd>" in page([running])
+
+
+def test_stages_are_marked_where_they_begin(make: Callable[..., Path]) -> None:
+    """By a line with the stage's name; the start that a run makes there by itself is none."""
+    path = make("a")
+    folder = RunFolder(path)
+    rows = [
+        {"step": step, "stage": "short" if step < 3 else "long", "loss": 2.0, "consumed_tokens": 100 * step}
+        for step in range(1, 5)
+    ]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.history.unlink(missing_ok=True)
+    for step in (0, 2, 3):
+        write_event(folder, Start(step, 100 * step, "2026-11-22T00:00:00+00:00", "host", 2))
+    record = read_run(path)
+    assert record.metrics.stages == ((0, "short"), (200, "long"))
+    shown = parsed(page([record]))
+    assert shown.of("text").count("long") == 1
+    assert ("start 2 at step 3" in " ".join(shown.of("title"))) is True
+    assert "start 3" not in " ".join(shown.of("title"))
+    assert shown.of("dd")[shown.of("dt").index("started")] == "2 times"
+    assert shown.of("dd")[shown.of("dt").index("stage")] == "long"
 
 
 def test_several_runs_share_their_charts_and_show_what_differs(make: Callable[..., Path]) -> None:
@@ -364,3 +397,23 @@ def test_the_command_writes_the_page_into_the_first_run(
     assert capsys.readouterr().out.startswith(f"report: {first / 'report.html'} (")
     assert parsed((first / "report.html").read_text()).of("h1") == ["a, b"]
     assert not (second / "report.html").exists()
+
+
+def test_domains_have_a_line_each_and_their_last_figure(tmp_path: Path) -> None:
+    def evaluation(step: int, **bits: float | None) -> dict[str, Any]:
+        domains = {name: {"validation_loss": 1.0, "bits_per_byte": value} for name, value in bits.items()}
+        return {"step": step, "validation_loss": 4.0, "bits_per_byte": 2.0, "domains": domains}
+
+    rows = [step_row(1, 5.0), evaluation(1, web=3.0, code=None), step_row(2, 4.0), evaluation(2, web=2.5, code=1.25)]
+    path = tmp_path / "named.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    domains = read_metrics_file(path).domains
+    assert {name: (list(column.tokens), list(column.values)) for name, column in domains.items()} == {
+        "web": ([10.0, 20.0], [3.0, 2.5]),
+        "code": ([20.0], [1.25]),
+    }
+    checker = parsed(page(read_runs([path])))
+    assert "Domains" in checker.of("h2")
+    assert {"web: 2.5000", "code: 1.2500"} <= set(checker.of("span"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if "domains" not in row))
+    assert "Domains" not in parsed(page(read_runs([path]))).of("h2")

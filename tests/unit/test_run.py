@@ -190,7 +190,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     }
     for name, result in results.items():
         monkeypatch.setattr(run_module, name, parts.call(name, result))
-    monkeypatch.setattr(run_module, "_agreed_checkpoint", lambda folder, check_hashes: (parts.saved, []))
+    monkeypatch.setattr(run_module, "agreed_checkpoint", lambda folder, check_hashes: (parts.saved, []))
     return parts
 
 
@@ -223,9 +223,10 @@ def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
             "seed": 3,
             "tokenizer": run.tokenizer,
             "cache_dir": tmp_path / "data_cache",
+            "separate_documents": False,
         },
     )
-    assert parts.calls["HeldOutDataset"] == ((CONFIG.data.datasets, 32, 5), {})
+    assert parts.calls["HeldOutDataset"] == ((CONFIG.data.datasets, 32, 5), {"separate_documents": False})
     assert parts.calls["build_chunks"] == ((CONFIG, GROUPS), {"vocab_size": 257})
     assert parts.calls["wrap_chunks"] == (("new chunks", CONFIG, GROUPS), {})
     assert parts.calls["build_optimizer"] == ((CONFIG, ["wrapped chunks"], GROUPS), {})
@@ -244,7 +245,7 @@ def test_a_run_that_goes_on(parts: Parts, tmp_path: Path) -> None:
     assert (run.state, run.last_saved_step) == (STATE, 6)
     _, data = parts.calls["build_train_dataset"]
     assert (data["num_samples"], data["seed"]) == (100 + 14 * 8, 8)
-    assert parts.calls["restore_run"] == ((parts.saved, ["wrapped chunks"], "optimizer"), {})
+    assert parts.calls["restore_run"] == ((parts.saved, ["wrapped chunks"], "optimizer"), {"with_moments": True})
     assert parts.calls["build_unset_chunks"] == ((config, GROUPS), {"vocab_size": 257})
     assert "build_chunks" not in parts.calls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 from pretrain.state import RunState
@@ -46,5 +47,29 @@ def test_a_state_survives_being_written() -> None:
         "num_updates": 3,
         "num_skipped": 2,
         "num_skipped_in_row": 1,
+        "num_spikes": 0,
+        "num_rewinds": 0,
+        "passed_over": (),
+        "recent": (),
     }
     assert RunState(**asdict(state)) == state
+
+
+def test_a_state_comes_back_from_json() -> None:
+    state = RunState(step=6, num_rewinds=1, passed_over=((8, 12), (20, 28)), recent=((0.1 + 0.2, 1e-9), (3.0, 4.0)))
+    assert RunState(**json.loads(json.dumps(asdict(state)))) == state
+
+
+def test_what_is_passed_over_is_what_was_read_since_the_checkpoint() -> None:
+    """Counters are the checkpoint's; the place in the data, and how often the run went back, are not."""
+    saved = RunState(step=10, consumed_samples=40, consumed_tokens=320, num_updates=9, num_skipped=1)
+    spiked = RunState(step=13, consumed_samples=52, consumed_tokens=416, num_updates=11, num_skipped=2, num_spikes=1)
+    back = spiked.back_at(saved)
+    assert back == RunState(10, 52, 320, 9, 1, 0, num_spikes=1, num_rewinds=1, passed_over=((40, 52),))
+    # The next one, before there is another checkpoint, passes over what came in between too.
+    again = back.after_step(samples=4, tokens=32, updated=False, spike=True).back_at(saved)
+    assert (again.consumed_samples, again.num_rewinds, again.passed_over) == (56, 2, ((40, 56),))
+    # And one after another checkpoint leaves what was passed over before that as it is.
+    later = RunState(step=20, consumed_samples=96, passed_over=((40, 56),))
+    gone_on = RunState(step=22, consumed_samples=104, num_rewinds=2, passed_over=((40, 56),))
+    assert gone_on.back_at(later).passed_over == ((40, 56), (96, 104))

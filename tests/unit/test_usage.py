@@ -38,6 +38,14 @@ def test_rows_are_counted_from_the_start_of_the_window() -> None:
     assert sum(counts) == 6
 
 
+def test_a_router_is_told_by_its_last_place_and_its_entropy() -> None:
+    """Of two tokens: even over four places, and all on the last."""
+    observed = usage()
+    router = torch.tensor([[0.25] * 4, [0.0, 0.0, 0.0, 1.0]])
+    observed.record(torch.zeros(2, 3, dtype=torch.int64), None, torch.zeros(2, 5), router)
+    assert observed.sums[-2:].tolist() == pytest.approx([0.25 + 1.0, math.log(4)])
+
+
 def test_sums_are_those_of_all_tokens() -> None:
     observed = usage()
     scores, out = zip(record(observed, [[0, 1]] * 4), record(observed, [[2, 3]] * 3, seed=1), strict=True)
@@ -45,7 +53,7 @@ def test_sums_are_those_of_all_tokens() -> None:
     num_tokens, *means = (observed.sums / observed.sums[0].clamp_min(1)).tolist()
     assert (float(observed.sums[0]), num_tokens) == (7, 1)
     expected = (all_scores[:, :, 0].mean(), all_scores.mean(), all_out.mean(), all_out.square().mean())
-    assert means == pytest.approx([float(value) for value in expected], rel=1e-6)
+    assert means == pytest.approx([*(float(value) for value in expected), 0.0, 0.0], rel=1e-6)
     observed.reset()
     assert not observed.counts.any()
     assert not observed.sums.any()

@@ -1,19 +1,24 @@
 """`megamem bench`: training speed of configurations, side by side; where a step's time goes (`bench step`); the memory
-kernels (`bench kernels`)."""
+kernels (`bench kernels`); long sequences cut over ranks (`bench context`); figures of this machine for `megamem plan`
+(`bench hardware`)."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from pretrain.config.loader import load_config
+from parallel.devices import num_visible_gpus
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
+from pretrain.costs.hardware import hardware_file, load_hardware
 from pretrain.errors import ConfigError
 from tools.parsers import add_command
-from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
+from tools.ranks import add_nproc, default_num_ranks, fewest_ranks, run_on_ranks, started_world_size
+from tools.stages import add_stage
 
 _EPILOG = """\
 examples:
@@ -22,6 +27,8 @@ examples:
   megamem bench configs/quickstart.yaml --vary parallel.memory=1,2,4 --nproc 4
   megamem bench step --help
   megamem bench kernels --help
+  megamem bench hardware --help
+  megamem bench context --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
 apply to each. Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and
@@ -32,15 +39,31 @@ examples:
   megamem bench step configs/quickstart.yaml --nproc 1
   megamem bench step configs/quickstart.yaml parallel.memory=2 --nproc 2 --pair
 """
+_HARDWARE_EPILOG = """\
+examples:
+  megamem bench hardware --write mine.yaml
+  megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 64 --gpu mine.yaml
+
+Measures copies, products of matrices, gathers, launches, and all-to-all and all-reduce between the ranks of one node.
+What it cannot see from there (the network between nodes, the link to the host) is that of --like.
+"""
 _KERNELS_EPILOG = """\
 examples:
   megamem bench kernels
   megamem bench kernels --shapes 227m 1b --tokens 2048 --dtypes bf16
 """
+_CONTEXT_EPILOG = """\
+examples:
+  megamem bench context configs/quickstart_dense.yaml --lengths 2048,8192 --sizes 1,2,4 --nproc 4
+  megamem bench context configs/quickstart_dense.yaml train.recompute=full --lengths 32768 --sizes 2,4 --nproc 4
+
+Every length is trained on with every number of context-parallel ranks and every way of parallel.context_attention that
+the heads allow, on the same ranks, with random tokens and one sequence per microbatch.
+"""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `bench`, `bench step` and `bench kernels` to the commands of `megamem`."""
+    """Adds `bench`, `bench step`, `bench kernels` and `bench context` to the commands of `megamem`."""
     parser = add_command(
         subparsers,
         "bench",
@@ -70,6 +93,33 @@ def add_parser(subparsers: Any) -> None:
     _add_rounds(parser)
     _add_kernel_options(parser)
     parser.set_defaults(func=run_bench_kernels)
+    _add_hardware_parser(subparsers)
+    parser = add_command(
+        subparsers,
+        "bench context",
+        "long sequences, cut over ranks and attended to in every way",
+        _CONTEXT_EPILOG,
+        "Time steps and measure peak memory by sequence length, context-parallel size and way of attention.",
+    )
+    _add_context_options(parser)
+    parser.set_defaults(func=run_bench_context)
+
+
+def _add_hardware_parser(subparsers: Any) -> None:
+    parser = add_command(
+        subparsers,
+        "bench hardware",
+        "figures of this machine for megamem plan",
+        _HARDWARE_EPILOG,
+        "Measure what megamem plan wants to know of a machine, and write it as YAML.",
+    )
+    parser.add_argument("--write", type=Path, required=True, metavar="FILE.yaml", help="where the figures go")
+    parser.add_argument(
+        "--like", default="h100-80g", metavar="NAME", help="hardware that the rest is taken from (default: h100-80g)"
+    )
+    add_nproc(parser, "the GPUs of this machine, or 1")
+    _add_rounds(parser)
+    parser.set_defaults(func=run_bench_hardware)
 
 
 def _add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +128,14 @@ def _add_rounds(parser: argparse.ArgumentParser) -> None:
 
 def _add_configs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files; then key=value overrides")
+    add_stage(parser)
     parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
     add_nproc(parser, "as `megamem train`")
     _add_rounds(parser)
+    _add_steps(parser)
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps per figure (default: 2)")
     parser.add_argument(
         "--vocab-size",
@@ -129,6 +184,27 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_context_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    add_stage(parser)
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides")
+    for name, what, default in (("lengths", "tokens per sequence", [2048]), ("sizes", "parallel.context", [1, 2, 4])):
+        shown = ",".join(map(str, default))
+        parser.add_argument(
+            f"--{name}", type=_numbers, default=default, metavar="N,..", help=f"{what} (default: {shown})"
+        )
+    add_nproc(parser, "as many as the largest of --sizes needs")
+    _add_rounds(parser)
+    _add_steps(parser)
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of a list with commas, which are 1 or more."""
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of 1 or more, as in 1,2,4")
+    return [int(part) for part in text.split(",")]
+
+
 def run_bench_kernels(args: argparse.Namespace) -> int:
     """Measures the kernels and prints."""
     if args.rounds < 1:
@@ -136,6 +212,18 @@ def run_bench_kernels(args: argparse.Namespace) -> int:
     from tools.bench.kernels import run_kernel_bench
 
     return run_kernel_bench(args)
+
+
+def run_bench_hardware(args: argparse.Namespace) -> int:
+    """Measures the machine and writes."""
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds is {args.rounds}: nothing is measured with less than 1")
+    like = hardware_file(args.like)
+    load_hardware(args.like)
+    num_ranks = started_world_size() or args.nproc or num_visible_gpus() or 1
+    from tools.bench.hardware import bench_hardware_rank
+
+    return run_on_ranks(lambda: bench_hardware_rank(args.write, str(like.resolve()), args.rounds), num_ranks)
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -162,21 +250,39 @@ def run_bench_step(args: argparse.Namespace) -> int:
     return run_on_ranks(lambda: bench_steps_rank(contenders, args.rounds, args.steps, args.peak_tflops), num_ranks)
 
 
+def run_bench_context(args: argparse.Namespace) -> int:
+    """Measures long sequences and prints."""
+    if args.rounds < 1 or args.steps < 1:
+        raise ConfigError("nothing to measure: use --rounds and --steps of at least 1")
+    config = _with_vocabulary(load_stage(args.config, args.overrides, args.stage), args.vocab_size)
+    largest = replace(config.parallel, context=max(args.sizes))
+    num_ranks = started_world_size() or args.nproc or fewest_ranks(largest)
+    from tools.bench.context import bench_context_rank, context_cases
+
+    cases = context_cases(config, args.lengths, args.sizes, num_ranks)
+    for case in cases:
+        validate(case, num_ranks)
+    return run_on_ranks(lambda: bench_context_rank(cases, args.rounds, args.steps), num_ranks)
+
+
+def _with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
+    """Tokens are random: no tokenizer says how many there are."""
+    if vocab_size < 1:
+        raise ConfigError(f"--vocab-size is {vocab_size}: it must be at least 1")
+    return replace(config, model=replace(config.model, vocab_size=config.model.vocab_size or vocab_size))
+
+
 def _load_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
     """The configurations by name, with overrides and with each value of `--vary`."""
     overrides = [word for word in args.configs if "=" in word]
     paths = [word for word in args.configs if "=" not in word]
     if not paths or args.rounds < 1 or args.steps < 1:
         raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds and --steps of at least 1")
-    if args.vocab_size < 1:
-        raise ConfigError(f"--vocab-size is {args.vocab_size}: it must be at least 1")
     configs = {}
     for path in paths:
         for change in _changes(args.vary):
-            config = load_config(path, [*overrides, *change])
-            # Tokens are random: no tokenizer says how many there are.
-            model = replace(config.model, vocab_size=config.model.vocab_size or args.vocab_size)
-            configs[" ".join((path, *change))] = replace(config, model=model)
+            config = load_stage(path, [*overrides, *change], args.stage)
+            configs[" ".join((path, *change))] = _with_vocabulary(config, args.vocab_size)
     return configs
 
 

@@ -77,8 +77,9 @@ def _header(checkpoint: OpenedCheckpoint, state_bytes: int) -> str:
     lines = {"checkpoint": f"{checkpoint.path} ({checkpoint.format_name})"}
     facts = _facts(checkpoint)
     if facts:
-        layout, train = config.parallel, config.train
-        lines["step"] = f"{facts['step']:,} of {train.num_steps:,}, {facts['consumed_tokens']:,} tokens"
+        layout, stage = config.parallel, config.stage
+        within = "" if stage is None else f", stage {stage.name}"
+        lines["step"] = f"{facts['step']:,} of {config.run_steps:,}{within}, {facts['consumed_tokens']:,} tokens"
         lines["layout"] = (
             f"tensor {layout.tensor}, pipeline {layout.pipeline} x {layout.virtual_pipeline}, context {layout.context}, "
             f"memory {layout.memory}; fits any other"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.loader import load_config
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import DatasetEntry, RunConfig
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.errors import ConfigError
 
@@ -58,6 +58,9 @@ def load_configs(words: Sequence[str], late_overrides: Sequence[str] = ()) -> di
     if not paths:
         raise ConfigError(f"nothing to compare: name at least one CONFIG (files named {BASE_FILE} are left out)")
     configs = {path: load_config(path, overrides) for path in paths}
+    for path, config in configs.items():
+        if config.stage is not None:
+            raise ConfigError(f"{path} has stages, and models are compared on one run each: name a file without them")
     check_comparable(configs)
     return configs
 
@@ -97,8 +100,12 @@ def check_comparable(configs: Mapping[str, RunConfig]) -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
-        return ", ".join(f"{entry.path} (weight {entry.weight:g})" for entry in value) or "empty"
+        return ", ".join(f"{entry.path} ({_amount(entry)})" for entry in value) or "empty"
     return "null" if value is None else str(value)
+
+
+def _amount(entry: DatasetEntry) -> str:
+    return f"weight {entry.weight:g}" if entry.epochs is None else f"{entry.epochs:g} epochs"
 
 
 def with_seed(config: RunConfig, seed: int) -> RunConfig:

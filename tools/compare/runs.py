@@ -92,7 +92,7 @@ class Trainer:
             print(f"{place}: {steps_left} steps to go; {remaining} for this and the runs after it", flush=True)
             folder.make()
             started = time.monotonic()
-            code = run_on_ranks(partial(train_rank, config, folder, quiet=True), self._num_ranks, log_dir=folder.logs)
+            code = run_on_ranks(partial(train_rank, [config], folder, quiet=True), self._num_ranks, log_dir=folder.logs)
             if code != 0:
                 raise RunStopped(code)
             self._steps_done, self._seconds = self._steps_done + steps_left, self._seconds + time.monotonic() - started

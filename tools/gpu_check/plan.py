@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pretrain.config.loader import from_dict, load_config, to_dict
 from pretrain.config.schema import RunConfig
+from pretrain.costs.context import WAYS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -114,7 +115,7 @@ def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[Trial
         (2, ()),
         (2, ("memory=2",)),
         (2, ("tensor=2", "memory=2")),
-        (2, ("context=2",)),
+        *((2, ("context=2", f"context_attention={way}")) for way in WAYS),
         (2, ("pipeline=2",)),
         (2, ("pipeline=2", "virtual_pipeline=2")),
         (4, ("tensor=2", "pipeline=2", "memory=2")),

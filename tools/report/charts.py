@@ -54,7 +54,7 @@ class Mark:
     """Something that happened.
 
     Attributes:
-        kind: "start": a line across the chart; "skip": a triangle above; "save": a tick below.
+        kind: "start": a line across the chart; "stage": one with its label; "skip": a triangle above; "save": a tick below.
         tokens: when.
         label: what, under the pointer.
         colour: CSS.
@@ -217,6 +217,7 @@ def _marks(marks: Iterable[Mark], across: Axis) -> Iterable[str]:
         x = _LEFT + _PLOT_WIDTH * held[0].tokens / across.high
         path = {
             "start": f"M{x:.1f} {_TOP}V{bottom}",
+            "stage": f"M{x:.1f} {_TOP}V{bottom}",
             "skip": f"M{x:.1f} {_TOP + 7}l-4 -7h8z",
             "save": f"M{x:.1f} {bottom}v-7",
         }[kind]
@@ -224,6 +225,8 @@ def _marks(marks: Iterable[Mark], across: Axis) -> Iterable[str]:
         if len(held) > _MOST_WORDS:
             words += f"; and {len(held) - _MOST_WORDS} more"
         yield f'<path class="{kind}" style="--c:{colour}" d="{path}"><title>{escape(words)}</title></path>'
+        if kind == "stage":
+            yield f'<text x="{x + 4:.1f}" y="{_TOP + 12}">{escape(words)}</text>'
 
 
 def _drawn(line: Line, across: Axis, up: Axis) -> str:

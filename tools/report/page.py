@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -11,6 +12,7 @@ import numpy as np
 
 from pretrain.config.changes import flat
 from pretrain.config.loader import to_dict
+from pretrain.history import Start
 from tools.report.charts import Line, Mark, chart, colour_of, key, shade_of
 from tools.report.reading import Binned, Column, RunRecord, binned
 from tools.report.style import STYLE
@@ -68,7 +70,7 @@ def resolution_of(runs: Sequence[RunRecord]) -> int:
 
 def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
     marks = [mark for number, run in enumerate(runs) for mark in _marks(run, colour_of(number)[0])]
-    starts = [mark for mark in marks if mark.kind == "start"]
+    starts = [mark for mark in marks if mark.kind in ("start", "stage")]
 
     def of(title: str, unit: str, name: str, *, noisy: bool = False, logarithmic: bool = False) -> str:
         lines = _lines(runs, name, resolution, noisy=noisy)
@@ -82,9 +84,10 @@ def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
         chart("Training loss; dots: validation", "nats per token", [*training, *evaluations], marks, cut_start=True),
         chart("Validation loss", "nats per token", [*validation, *evaluations], starts, cut_start=True),
         chart("Bits per byte", "", _lines(runs, "bits_per_byte", resolution), starts, cut_start=True),
-        note="Dashed: a start from a checkpoint. Triangles: steps that were skipped, as their gradient was not finite. "
+        note="Dashed: a start from a checkpoint. Lines with a name: a stage begins. Triangles: steps that were skipped, as their gradient was not finite. "
         "Ticks below: saves.",
     )
+    yield from _domain_sections(runs, resolution, starts)
     yield _section("Learning rates", of("Backbone", "", "lr"), of("Tables", "", "value_lr"))
     yield _section(
         "Gradients",
@@ -126,13 +129,34 @@ def _lines(
 
 def _marks(run: RunRecord, colour: str) -> Iterator[Mark]:
     # The first start is where every run begins.
-    for number, start in enumerate(run.starts[1:], start=2):
+    for number, start in enumerate(_restarts(run), start=2):
         words = f"{run.name}: start {number} at step {start.step:,}, {start.at}, {plural(start.num_ranks, 'rank')}"
         yield Mark("start", start.consumed_tokens, words, colour)
+    for tokens, stage in run.metrics.stages:
+        yield Mark("stage", tokens, stage, colour)
     for tokens, steps in run.metrics.skipped:
         yield Mark("skip", tokens, f"{run.name}: {plural(steps, 'step')} skipped", colour)
     for tokens in run.metrics.figures.get("save_s", Column()).tokens:
         yield Mark("save", tokens, f"{run.name}: saved", colour)
+
+
+def _domain_sections(runs: Sequence[RunRecord], resolution: int, starts: Sequence[Mark]) -> Iterator[str]:
+    """How well each domain of the held-out documents is predicted: a line per domain for each run."""
+    for run in runs:
+        domains = run.metrics.domains
+        colours = {name: shade_of(place, len(domains)) for place, name in enumerate(domains)}
+        lines = [Line(name, colours[name], binned(column, resolution)) for name, column in domains.items()]
+        title = f"Domains of {run.name}" if len(runs) > 1 else "Domains"
+        drawn = _section(title, chart("Bits per byte, domain by domain", "", lines, starts, cut_start=True))
+        legend = "".join(key(f"{name}: {column.last:.4f}", colours[name]) for name, column in domains.items())
+        if drawn:
+            yield f'{drawn}<p class="legend">{legend}</p>'
+
+
+def _restarts(run: RunRecord) -> list[Start]:
+    """The starts but the first, and but those at which a stage begins, which a run comes to by itself."""
+    begins = {tokens for tokens, _ in run.metrics.stages}
+    return [start for start in run.starts[1:] if start.consumed_tokens not in begins]
 
 
 def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
@@ -205,7 +229,7 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
     if counts := run.parameters:
         tables = f", {count_in_millions(counts.tables)} in tables" if counts.tables else ""
         yield "parameters", f"{count_in_millions(counts.total)}{tables}, {count_in_millions(counts.active)} active"
-    of = f" of {config.train.num_steps:,}" if config else ""
+    of = f" of {config.run_steps:,}" if config else ""
     yield "step", f"{metrics.step:,}{of}"
     yield "tokens", count_in_millions(metrics.tokens)
     if "loss" in last:
@@ -218,9 +242,16 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
     if left := _time_left(run):
         yield "time left", left
     if run.starts:
-        yield "started", plural(len(run.starts), "time")
+        yield "started", plural(1 + len(_restarts(run)), "time")
+    if run.metrics.stages:
+        yield "stage", run.metrics.stages[-1][1]
     if num_skipped := sum(steps for _, steps in metrics.skipped):
         yield "skipped", plural(num_skipped, "step")
+    if run.incidents:
+        last_one = run.incidents[-1]
+        counts_of = Counter(incident.kind for incident in run.incidents)
+        kinds = ", ".join(f"{kind} {times:,}" for kind, times in counts_of.items())
+        yield "incidents", f"{kinds}; the last one at step {last_one.step:,}: {last_one.message}"
     if "save_bytes" in last:
         stalled_s = sum(metrics.figures["save_stall_s"].values)
         saves = plural(len(metrics.figures["save_bytes"]), "save")
@@ -232,7 +263,7 @@ def _time_left(run: RunRecord) -> str:
     step_s = run.metrics.figures.get("step_s")
     if run.config is None or step_s is None or run.standing is None or run.standing.state != "running":
         return ""
-    steps = run.config.train.num_steps - run.metrics.step
+    steps = run.config.run_steps - run.metrics.step
     return f"{duration(steps * median(step_s.values[-_STEPS_OF_SPEED:]))} for {plural(steps, 'step')}"
 
 

@@ -23,7 +23,7 @@ from pretrain.data.blend import model_vocab_size
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError, DataError
 from pretrain.folder import RunFolder
-from pretrain.history import Start, read_history
+from pretrain.history import Incident, Start, read_history
 from tools.standing import Standing, standing_of
 
 STEP_FIGURES = ("loss", "lr", "value_lr", "tokens_per_s", "tflops_per_gpu", "step_s", "grad_norm", "value_grad_norm")
@@ -64,6 +64,8 @@ class Metrics:
         of_blocks: by name, then by block number: figures of memories and experts. Of singular values, which are by head
             in the rows, `singular_value_1` and `singular_value_2`: means over the heads of the largest and the second.
         skipped: tokens at the rows by which steps had been skipped, and how many since the row before.
+        domains: bits per byte of each domain of the held-out documents, where there are several.
+        stages: tokens at which the stages of a run of stages begin, and their names.
     """
 
     step: int
@@ -71,6 +73,8 @@ class Metrics:
     figures: dict[str, Column]
     of_blocks: dict[str, dict[int, Column]]
     skipped: tuple[tuple[float, int], ...]
+    domains: dict[str, Column] = field(default_factory=dict)
+    stages: tuple[tuple[float, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class RunRecord:
         config_problem: why it cannot.
         parameters: None without a configuration, or without the tokenizer that says how many ids there are.
         starts: where it was started, in order; none of a run from before they were recorded.
+        incidents: what was noticed of its health, in order.
         standing: None of a file of rows.
     """
 
@@ -93,6 +98,7 @@ class RunRecord:
     config_problem: str = ""
     parameters: ParameterCounts | None = None
     starts: tuple[Start, ...] = ()
+    incidents: tuple[Incident, ...] = ()
     standing: Standing | None = None
 
 
@@ -130,10 +136,12 @@ def read_run(path: Path) -> RunRecord:
         )
     metrics = read_metrics_file(folder.metrics)
     record = _with_config(RunRecord(path.resolve().name, metrics), folder)
-    num_steps = record.config.train.num_steps if record.config else None
+    num_steps = record.config.run_steps if record.config else None
+    events = read_history(folder)
     return replace(
         record,
-        starts=tuple(event for event in read_history(folder) if isinstance(event, Start)),
+        starts=tuple(event for event in events if isinstance(event, Start)),
+        incidents=tuple(event for event in events if isinstance(event, Incident)),
         standing=standing_of(folder, metrics.step, num_steps),
     )
 
@@ -158,7 +166,9 @@ def read_metrics_file(path: Path) -> Metrics:
     """
     figures: dict[str, Column] = {}
     of_blocks: dict[str, dict[int, Column]] = {}
+    domains: dict[str, Column] = {}
     skipped: list[tuple[float, int]] = []
+    stages: list[tuple[float, str]] = []
     step = tokens = num_skipped = 0
     # A save's row may come some steps after its own, and says its step alone.
     tokens_at: dict[int, float] = {}
@@ -166,6 +176,8 @@ def read_metrics_file(path: Path) -> Metrics:
         try:
             row = json.loads(line)
             if "loss" in row:
+                if (stage := row.get("stage")) is not None and (not stages or stages[-1][1] != stage):
+                    stages.append((tokens, stage))
                 step, tokens = row["step"], row["consumed_tokens"]
                 tokens_at[step] = tokens
                 if (now_skipped := row.get("num_skipped", num_skipped)) > num_skipped:
@@ -175,6 +187,9 @@ def read_metrics_file(path: Path) -> Metrics:
             for name in (*STEP_FIGURES, *EVALUATION_FIGURES, *SAVE_FIGURES):
                 if (value := row.get(name)) is not None:
                     figures.setdefault(name, Column()).add(at, value)
+            for name, part in row.get("domains", {}).items():
+                if (value := part["bits_per_byte"]) is not None:
+                    domains.setdefault(name, Column()).add(at, value)
             for name, block, value in _figures_of_blocks(row):
                 of_blocks.setdefault(name, {}).setdefault(block, Column()).add(tokens, value)
         except (ValueError, AttributeError, TypeError, KeyError) as error:
@@ -182,7 +197,7 @@ def read_metrics_file(path: Path) -> Metrics:
     if not step:
         raise ConfigError(f"{path} has no row of a step yet: the run has just started, or never got so far")
     ordered = {name: dict(sorted(columns.items())) for name, columns in of_blocks.items()}
-    return Metrics(step, tokens, figures, ordered, tuple(skipped))
+    return Metrics(step, tokens, figures, ordered, tuple(skipped), domains, tuple(stages))
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

@@ -31,6 +31,7 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
 .dots { fill: none; stroke-width: 6; stroke-linecap: round; }
 .band { stroke: none; opacity: .18; }
 .start { stroke: var(--c); stroke-width: 1; stroke-dasharray: 3 3; }
+.stage { stroke: var(--c); stroke-width: 1; }
 .skip { fill: var(--c); }
 .save { stroke: var(--c); stroke-width: 1; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: .87rem; }

@@ -21,7 +21,7 @@ from pretrain.checkpoint.store.tensors import Pair, Region
 from pretrain.checkpoint.store.torch_zip_writer import StoredTensor
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.schedule import backbone_lr
+from pretrain.schedule import run_lr
 from pretrain.state import RunState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -132,7 +132,7 @@ def _settings(config: RunConfig, state: RunState, decay: float) -> dict[str, Any
         "default_config": True,
         "max_lr": settings.lr,
         "min_lr": settings.min_lr,
-        "lr": backbone_lr(state.step, settings, config.train.num_steps),
+        "lr": run_lr(state.step, settings, config.train, config.stage),
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.epsilon,
         "weight_decay": settings.weight_decay * decay,

@@ -52,7 +52,7 @@ FLAT: dict[str, Any] = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_stored_configuration_with_the_keys_of_all_kinds_is_read(kind: str) -> None:
     stored = {"model": {"hidden_size": 64, "memory": {"kind": kind, **FLAT}}}
-    assert from_dict(stored).model.memory == FAMILIES[kind].config()
+    assert from_dict(stored).model.memory == FAMILIES[kind].config(value_dim=FLAT["value_dim"])
 
 
 def test_a_stored_configuration_of_no_kind_is_that_of_the_first() -> None:
@@ -70,8 +70,8 @@ def test_a_kind_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value) == (
-        f"{path}:2: model.memory.kind is 'memory+' (text), expected one of ultramem_v2, ultramem, pkm, memory_plus, peer: "
-        "did you mean memory_plus?"
+        f"{path}:2: model.memory.kind is 'memory+' (text), expected one of ultramem_v2, ultramem, pkm, memory_plus, peer, "
+        "move, lave, tide: did you mean memory_plus?"
     )
 
 
@@ -102,9 +102,10 @@ def test_only_its_own_keys_are_stored() -> None:
 
 def test_the_help_names_the_kinds_of_a_key() -> None:
     docs = {doc.key: doc for doc in describe_fields(RunConfig)}
-    assert docs["model.memory.kind"].type == "ultramem_v2 | ultramem | pkm | memory_plus | peer"
+    assert docs["model.memory.kind"].type == "ultramem_v2 | ultramem | pkm | memory_plus | peer | move | lave | tide"
     assert docs["model.memory.kind"].default == "ultramem_v2"
-    assert docs["model.memory.num_keys"].effective_when is None
+    assert docs["model.memory.value_dim"].effective_when is None
+    assert docs["model.memory.num_keys"].effective_when == "kind is ultramem_v2, ultramem, pkm, memory_plus or peer"
     assert docs["model.memory.tucker_rank"].effective_when == "kind is ultramem_v2 or ultramem"
     assert docs["model.memory.value_blocks"].effective_when == "kind is ultramem_v2 and key_expansion is above 1"
     assert docs["model.memory.biases"].effective_when == "kind is pkm, memory_plus or peer"

@@ -58,6 +58,10 @@ MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores":
 PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1.0}
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
+MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
+SKIPPING: dict[str, Any] = {"health__spikes__action": "skip"}
+STAGE: dict[str, Any] = {"stage__name": "x"}
+
 LLAMA3: dict[str, Any] = {"model__rotary_scaling__kind": "llama3"}
 
 LIMITS = [
@@ -89,6 +93,9 @@ LIMITS = [
     *at_least(1, "model.memory.top_k", "model.memory.row_top_k_limit", "model.memory.num_heads", **MEMORY),
     *at_least(1, "model.memory.tucker_rank", "model.memory.num_cores", "model.memory.key_expansion", **MEMORY),
     *at_least(0, "model.memory.pre_value_dim", **MEMORY),
+    *at_least(1, "model.memory.vocab_size", "model.memory.num_slots", "model.memory.num_gate_heads", **MOVE),
+    *at_most(128, "model.memory.num_gate_heads", **MOVE),
+    *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
     # As many rows as are to be selected, and as many candidates as values.
     *at_least(16, "model.memory.num_keys", model__memory__top_k=16),
     *at_least(8, "model.memory.num_keys", model__memory__top_k=16, model__memory__key_expansion=2),
@@ -107,6 +114,9 @@ LIMITS = [
     # train
     *at_least(1, "train.num_steps", "train.sequence_length", "train.loss_chunk_tokens", "train.max_skipped_steps"),
     *at_least(1, "train.global_batch_size", "train.micro_batch_size", train__micro_batch_size=1),
+    *at_least(1, "train.batch_ramp.start_size", "train.batch_ramp.increment", train__micro_batch_size=1),
+    *at_most(31, "train.batch_ramp.start_size", train__micro_batch_size=1, train__global_batch_size=32),
+    *at_least(1, "train.batch_ramp.over_tokens", train__micro_batch_size=1),
     # optimizer
     *above_zero("optimizer.lr", optimizer__schedule="constant"),
     *above_zero("optimizer.epsilon"),
@@ -125,15 +135,27 @@ LIMITS = [
     *not_negative("optimizer.pre_value_lr_multiplier", **MEMORY),
     *at_least(0, "optimizer.value_lr_decay_tokens", **END_MULTIPLIER),
     # data, and what is done on the way
-    *above_zero("data.datasets.0.weight", data__datasets__0__path="x"),
+    *above_zero("data.datasets.0.weight", "data.datasets.0.epochs", data__datasets__0__path="x"),
     *at_least(0, "data.seed", "data.num_workers"),
     *at_most(2**31 - 1, "data.seed"),
     *at_least(0, "evaluation.every_steps"),
     *at_least(1, "evaluation.max_sequences"),
     *at_least(1, "checkpoint.writer_threads"),
     *at_least(0, "checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps"),
+    *at_least(0, "stage.steps_before", "stage.samples_before", "stage.tokens_before", "stage.first_sample", **STAGE),
+    *at_least(1, "stage.run_steps", "stage.run_tokens", **STAGE),
     *at_least(1, "logging.every_steps"),
     *at_least(0, "logging.memory_every_steps", **MEMORY),
+    # health
+    *at_least(2, "health.spikes.window_steps", **SKIPPING),
+    *above_zero("health.spikes.loss_deviations", "health.spikes.grad_norm_deviations", **SKIPPING),
+    *at_least(1, "health.spikes.max_rewinds", health__spikes__action="rewind", checkpoint__every_steps=1),
+    *not_negative("health.hang_minutes"),
+    *below(10.0, "health.hang_minutes"),
+    *above_zero("health.long_phase_minutes"),
+    *at_least(0, "health.slow_ranks.every_steps", "health.compare_replicas_every_steps"),
+    Limit("health.slow_ranks.factor", math.nextafter(1.0, 2.0), 1.0, {}),
+    *at_least(1, "health.slow_ranks.windows"),
 ]
 
 

@@ -239,6 +239,34 @@ def test_optional_packages(
     validate(run(settings), None)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"health.hang_minutes": 3.0, "parallel.timeout_minutes": 2.5},
+            "health.hang_minutes is 3.0, and after parallel.timeout_minutes 2.5 a collective ends the run before the ranks "
+            "have written their stacks: lower the one or raise the other",
+        ),
+        (
+            {"health.spikes.action": "rewind"},
+            "health.spikes.action is rewind, and checkpoint.every_steps is 0: there would be no checkpoint to go back to. "
+            "Set checkpoint.every_steps, or use skip",
+        ),
+        (
+            {
+                "health.spikes.action": "skip",
+                "health.spikes.loss_deviations": None,
+                "health.spikes.grad_norm_deviations": None,
+            },
+            "health.spikes.action is skip, and both loss_deviations and grad_norm_deviations are null: nothing would be "
+            "judged. Set one of them",
+        ),
+    ],
+)
+def test_rules_of_health_that_could_do_nothing(settings: Mapping[str, Any], message: str) -> None:
+    assert refusal(settings) == message
+
+
 def test_all_problems_are_reported_at_once() -> None:
     message = refusal(
         {

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.errors import DataError
+from pretrain.data.manifest import open_dataset
+from pretrain.errors import ConfigError, DataError
 from tools.data import add_parser
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +31,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["prepare", "tokenizer", "inspect"])
+@pytest.mark.parametrize("command", ["prepare", "tokenizer", "inspect", "verify", "synthetic"])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         megamem("data", command, "--help")
@@ -92,3 +93,73 @@ def test_existing_tokenizer_is_kept(tmp_path: Path, source: Path):
 def test_the_command_line_starts_without_torch():
     program = "import sys, tools.data, pretrain.data.prepare, pretrain.data.manifest; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_every_byte_of_data_sets_is_read(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]):
+    sets = [tmp_path / name for name in ("good", "bad", "other")]
+    for output in sets:
+        assert megamem("data", "prepare", source, "--field", "body", "--output", output, "--workers", 1) == 0
+    for name, at in (("train.bin", 7), ("validation.idx", 40)):
+        content = bytearray((sets[1] / name).read_bytes())
+        content[at] ^= 1
+        (sets[1] / name).write_bytes(content)
+    capsys.readouterr()
+    with pytest.raises(DataError, match=r"train\.bin, validation\.idx are not the files that were written") as caught:
+        megamem("data", "verify", *sets)
+    assert str(sets[1]) in str(caught.value)
+    shown = capsys.readouterr().out
+    assert f"{sets[0]}: every byte is as it was written." in shown
+    assert f"{sets[2]}: every byte is as it was written." in shown
+    assert megamem("data", "verify", sets[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, b"X", "train.idx is not an index of Megatron's"),
+        (9, b"\x02", "train.idx has version 2 and ids of type 8, which this program does not write"),
+        (17, b"\x01", "train.idx has version 1 and ids of type 1, which this program does not write"),
+        (17, b"\x04", "train.idx says ids of 4 bytes, with which"),
+        (18, b"\x14", "train.idx lists 20 documents where the manifest has 19"),
+        (26, b"\x13", "train.idx lists 19 documents where the manifest has 19"),
+    ],
+)
+def test_headers_are_looked_at_whenever_a_data_set_is_opened(
+    tmp_path: Path, source: Path, at: int, value: bytes, message: str
+) -> None:
+    """Magic, version, type of the ids, sequences, and bounds of documents, which are one more."""
+    output = tmp_path / "out"
+    megamem("data", "prepare", source, "--field", "body", "--output", output, "--workers", 1)
+    index = output / "train.idx"
+    content = bytearray(index.read_bytes())
+    content[at : at + 1] = value
+    index.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_dataset(output)
+
+
+def test_documents_that_reward_looking_back(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]):
+    filling, output = tmp_path / "filling", tmp_path / "synthetic"
+    megamem("data", "prepare", source, "--field", "body", "--output", filling, "--workers", 1)
+    synthetic = ("data", "synthetic", filling, "--output", output, "--lengths", "300,500", "--documents", 24)
+    assert megamem(*synthetic) == 0
+    assert "24 documents of needle, kv, hops, rounds, mapping" in capsys.readouterr().out
+    dataset = open_dataset(output)
+    assert dataset.tokenizer.fingerprint == open_dataset(filling).tokenizer.fingerprint
+    documents = dataset.open_split("train")
+    sizes = [len(ids) for ids in documents]
+    assert all(min(abs(size - 300), abs(size - 500)) < 30 for size in sizes)
+    assert all("assert " in dataset.tokenizer.detokenize(ids) for ids in documents)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    again = tmp_path / "again"
+    assert megamem("data", "synthetic", filling, "--output", again, "--lengths", "300,500", "--documents", 24) == 0
+    assert (again / "train.bin").read_bytes() == (output / "train.bin").read_bytes()
+    with pytest.raises(DataError, match="Choose another --output, or pass --overwrite"):
+        megamem(*synthetic)
+    assert megamem(*synthetic[:-1], 30, "--overwrite") == 0
+    with pytest.raises(ConfigError, match="no task 'needel'"):
+        megamem(*synthetic, "--tasks", "needel")
+    with pytest.raises(ConfigError, match="--lengths is 3,a"):
+        megamem("data", "synthetic", filling, "--output", tmp_path / "x", "--lengths", "3,a")
+    with pytest.raises(ConfigError, match=r"needs \d+ tokens"):
+        megamem("data", "synthetic", filling, "--output", tmp_path / "x", "--lengths", "30")

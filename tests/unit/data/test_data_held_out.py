@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.config.schema import DatasetEntry
+from pretrain.config.schema import DatasetEntry, EvaluationEntry
+from pretrain.data.blend import domain_names
 from pretrain.data.held_out import HeldOutDataset, compression_baselines, held_out_documents
 from pretrain.data.manifest import open_dataset
 from pretrain.data.prepare import prepare
@@ -141,3 +144,63 @@ def test_id_past_the_vocabulary_names_document_and_data_set(tmp_path: Path):
     assert dataset[0]["tokens"].tolist() == [256] + [120] * 9
     with pytest.raises(DataError, match="data: held-out document 1 holds token id 999, outside the vocabulary of 257"):
         dataset[1]
+
+
+@pytest.mark.parametrize("max_sequences", [None, 1, 3, 7])
+def test_every_target_has_its_domain_and_every_domain_its_bytes(tmp_path: Path, max_sequences: int | None) -> None:
+    """Windows run across data sets: the domain of a target is that of the document that it is read from."""
+    texts = {"a": ["x" * 21, "y" * 9], "b": ["é" * 8, "z" * 5], "c": ["w" * 30, "v" * 3]}
+    entries = [replace(make(tmp_path, texts[name], name), name="ab" if name in "ab" else None) for name in texts]
+    dataset = HeldOutDataset(entries, 8, max_sequences)
+    streams = {name: stream_of([entry]) for name, entry in zip(texts, entries, strict=True)}
+    owners = [name for name, stream in streams.items() for _ in stream][: dataset.num_target_tokens]
+    named = {"a": "ab", "b": "ab", "c": "c"}
+    counts = {domain.name: domain.num_target_tokens for domain in dataset.domains}
+    assert counts == dict(Counter(named[owner] for owner in owners))
+    assert sum(domain.num_bytes for domain in dataset.domains) == dataset.num_bytes
+    windows = [dataset[number] for number in range(len(dataset))]
+    if len(dataset.domains) == 1:
+        assert not any("domains" in window for window in windows)
+        return
+    found = [
+        dataset.domains[int(number)].name
+        for window in windows
+        for number, counted in zip(window["domains"], window["loss_mask"], strict=True)
+        if counted
+    ]
+    assert found == [named[owner] for owner in owners]
+    if max_sequences is None:
+        sizes = {
+            name: sum(len(document) for document in held_out_documents([entry]))
+            for name, entry in zip(texts, entries, strict=True)
+        }
+        assert {domain.name: domain.num_bytes for domain in dataset.domains} == {
+            "ab": sizes["a"] + sizes["b"],
+            "c": sizes["c"],
+        }
+
+
+def test_names_of_domains() -> None:
+    entries = [
+        DatasetEntry("data/web"),
+        DatasetEntry("data/web", 2.0),
+        EvaluationEntry("x/code"),
+        EvaluationEntry("y/code"),
+        DatasetEntry("z/books", name="prose"),
+    ]
+    assert domain_names(entries) == ["web", "web", "x/code", "y/code", "prose"]
+    # A name that was given keeps others from taking it.
+    assert domain_names([DatasetEntry("a/web"), DatasetEntry("b", name="web")]) == ["a/web", "web"]
+    assert domain_names([DatasetEntry("/data/web/")]) == ["web"]
+
+
+def test_a_set_that_is_there_for_evaluation_is_read_whole_if_nothing_is_held_out(tmp_path: Path) -> None:
+    source = tmp_path / "all.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "three")))
+    prepare([str(source)], tmp_path / "all", ByteTokenizer(), num_workers=1, validation_fraction=0)
+    path = str(tmp_path / "all")
+    assert HeldOutDataset([EvaluationEntry(path)], 4).num_target_tokens == len("one") + len("three") + 2
+    assert b"".join(held_out_documents([EvaluationEntry(path)])) == b"onethree"
+    assert len(HeldOutDataset([DatasetEntry(path)], 4)) == 0
+    some = make(tmp_path, ["kept", "four"], "some")
+    assert list(held_out_documents([EvaluationEntry(some.path)])) == list(held_out_documents([some]))

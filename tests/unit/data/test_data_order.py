@@ -5,6 +5,7 @@ batch sizes.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.loader import microbatches
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.run import open_run
 
@@ -92,6 +94,41 @@ def test_blends_serve_each_set_by_its_weight_and_every_token_of_it_alike(tmp_pat
     assert not (set(first) & set(second)) - {ByteTokenizer().eod}
     dataset = build(entries, tmp_path / "cache", 12, 48)
     assert Counter(tokens([dataset[i] for i in range(48)])) == times(first, 9) + times(second, 3)
+
+
+@pytest.mark.parametrize(("first_epochs", "second_epochs"), [(9.0, 3.0), (1.0, 1.0), (2.5, 0.5), (1.0, 7.0)])
+def test_blends_by_epochs_serve_every_token_as_often_as_they_say(
+    tmp_path: Path, first_epochs: float, second_epochs: float
+) -> None:
+    """Of three whole samples of 12 to a pass each: no token more often than there are epochs, and of whole epochs the
+    tokens of each sample so often.
+    """
+    entries = [
+        replace(make(tmp_path, "a", "!"), epochs=first_epochs),
+        replace(make(tmp_path, "b", "P"), epochs=second_epochs),
+    ]
+    num_samples = math.floor(3 * (first_epochs + second_epochs))
+    dataset = build(entries, tmp_path / "cache", 12, num_samples)
+    counts = Counter(tokens([dataset[i] for i in range(num_samples)]))
+    assert counts.total() == 12 * num_samples
+    for entry, epochs in zip(entries, (first_epochs, second_epochs), strict=True):
+        letters = set(epoch_of(entry.path)) - {ByteTokenizer.eod}
+        assert max(counts[letter] for letter in letters) <= math.ceil(epochs)
+        # Of the 48 tokens of an epoch 36 are in the first pass, and so on.
+        served = sum(counts[letter] for letter in letters)
+        assert served == pytest.approx(epochs * 36 * 40 / 48, abs=3 + 12 * (epochs % 1 > 0))
+    with pytest.raises(ConfigError, match=rf"reads {num_samples + 1} samples of 12 tokens, .* allow {num_samples} \("):
+        build(entries, tmp_path / "cache", 12, num_samples + 1)
+
+
+def test_one_set_by_epochs_is_read_no_longer_than_that(tmp_path: Path) -> None:
+    """Seven samples of 6 to a pass, and two passes."""
+    entry = replace(make(tmp_path), epochs=2.0)
+    dataset = build([entry], tmp_path / "cache", 6, 14)
+    counts = Counter(tokens([dataset[i] for i in range(14)]))
+    assert counts == times(epoch_of(entry.path), 2) & counts
+    with pytest.raises(ConfigError, match=r"lower train\.num_steps to 14 / train\.global_batch_size"):
+        build([entry], tmp_path / "cache", 6, 15)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -206,7 +243,7 @@ def test_the_data_have_a_seed_of_their_own_where_one_is_set(
         raise Asked(seed)
 
     config = replace(RunConfig(), seed=run_seed, data=DataConfig(datasets=(make(tmp_path),), seed=data_seed))
-    monkeypatch.setattr(run_module, "_find_resumable", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "_checkpoint_to_go_on_from", lambda *arguments, **options: None)
     monkeypatch.setattr(run_module, "build_train_dataset", ask)
     with pytest.raises(Asked) as asked:
         # The data come before anything that needs ranks.

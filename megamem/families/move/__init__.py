@@ -1,0 +1,1 @@
+"""MoVE: one bank of value embeddings for all layers, mixed into attention's values."""

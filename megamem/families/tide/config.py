@@ -1,0 +1,52 @@
+"""The config of TIDE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from megamem.memory_config import Lookup, Observed
+from megamem.sharing import SharingPlan, common_bank
+from megamem.token_tables.config import TokenTableConfig
+
+
+@dataclass(frozen=True)
+class TideConfig(TokenTableConfig):
+    """TIDE: K tables of token embeddings, of which every layer adds a mixture beside its feed-forward."""
+
+    reads_once: ClassVar[bool] = True
+    """All layers weigh the same rows."""
+
+    kind: Literal["tide"] = "tide"
+    """tide: tables indexed by the token, beside the feed-forward of every layer."""
+    num_tables: PositiveInt = 8
+    """K: tables, each with a row per token id; the router has one place more, for adding nothing."""
+    row_gain: bool = True
+    """Multiply normalised rows by a learned gain, one vector per table; false: rows have mean square 1."""
+
+    @property
+    def rows_per_token(self) -> int:
+        return self.num_tables
+
+    @property
+    def lookup(self) -> Lookup:
+        return Lookup(self.num_tables, bins=self.num_tables)
+
+    @property
+    def observed(self) -> Observed:
+        return Observed(router=True)
+
+    def plan(self, num_layers: int) -> SharingPlan:
+        return common_bank(self.num_rows, num_layers, on_every_stage=True)
+
+    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+        super().check_backbone(
+            hidden_size=hidden_size, query_groups=query_groups, head_dim=head_dim, vocab_size=vocab_size
+        )
+        if self.value_dim != hidden_size:
+            raise ValueError(
+                f"model.memory.value_dim is {self.value_dim}, but rows are added to a residual stream of "
+                f"{hidden_size} columns as they are: set model.memory.value_dim: {hidden_size}"
+            )

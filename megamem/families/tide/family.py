@@ -1,0 +1,47 @@
+"""The record of TIDE."""
+
+from __future__ import annotations
+
+from megamem.config import ModelConfig
+from megamem.distributions import Constant, Distribution, Normal
+from megamem.families.family import Family, LayerCosts
+from megamem.sharing import LayerView
+
+from .config import TideConfig
+
+
+def _costs(memory: TideConfig, view: LayerView, width: int) -> LayerCosts:
+    """The router, D (K + 1), and the weighted sum of K rows."""
+    router = width * (memory.num_tables + 1)
+    return LayerCosts(projections=router, projection_flops=2.0 * (router + memory.num_tables * width))
+
+
+def _shared_parameters(memory: TideConfig, width: int) -> int:
+    """The gains, K D."""
+    return memory.num_tables * width if memory.row_gain else 0
+
+
+def _distribution(name: str, memory: TideConfig, model: ModelConfig) -> Distribution:
+    match name:
+        case "router":
+            # As that of a mixture of experts: almost even at first.
+            return Normal(model.linear_std)
+        case "gain":
+            return Constant(1.0)
+    raise AssertionError(f"no initial distribution is defined for the memory's {name}")
+
+
+def _table_std(memory: TideConfig, model: ModelConfig, sigma_s: float | None) -> float:
+    """That of the embedding. Rows are normalised, so it says only how far a step of the optimizer turns one."""
+    return model.linear_std
+
+
+TIDE = Family(
+    config=TideConfig,
+    layer_path=f"{__package__}.layer:TideLayer",
+    costs=_costs,
+    distribution=_distribution,
+    table_std=_table_std,
+    shared_read_path=f"{__package__}.layer:TideRead",
+    shared_parameters=_shared_parameters,
+)

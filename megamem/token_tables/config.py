@@ -1,0 +1,98 @@
+"""What the configs of memories that are indexed by the token have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import PositiveInt
+
+from megamem.memory_config import Lookup, MemoryConfig, Table
+from megamem.slots import Slot
+
+
+@dataclass(frozen=True)
+class TokenTableConfig(MemoryConfig):
+    """A bank with `rows_per_token` consecutive rows for every token id.
+
+    Row v M + i belongs to the i-th of M slots of token v, so that a token reads one piece of memory.
+    """
+
+    reads_tokens: ClassVar[bool] = True
+    """Their ids are the rows."""
+
+    vocab_size: PositiveInt = 50_257
+    """Token ids that have rows; model.vocab_size, or, where that is null, at least what the tokenizer has."""
+    value_dim: PositiveInt = 128
+    """V: columns of a row."""
+
+    @property
+    @abstractmethod
+    def rows_per_token(self) -> int:
+        """M: slots of a token id."""
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return (Table("values", self.value_dim, "value_dim"),)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a bank."""
+        return self.vocab_size * self.rows_per_token
+
+    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+        if vocab_size is not None and vocab_size != self.vocab_size:
+            raise ValueError(
+                f"model.memory.vocab_size is {self.vocab_size}, but model.vocab_size is {vocab_size}: every token id "
+                f"has rows of its own, set model.memory.vocab_size: {vocab_size}"
+            )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        if vocab_size > self.vocab_size:
+            raise ValueError(
+                f"model.memory.vocab_size is {self.vocab_size}, but there are {vocab_size} token ids: "
+                f"set model.memory.vocab_size: {vocab_size}"
+            )
+
+
+@dataclass(frozen=True)
+class MixedValuesConfig(TokenTableConfig):
+    """Rows of the token are mixed into attention's values, weighted by gates of attention's input."""
+
+    slot: ClassVar[Slot | None] = Slot.VALUES
+    """The values of attention."""
+
+    num_gate_heads: PositiveInt = 4
+    """Equal parts of a value's columns with gates of their own; one per key/value head is the paper's."""
+    gated_standard_path: bool = True
+    """Gate the attention's own value too; false: it enters as it is."""
+
+    @property
+    def num_gates(self) -> int:
+        """Gates per key/value head, with that of the standard path if it has one."""
+        return self.rows_per_token + self.gated_standard_path
+
+    @property
+    def tensor_sizes(self) -> Mapping[str, int]:
+        return {"num_gate_heads": self.num_gate_heads}
+
+    @property
+    def lookup(self) -> Lookup:
+        return Lookup(self.rows_per_token, scores=self.num_gate_heads)
+
+    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+        super().check_backbone(
+            hidden_size=hidden_size, query_groups=query_groups, head_dim=head_dim, vocab_size=vocab_size
+        )
+        if self.value_dim != query_groups * head_dim:
+            raise ValueError(
+                f"model.memory.value_dim is {self.value_dim}, but a token's {query_groups} values of {head_dim} columns "
+                f"have {query_groups * head_dim}: set model.memory.value_dim: {query_groups * head_dim}"
+            )
+        if self.value_dim % self.num_gate_heads:
+            raise ValueError(
+                f"model.memory.num_gate_heads is {self.num_gate_heads}, which does not divide value_dim = "
+                f"{self.value_dim}: attention's {query_groups} key/value heads do"
+            )

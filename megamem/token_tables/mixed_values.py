@@ -1,0 +1,64 @@
+"""The layer that mixes rows of the token into attention's values.
+
+Legend: s tokens of a sequence on this context-parallel rank and t of them on this tensor-parallel rank, b sequences, S =
+s b and T = t b, D hidden size, g key/value heads of this tensor-parallel rank, d head dimension, n parts of the columns of
+all ranks that have gates of their own (as a rule the key/value heads), M slots per token, V columns of all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
+from torch import Tensor
+
+from megamem.inputs import Inputs
+from megamem.layers.layer import MemoryLayer
+from megamem.token_tables.config import MixedValuesConfig
+from megamem.token_tables.rows import rows_of_tokens
+
+
+class MixedValuesLayer(MemoryLayer):
+    """V_S[h] = g_0[h] V[h] + sum_i g_i[h] E[w, i, h], with g = 2 sigmoid(x W_G) (MoVE, Eq. 1-4 and 6).
+
+    One gate per token, key/value head and slot, of the state x that also makes queries, keys and values. Without a gate
+    for the standard path g_0 is 1. The bank has a column for each of the values' columns, so grouped queries share
+    mixed values, and those are what a cache of keys and values would hold.
+
+    Each tensor-parallel rank makes the gates of its own tokens, for all heads, and needs the mixed values of all tokens
+    for its own heads: `TableLookup.read_heads`.
+    """
+
+    memory: MixedValuesConfig
+
+    def _build(self, hidden_size: int, seed: int) -> None:
+        self.gate_proj = self._weight(self.memory.num_gate_heads * self.memory.num_gates, hidden_size)
+
+    def gates(self, hidden: Tensor) -> tuple[Tensor | None, Tensor]:
+        """g_0 [T, n] (None: it is 1) and g_1 .. g_M as [T, M, n], for `hidden` [t, b, D]."""
+        logits = F.linear(hidden.flatten(0, 1), self.gate_proj)
+        gates = 2 * torch.sigmoid(logits.unflatten(1, (self.memory.num_gate_heads, -1)))
+        if not self.memory.gated_standard_path:
+            return None, gates.transpose(1, 2)
+        return gates[:, :, 0], gates[:, :, 1:].transpose(1, 2)
+
+    def forward(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        """The mixed values [s, b, g, d]; `values` are those of attention and `hidden` [t, b, D] its input."""
+        standard, gates = self.gates(hidden)
+        rows = rows_of_tokens(inputs.token_ids, self.memory.rows_per_token)
+        from_rows = self.lookup.read_heads(rows, gates.contiguous(), self.tensor_group).view(values.shape)
+        # Of all heads' tokens, those that this rank answers for.
+        rank, size = (0, 1) if self.tensor_group is None else (self.tensor_group.rank(), self.tensor_group.size())
+        self.observe(rows.chunk(size)[rank] if size > 1 else rows, None, from_rows.flatten(0, 1).flatten(1))
+        if standard is None:
+            return values + from_rows
+        if size > 1:
+            standard = all_to_all_sp2hp(standard.contiguous(), self.tensor_group)
+        parts = values.flatten(2).unflatten(2, (standard.shape[1], -1))
+        return (standard.view(*parts.shape[:3], 1) * parts).view(values.shape) + from_rows
+
+    def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.initial_output`: what is added to the values, [T, V]."""
+        return self.lookup.read(
+            rows_of_tokens(inputs.token_ids, self.memory.rows_per_token), self.gates(hidden)[1].contiguous(), None
+        )

@@ -1,0 +1,32 @@
+"""What the records of families that mix value embeddings share: costs and initial weights."""
+
+from __future__ import annotations
+
+import math
+
+from megamem.config import ModelConfig
+from megamem.distributions import Constant, Distribution
+from megamem.families.family import LayerCosts
+from megamem.sharing import LayerView
+from megamem.token_tables.config import MixedValuesConfig
+
+
+def mixed_values_costs(memory: MixedValuesConfig, view: LayerView, width: int) -> LayerCosts:
+    """The gates, D n (M + 1), or D n M without one for the standard path."""
+    weights = width * memory.num_gate_heads * memory.num_gates
+    return LayerCosts(projections=weights, projection_flops=2.0 * weights)
+
+
+def mixed_values_distribution(name: str, memory: MixedValuesConfig, model: ModelConfig) -> Distribution:
+    """All gates are 1 at first, as the paper has it: W_G = 0."""
+    assert name == "gate_proj", f"no initial distribution is defined for the memory's {name}"
+    return Constant(0.0)
+
+
+def mixed_values_table_std(memory: MixedValuesConfig, model: ModelConfig, sigma_s: float | None) -> float:
+    """So that a token's M rows together are as large as attention's own value.
+
+    The paper leaves it open. The gates are 1 at first and nothing divides by M: at the values' own scale,
+    `linear_std` sqrt(D) for an input of mean square 1, a bank of 16 slots would outweigh the value it is added to by 4.
+    """
+    return model.linear_std * math.sqrt(model.hidden_size / memory.rows_per_token)

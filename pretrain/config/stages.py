@@ -1,0 +1,362 @@
+"""`stages`: a run as a list of stages, each a complete configuration. Nothing here imports torch.
+
+A file with `stages` says the run in its sections, and in each entry what the stage does otherwise:
+
+    stages:
+      - name: pretrain
+        num_tokens: 1.6e12
+      - name: decay
+        num_tokens: 250e9
+        optimizer: {schedule: cosine, warmup_steps: 0}
+
+The sections of an entry are laid over those of the run as a file is laid over its base: mappings key by key, lists and
+null replaced. What the run says and a stage leaves without effect is dropped for that stage; what no stage gives an
+effect is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import PositiveInt
+
+from megamem.config_base import Advice, Config, field_specs
+from megamem.identity import Role
+from pretrain.config.changes import config_changes
+from pretrain.config.compose import STAGES_KEY, apply_overrides, read_with_bases
+from pretrain.config.fields import role_of
+from pretrain.config.loader import asked_for_here, load_as, settle, to_dict
+from pretrain.config.parse import build, join_problems
+from pretrain.config.schema import RunConfig, StageConfig, TrainConfig
+from pretrain.config.source import Layer, Node, find, from_plain, kind_of, merge, without
+from pretrain.config.suggest import did_you_mean
+from pretrain.errors import ConfigError
+from pretrain.position import position_in_data, samples_until, steps_for_tokens
+from pretrain.state import RunState
+
+CONTINUED = "continued"
+"""What the one stage of a run is called that goes on from a checkpoint and has no `stages`."""
+NUM_STEPS = ["train", "num_steps"]
+# Settled once for all stages, before a rank touches its device.
+_SAME_IN_ALL = ("train.deterministic",)
+
+
+@dataclass(frozen=True)
+class StageEntry(Config):
+    """An entry of `stages`, besides the sections that it changes: `model`, `parallel`, `train`, `optimizer`, `data`,
+    `evaluation`, `checkpoint`, `logging` and `health`."""
+
+    name: str
+    """What the stage is called: in metrics, reports, and in overrides such as stages.NAME.train.sequence_length=4096."""
+    num_steps: PositiveInt | None = None
+    """Optimizer steps of the stage."""
+    num_tokens: Annotated[PositiveInt | None, Advice("or give num_steps")] = None
+    """Its tokens instead: it takes the fewest steps that see so many."""
+    optimizer_state: Literal["keep", "reset"] = "keep"
+    """At its first step: keep AdamW's moments, or start them at zero with their bias correction."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.num_steps is None) == (self.num_tokens is None):
+            raise ValueError(f"stage {self.name} needs either num_steps or num_tokens")
+
+
+_OWN_KEYS = tuple(field_specs(StageEntry))
+_SECTIONS = tuple(name for name, spec in field_specs(RunConfig).items() if spec.section is not None and name != "stage")
+
+
+@dataclass(frozen=True)
+class StagedRun:
+    """A run's stages before they have places: entries, and configurations whose `train.num_steps` are their own."""
+
+    entries: tuple[StageEntry, ...]
+    configs: tuple[RunConfig, ...]
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """The checkpoint that a run goes on from in a folder of its own.
+
+    Attributes:
+        path: of the checkpoint.
+        state: how far it had come.
+        config: that it was trained with.
+    """
+
+    path: Path
+    state: RunState
+    config: RunConfig
+
+
+def load_stages(
+    path: str | Path, overrides: Sequence[str] = (), start: StartingPoint | None = None
+) -> tuple[RunConfig, ...]:
+    """The configurations of a run, one for each of its stages; of a file without `stages` it is one.
+
+    Each is complete, and knows its place (`RunConfig.stage`), which is None for a run without stages that starts anew.
+
+    Args:
+        path: a YAML file.
+        overrides: `key=value` texts; they apply to the run, and with `stages.NAME.` or `stages.N.` before them to an
+            entry, which goes before the run.
+        start: what the run goes on from, whose counters it carries on.
+
+    Raises:
+        ConfigError: naming key, value, file and line, and the fix, of every problem in every stage.
+    """
+    node = apply_overrides(read_with_bases(Path(path)), overrides)
+    if find(node, [STAGES_KEY]) is None:
+        if start is None:
+            return (load_as(RunConfig, path, overrides),)
+        node = _as_one_stage(node)
+    return placed(staged(node), start)
+
+
+def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None = None) -> RunConfig:
+    """The one configuration of a run without stages, or that of a stage.
+
+    Args:
+        path, overrides: see `load_stages`.
+        name: of the stage; None in a run without.
+
+    Raises:
+        ConfigError: see `load_stages`; or there is no such stage, or there are several and none is named.
+    """
+    stages = load_stages(path, overrides)
+    names = [config.stage.name for config in stages if config.stage is not None]
+    if name is None and not names:
+        return stages[0]
+    if name not in names:
+        asked = "one of its stages is asked for" if name is None else f"--stage is {name}"
+        raise ConfigError(
+            f"{path}: {asked}: " + (f"name one with --stage: {', '.join(names)}" if names else "it has none")
+        )
+    return stages[names.index(name)]
+
+
+def name_of_run(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The name of a run, whose folder may say what its stages go on from; `load_stages` checks it with all else."""
+    at = find(apply_overrides(read_with_bases(Path(path)), overrides), ["name"])
+    name: str = field_specs(RunConfig)["name"].default()
+    return at.value if at is not None and isinstance(at.value, str) else name
+
+
+def staged(node: Node) -> StagedRun:
+    """The stages that a tree with `stages` describes.
+
+    Raises:
+        ConfigError: see `load_stages`.
+    """
+    listed, run = find(node, [STAGES_KEY]), _as_base(without(node, [STAGES_KEY]))
+    assert listed is not None
+    if not isinstance(listed.value, list) or not listed.value:
+        raise ConfigError(f"{listed.origin}: stages is {kind_of(listed)}, expected a list with an entry for each stage")
+    _refuse_other_lengths(node)
+    entries, configs, dropped, problems = [], [], [], []
+    for number, entry in enumerate(listed.value):
+        try:
+            own, sections = _split(entry, f"{STAGES_KEY}.{number}")
+            entries.append(own)
+            # It has a place, which `placed` will tell, and options that have an effect for that.
+            place = from_plain({"stage": {"name": own.name}}, entry.origin, Layer.BASE)
+            config, without_effect = settle(RunConfig, merge(merge(run, place), sections), asked_for_here)
+            configs.append(_with_length(own, config))
+            dropped.append(without_effect)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(join_problems(problems))
+    _refuse_without_effect(node, dropped)
+    _refuse_differences(entries, configs, listed.value)
+    return StagedRun(tuple(entries), tuple(configs))
+
+
+def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]:
+    """The stages one behind the other, each with its place.
+
+    A stage goes on in its data where the last stage before it with the same data sets, data seed and sequence length
+    stopped, `start` included; with other data it begins at the first sample.
+    """
+    steps = samples = tokens = 0
+    positions: list[tuple[Any, int]] = []
+    if start is not None:
+        # Without what was passed over, which the state brings along.
+        passed_over = start.state.num_passed_over
+        steps, tokens = start.state.step, start.state.consumed_tokens
+        samples = start.state.consumed_samples - passed_over
+        positions.append((data_order(start.config), position_in_data(start.config, start.state) - passed_over))
+    found = []
+    for entry, config in zip(run.entries, run.configs, strict=True):
+        order = data_order(config)
+        first_sample = next((position for known, position in reversed(positions) if known == order), 0)
+        stage = StageConfig(entry.name, entry.optimizer_state, steps, samples, tokens, first_sample)
+        num_samples = samples_until(config.train, config.train.num_steps)
+        positions.append((order, first_sample + num_samples))
+        steps += config.train.num_steps
+        samples += num_samples
+        tokens += num_samples * config.train.sequence_length
+        found.append(replace(config, train=replace(config.train, num_steps=steps), stage=stage))
+    return tuple(
+        replace(config, stage=replace(config.stage, run_steps=steps, run_tokens=tokens))
+        for config in found
+        if config.stage is not None
+    )
+
+
+def data_order(config: RunConfig) -> tuple[Any, ...]:
+    """What decides which sequence is sample i of the training data."""
+    return config.data.datasets, config.data_seed, config.train.sequence_length
+
+
+def stage_of_step(stages: Sequence[RunConfig], step: int) -> int:
+    """The number of the stage that trains after so many steps of the run; after all of them, the last."""
+    return next((number for number, config in enumerate(stages) if step < config.train.num_steps), len(stages) - 1)
+
+
+def to_entries(stages: Sequence[RunConfig]) -> dict[str, Any]:
+    """Plain values that `load_stages` reads the same stages from: the first one as the run, the others by what differs.
+
+    Their lengths are given in steps.
+    """
+    run = _without_place(stages[0])
+    entries = []
+    for config in stages:
+        assert config.stage is not None
+        entry: dict[str, Any] = {
+            "name": config.stage.name,
+            "num_steps": config.train.num_steps - config.stage.steps_before,
+            "optimizer_state": config.stage.optimizer_state,
+        }
+        entries.append(entry | _difference(run, _without_place(config)))
+    return {**run, STAGES_KEY: entries}
+
+
+def _without_place(config: RunConfig) -> dict[str, Any]:
+    """Plain values of a stage, but what its entry says of its length and `placed` of its place."""
+    plain = to_dict(config)
+    del plain["stage"], plain["train"]["num_steps"]
+    return plain
+
+
+def _difference(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """What has to be laid over a mapping to get another one; what the other leaves out has no effect there."""
+    found: dict[str, Any] = {}
+    for key, value in above.items():
+        known = below.get(key)
+        if isinstance(value, dict) and isinstance(known, dict):
+            if inner := _difference(known, value):
+                found[key] = inner
+        elif key not in below or known != value:
+            found[key] = value
+    return found
+
+
+def _as_one_stage(node: Node) -> Node:
+    """A tree without stages as a run of one, for whatever goes on from a checkpoint."""
+    length = find(node, NUM_STEPS)
+    if length is None:
+        length = Node(field_specs(TrainConfig)["num_steps"].default(), node.origin, Layer.BASE)
+    else:
+        node = without(node, NUM_STEPS)
+    assert isinstance(node.value, dict)
+    alone = Node({"name": Node(CONTINUED, length.origin, Layer.BASE), "num_steps": length}, length.origin, length.layer)
+    return replace(node, value={**node.value, STAGES_KEY: Node([alone], length.origin, length.layer)})
+
+
+def _as_base(node: Node) -> Node:
+    """The tree as if a base had said all of it: a stage may leave of it without effect what it wants."""
+    if isinstance(node.value, dict):
+        return replace(node, layer=Layer.BASE, value={key: _as_base(child) for key, child in node.value.items()})
+    if isinstance(node.value, list):
+        return replace(node, layer=Layer.BASE, value=[_as_base(child) for child in node.value])
+    return replace(node, layer=Layer.BASE)
+
+
+def _split(entry: Node, key: str) -> tuple[StageEntry, Node]:
+    """An entry's own keys, and the sections that it changes."""
+    if not isinstance(entry.value, dict):
+        raise ConfigError(f"{entry.origin}: {key} is {kind_of(entry)}, expected a mapping of keys")
+    for name in entry.value:
+        if name not in _OWN_KEYS + _SECTIONS:
+            words = did_you_mean(name, _OWN_KEYS + _SECTIONS)
+            raise ConfigError(
+                f"{entry.key_origins[name]}: unknown key {key}.{name}"
+                + (words or f": a stage has {', '.join(_OWN_KEYS)}, and the sections {', '.join(_SECTIONS)}")
+            )
+    own = {name: child for name, child in entry.value.items() if name in _OWN_KEYS}
+    sections = {name: child for name, child in entry.value.items() if name in _SECTIONS}
+    if (at := find(replace(entry, value=sections), NUM_STEPS)) is not None:
+        raise ConfigError(f"{at.origin}: {key}.train.num_steps: the length of a stage is num_steps beside its name")
+    return build(StageEntry, replace(entry, value=own)), replace(entry, value=sections)
+
+
+def _with_length(entry: StageEntry, config: RunConfig) -> RunConfig:
+    """The stage's configuration, whose `train.num_steps` is its length."""
+    if entry.num_steps is not None:
+        num_steps = entry.num_steps
+    else:
+        assert entry.num_tokens is not None
+        num_steps = steps_for_tokens(config.train, entry.num_tokens)
+    return replace(config, train=replace(config.train, num_steps=num_steps))
+
+
+def _refuse_other_lengths(node: Node) -> None:
+    """A length of the run, which its stages have, or a place in a run that has stages of its own."""
+    at = find(node, NUM_STEPS)
+    if at is not None and at.last_layer >= Layer.FILE:
+        raise ConfigError(
+            f"{at.origin}: train.num_steps has no effect in a run of stages, each of which has its num_steps or "
+            "num_tokens: remove it"
+        )
+    if (stage := find(node, ["stage"])) is not None and stage.value is not None:
+        raise ConfigError(
+            f"{stage.origin}: stage says where one stage stands, and stages describes them all: remove it"
+        )
+
+
+def _refuse_without_effect(node: Node, dropped: Sequence[dict[str, str]]) -> None:
+    """What was asked for in the run's sections, and has an effect in no stage."""
+    problems = []
+    for key in dropped[0]:
+        at = find(node, key.split("."))
+        if all(key in of_stage for of_stage in dropped) and at is not None and at.last_layer >= Layer.FILE:
+            problems.append(f"{at.origin}: {key} has no effect in any stage unless {dropped[0][key]}: remove it")
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def _refuse_differences(entries: Sequence[StageEntry], configs: Sequence[RunConfig], nodes: Sequence[Node]) -> None:
+    """Names that are given twice, and stages of other models than the first."""
+    names = [entry.name for entry in entries]
+    problems = []
+    for entry, config, node in zip(entries, configs, nodes, strict=True):
+        if not entry.name or "." in entry.name or entry.name.isdecimal() or names.count(entry.name) > 1:
+            problems.append(
+                f"{node.origin}: a stage is called {entry.name!r}: use a name that no other stage has, without dots, "
+                "and not a number"
+            )
+        for key, change in config_changes(configs[0], config).items():
+            if Role.IDENTITY in (role_of(key, configs[0]), role_of(key, config)):
+                problems.append(
+                    f"{_origin(node, key)}: stage {entry.name} has another model than stage {names[0]} ({change}): the "
+                    "weights of one do not fit the other. Remove it"
+                )
+            elif key in _SAME_IN_ALL:
+                problems.append(
+                    f"{_origin(node, key)}: stage {entry.name} changes {change}, which all stages share: set it for the "
+                    "run"
+                )
+    if problems:
+        raise ConfigError(join_problems(list(dict.fromkeys(problems))))
+
+
+def _origin(node: Node, key: str) -> str:
+    """Where an entry sets a key, or the nearest section above it."""
+    segments = key.split(".")
+    for end in range(len(segments), 0, -1):
+        if (at := find(node, segments[:end])) is not None:
+            return at.origin
+    return node.origin

@@ -1,0 +1,255 @@
+"""What a rank's device holds at the peak of a step, by part and stage, in closed formulas.
+
+`megamem dryrun` counts the same on the real model. Bytes are those that tensors ask for: an allocator rounds them up.
+
+Legend: T tokens of a microbatch on this rank, S = G T of its memory group, D hidden size, F feed-forward width, d head
+dimension, n and g query and key/value heads, J rows read per token, V value dim, P pre-value dim, e bytes per element.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megamem.config import ModelConfig
+from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
+from pretrain.config.schema import RunConfig
+from pretrain.costs.context import kept_beyond_whole_sequences
+from pretrain.costs.stages import Division, Stage, stages_of
+
+
+class MemoryPart(StrEnum):
+    """A part of what a rank's device holds, in the order of a report."""
+
+    WEIGHTS = "weights"
+    TABLES = "tables"
+    GRADIENTS = "gradients"
+    TABLE_GRADIENTS = "table gradients"
+    OPTIMIZER = "optimizer state"
+    TABLE_OPTIMIZER = "optimizer state of tables"
+    RESIDUAL = "residual stream and norms"
+    ATTENTION = "attention"
+    FEED_FORWARD = "feed-forward"
+    MEMORY = "memory layers"
+    EXCHANGE = "exchange"
+    LOSS = "logits and loss"
+    MESSAGES = "messages between stages"
+    BACKWARD = "gradients of activations"
+    OTHER = "other"
+
+
+STATE_PARTS = (
+    MemoryPart.WEIGHTS,
+    MemoryPart.TABLES,
+    MemoryPart.GRADIENTS,
+    MemoryPart.TABLE_GRADIENTS,
+    MemoryPart.OPTIMIZER,
+    MemoryPart.TABLE_OPTIMIZER,
+)
+"""What is there from the first step to the last; the rest comes and goes within a step."""
+
+_GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Of one rank of a stage.
+
+    Attributes:
+        by_part: bytes on the device at the peak of a step.
+        host: bytes in host memory: tables' optimizer state if it is there, and the buffer of asynchronous saves.
+    """
+
+    by_part: dict[MemoryPart, float]
+    host: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_part.values())
+
+    @property
+    def held(self) -> float:
+        """What is there between steps."""
+        return sum(self.by_part[part] for part in STATE_PARTS)
+
+    @property
+    def activations(self) -> float:
+        """What a step adds at its peak."""
+        return self.total - self.held
+
+
+def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
+    """Of the ranks of every stage, first to last. The formulas of activations are for bf16 without a mixture."""
+    division = Division.of(config, num_ranks)
+    total = sum(
+        stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
+        for stage in stages_of(config)
+    )
+    return tuple(
+        StageBytes(
+            {**_held(config, stage, division), **_activations(config, stage, rank, division)},
+            _host(config, stage, division) + (12 * total / num_ranks if config.checkpoint.asynchronous else 0),
+        )
+        for rank, stage in enumerate(stages_of(config))
+    )
+
+
+def local_dense(config: RunConfig, stage: Stage) -> float:
+    """Weights of a stage on one rank, without tables and experts."""
+    return stage.split_weights / config.parallel.tensor + stage.whole_weights
+
+
+def local_tables(config: RunConfig, stage: Stage) -> float:
+    """Elements of a stage's tables (and experts) on one rank."""
+    return (stage.table_elements + stage.expert_weights) / config.parallel.memory
+
+
+def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
+    """(e + 4) bytes per weight, and 12 (in fp32: 8) of optimizer state, split over replicas."""
+    element = config.train.element_bytes
+    state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
+    dense, tables = local_dense(config, stage), local_tables(config, stage)
+    on_device = stage.expert_weights / config.parallel.memory if config.optimizer.value_offload == "cpu" else tables
+    return {
+        MemoryPart.WEIGHTS: dense * element,
+        MemoryPart.TABLES: tables * element,
+        MemoryPart.GRADIENTS: dense * _GRADIENT,
+        MemoryPart.TABLE_GRADIENTS: tables * _GRADIENT,
+        MemoryPart.OPTIMIZER: dense * state / (division.replicas * config.parallel.context),
+        MemoryPart.TABLE_OPTIMIZER: on_device * state / division.table_replicas,
+    }
+
+
+def _host(config: RunConfig, stage: Stage, division: Division) -> float:
+    if config.optimizer.value_offload == "none":
+        return 0.0
+    state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
+    return state * stage.table_elements / config.parallel.memory / division.table_replicas
+
+
+def in_flight(config: RunConfig, rank: int, division: Division) -> int:
+    """Forward passes of chunks whose backward pass has not begun, at most: those of Megatron's 1F1B schedules."""
+    pipeline, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
+    if virtual == 1:
+        return min(division.num_microbatches, pipeline - rank)
+    return min(division.num_microbatches * virtual, 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline + 1)
+
+
+def _activations(config: RunConfig, stage: Stage, rank: int, division: Division) -> dict[MemoryPart, float]:
+    """What passes in flight keep, and the larger of one block's backward pass and the loss."""
+    model, train = config.model, config.train
+    tokens, element = division.rank_tokens, train.element_bytes
+    flights = in_flight(config, rank, division)
+    blocks_in_flight = flights * stage.num_blocks / config.parallel.virtual_pipeline
+    kept = block_kept(config, stage, tokens)
+    passing = block_backward(config, stage, tokens)
+    if train.recompute == "full":
+        # Of every block its input; a whole block only while its backward pass runs.
+        waiting = {MemoryPart.RESIDUAL: blocks_in_flight * tokens * model.hidden_size * element}
+        in_block = _sum(kept, passing)
+    else:
+        waiting = {part: blocks_in_flight * num for part, num in kept.items()}
+        in_block = passing
+    at_loss: dict[MemoryPart, float] = {}
+    if stage.has_loss:
+        at_loss = {
+            MemoryPart.RESIDUAL: _norm_bytes(element) * tokens * model.hidden_size,
+            MemoryPart.LOSS: loss_bytes(config, division.loss_tokens),
+        }
+    parts = _sum(waiting, max(in_block, at_loss, key=lambda part: sum(part.values())))
+    if stage.has_embedding:
+        parts = _sum(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})
+    if config.parallel.pipeline > 1:
+        parts = _sum(parts, {MemoryPart.MESSAGES: tokens * model.hidden_size * element})
+    return parts
+
+
+def loss_bytes(config: RunConfig, tokens: int) -> float:
+    """Logits of a chunk of tokens, in bf16 and in fp32 (in fp32: once), for this rank's part of the vocabulary."""
+    model, limit = config.model, config.train.loss_chunk_tokens
+    vocabulary = padded_size(model.vocab_size or 0, model.vocab_size_multiple) / config.parallel.tensor
+    at_a_time = tokens if limit is None else min(tokens, limit)
+    return at_a_time * vocabulary * (6 if config.train.precision == "bf16" else 4)
+
+
+def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
+    """What backward of one block needs of its forward pass: the mean over the blocks of a stage."""
+    model, element = config.model, config.train.element_bytes
+    norm, head = _norm_bytes(element), model.attention_head_dim
+    heads, groups = model.num_attention_heads, model.query_groups
+    # Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs.
+    attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
+    attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
+    parts = {
+        MemoryPart.RESIDUAL: 2.0 * norm * tokens * model.hidden_size,
+        MemoryPart.ATTENTION: float(tokens * (attention * head + 4 * heads) + kept_beyond_whole_sequences(config)),
+        # Gate and up, the gate's activation twice, and their product.
+        MemoryPart.FEED_FORWARD: 5.0 * tokens * _ffn_width(model) * element,
+    }
+    share = 1 / max(1, stage.num_blocks)
+    own = stage.memory
+    if not stage.lookups:
+        return parts
+    per_token = 4 * own.kept_wide + element * own.kept_narrow + _ID * own.kept_ids
+    memory = tokens * per_token + own.kept_keys * (_norm_bytes(element) + element)
+    exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
+    return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
+
+
+def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
+    """Ids (packed, of all ranks of the group), coefficients, projected inputs, products and sums of one lookup."""
+    memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
+    assert memory is not None
+    lookup, pre_width = memory.lookup, memory.width("pre_values")
+    reads = tokens * lookup.rows
+    sums = tokens * lookup.bins * memory.width("values") * element
+    if group == 1:
+        return (
+            reads * (_ID * (1 if lookup.bins == 1 else 2) + (4 if pre_width else 0))
+            + sums
+            + tokens * pre_width * element
+        )
+    packed = group * packed_bytes(reads, bank_rows * lookup.bins)
+    coefficients = group * reads * coefficients_per_rank(lookup.scores, group) * element
+    return packed + coefficients + tokens * pre_width * element + (reads * element if pre_width else 0) + sums
+
+
+def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
+    """What one block's backward pass has at a time on top: the larger of the memory's and the feed-forward's.
+
+    Of the memory: gradients of the key scores, and of all ranks' ids as they are sorted: 8 bytes unpacked, 4 of rows and
+    8 of positions. Of the feed-forward: the gradient of gate and up, of their product, and of the weight.
+    """
+    model, element, layout = config.model, config.train.element_bytes, config.parallel
+    # The gradient that goes down the residual stream, and what a part adds to it.
+    parts = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
+    width = _ffn_width(model)
+    of_ffn = {MemoryPart.BACKWARD: element * (3.0 * tokens * width + 2 * width * model.hidden_size / layout.tensor)}
+    of_memory: dict[MemoryPart, float] = {}
+    if stage.lookups:
+        assert model.memory is not None
+        num = len(stage.lookups)
+        ids = layout.memory * tokens * model.memory.lookup.rows
+        of_memory = {
+            MemoryPart.BACKWARD: 4 * tokens * stage.memory.backward_wide / num,
+            MemoryPart.EXCHANGE: float(_ID * ids if layout.memory > 1 else 0),
+            MemoryPart.MEMORY: float((_ID + 4) * ids),
+        }
+    return _sum(parts, max(of_ffn, of_memory, key=lambda part: sum(part.values())))
+
+
+def _ffn_width(model: ModelConfig) -> int:
+    if model.moe is None:
+        return model.ffn_hidden_size
+    return model.moe.top_k * model.moe.expert_ffn_hidden_size
+
+
+def _norm_bytes(element: int) -> int:
+    """Per element: the input and the normalised values in fp32, and the output."""
+    return 4 + 4 + element
+
+
+def _sum(*parts: dict[MemoryPart, float]) -> dict[MemoryPart, float]:
+    keys = [part for part in MemoryPart if any(part in each for each in parts)]
+    return {part: sum(each.get(part, 0.0) for each in parts) for part in keys}

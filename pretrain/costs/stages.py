@@ -1,0 +1,156 @@
+"""What every pipeline stage of a layout has: the model's parts by stage, and how tokens and ranks are divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megamem.config import ModelConfig
+from megamem.families.family import LayerCosts
+from megamem.families.registry import family_of
+from megamem.sharing import BankSpec, LayerView
+from megamem.slots import Slot
+from parallel.layout import padded_size
+from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
+from pretrain.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's part of the model, before tensor parallelism and the memory group split it.
+
+    Attributes:
+        chunks: of the depth, in the order of its virtual stages.
+        num_blocks: blocks.
+        split_weights: weights that tensor-parallel ranks split.
+        whole_weights: weights that every rank holds.
+        table_elements: elements of tables.
+        expert_weights: weights of experts.
+        memory: costs of its memory layers without their tables.
+        lookups: rows of the bank that each of its memory layers reads, or each chunk, if its layers read together.
+    """
+
+    chunks: tuple[ModelChunk, ...]
+    num_blocks: int
+    split_weights: int
+    whole_weights: int
+    table_elements: int
+    expert_weights: int
+    memory: LayerCosts
+    lookups: tuple[int, ...]
+
+    @property
+    def has_embedding(self) -> bool:
+        return any(chunk.has_embedding for chunk in self.chunks)
+
+    @property
+    def has_loss(self) -> bool:
+        return any(chunk.has_loss for chunk in self.chunks)
+
+
+def stages_of(config: RunConfig) -> tuple[Stage, ...]:
+    """The stages of a run, first to last."""
+    layout = config.parallel
+    return _stages(config.model, layout.pipeline, layout.virtual_pipeline, layout.pipeline_layout)
+
+
+@lru_cache(maxsize=256)
+def _stages(model: ModelConfig, pipeline: int, virtual: int, layout: str | None) -> tuple[Stage, ...]:
+    chunks = model_chunks(model.num_layers, pipeline=pipeline, virtual_pipeline=virtual, layout=layout)
+    return tuple(
+        _stage(model, chunks_of_stage(chunks, pipeline=pipeline, pipeline_rank=rank)) for rank in range(pipeline)
+    )
+
+
+def _stage(model: ModelConfig, chunks: tuple[ModelChunk, ...]) -> Stage:
+    memory = model.memory
+    blocks = [block for chunk in chunks for block in chunk.layers]
+    indices = [index for index, span in enumerate(model.memory_spans) if span.read in blocks]
+    views = [model.memory_plan.views[index] for index in indices]
+    banks = {view.bank for view in views}
+    split = whole = experts = 0
+    for block in blocks:
+        slots = [memory.slot_of(span) for span in model.memory_spans if span.read == block] if memory else []
+        of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
+        split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
+    embedding = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
+    # A tied output projection on a stage of its own is a copy.
+    has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
+    split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
+    costs = sum((_costs(model, view) for view in views), LayerCosts())
+    lookups = tuple(view.num_bank_rows for view in views)
+    if memory is not None and memory.reads_once and views:
+        # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
+        reading = {span.read for span in model.memory_spans}
+        lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
+        whole += family_of(memory).shared_parameters(memory, model.hidden_size)
+    return Stage(
+        chunks=chunks,
+        num_blocks=len(blocks),
+        split_weights=split,
+        whole_weights=whole + has_loss * model.hidden_size + costs.retrieval + costs.projections,
+        table_elements=sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks),
+        expert_weights=experts,
+        memory=costs,
+        lookups=lookups,
+    )
+
+
+def _elements(model: ModelConfig, bank: BankSpec) -> int:
+    assert model.memory is not None
+    return bank.num_rows * model.memory.row_width
+
+
+def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
+    assert model.memory is not None
+    return family_of(model.memory).costs(model.memory, view, model.hidden_size)
+
+
+def _block_weights(model: ModelConfig, has_no_ffn: bool, is_inserted: bool) -> tuple[int, int, int]:
+    """Weights of one block that tensor-parallel ranks split, that all hold, and of experts; see `count_parameters`."""
+    width, head = model.hidden_size, model.attention_head_dim
+    projections = 2 * (model.num_attention_heads + model.query_groups) - is_inserted * model.num_attention_heads
+    split = width * head * projections
+    norms = (2 - is_inserted) * width + (2 * head if model.qk_norm else 0)
+    if has_no_ffn or is_inserted:
+        return split, norms, 0
+    if model.moe is None:
+        return split + 3 * width * model.ffn_hidden_size, norms, 0
+    experts = model.moe.num_experts * 3 * width * model.moe.expert_ffn_hidden_size
+    return split, norms + width * model.moe.num_experts, experts
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a run's ranks and tokens are divided.
+
+    Attributes:
+        replicas: data-parallel size.
+        stage_ranks: ranks of one stage.
+        table_replicas: ranks of a stage that hold the same columns.
+        num_microbatches: per step and data-parallel rank.
+        rank_tokens: of a microbatch on one rank, between the blocks and in memories.
+        loss_tokens: of a microbatch whose losses one rank computes, for its part of the vocabulary.
+    """
+
+    replicas: int
+    stage_ranks: int
+    table_replicas: int
+    num_microbatches: int
+    rank_tokens: int
+    loss_tokens: int
+
+    @staticmethod
+    def of(config: RunConfig, num_ranks: int) -> Division:
+        layout, train = config.parallel, config.train
+        replicas = num_ranks // (layout.tensor * layout.pipeline * layout.context)
+        stage_ranks = num_ranks // layout.pipeline
+        tokens = train.micro_batch_size * train.sequence_length
+        return Division(
+            replicas=replicas,
+            stage_ranks=stage_ranks,
+            table_replicas=stage_ranks // layout.memory,
+            num_microbatches=train.global_batch_size // (train.micro_batch_size * replicas),
+            rank_tokens=tokens // (layout.tensor * layout.context),
+            loss_tokens=tokens // layout.context,
+        )

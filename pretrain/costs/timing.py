@@ -1,0 +1,337 @@
+"""How long an optimizer step takes on given hardware, in closed formulas: an estimate, part by part.
+
+Products of matrices run at a share of the peak, streams and gathers at a share of the memory's bandwidth, messages at a
+share of a link's. What runs beside something else is counted with what sticks out. `configs/hardware` says which of
+these shares are assumed; `megamem bench hardware` measures them.
+
+Legend: T tokens of a microbatch on a rank, G ranks of the memory group, m microbatches, P stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from megamem.config import ModelConfig
+from parallel.layout import padded_size
+from pretrain.config.schema import RunConfig
+from pretrain.costs.context import context_way, run_costs
+from pretrain.costs.formulas import training_flops_per_token
+from pretrain.costs.hardware import Hardware
+from pretrain.costs.memory import block_kept, local_dense, local_tables
+from pretrain.costs.stages import Division, Stage, stages_of
+from pretrain.costs.traffic import copies_bytes, follows_heads, lookup_traffic, microbatch_bytes
+
+LAUNCHES_DENSE = (70, 117)
+"""Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
+LAUNCHES_MEMORY = (130, 121)
+"""Kernels of a memory layer with a split table, forward and backward, counted alike."""
+SECTOR_BYTES = 32
+"""What a GPU's memory moves at the least."""
+
+
+class TimePart(StrEnum):
+    """A part of a step, in the order of a report. Those of the memory begin with its name."""
+
+    MATMULS = "backbone: products of matrices"
+    ELEMENTWISE = "backbone: norms, activations, attention's copies"
+    LOSS = "output projection and loss"
+    MEMORY_MATMULS = "memory: queries, keys, projections"
+    MEMORY_SELECTION = "memory: selection and scores"
+    MEMORY_TABLES = "memory: gathers and table gradients"
+    MEMORY_EXCHANGE = "memory: exchange, exposed"
+    LAUNCHES = "launches, exposed"
+    TENSOR = "tensor-parallel collectives"
+    CONTEXT = "context-parallel collectives"
+    MESSAGES = "messages between stages"
+    BUBBLE = "pipeline bubble"
+    REDUCTION = "backbone: reductions and gathers, exposed"
+    MEMORY_REDUCTION = "memory: reductions and gathers of tables, exposed"
+    UPDATE = "backbone: zeroing, norms, update"
+    MEMORY_UPDATE = "memory: zeroing, norms, update of tables"
+
+
+_REMEDIES = {
+    TimePart.MEMORY_EXCHANGE: "a smaller parallel.memory inside one node, or fewer reads (top_k)",
+    TimePart.MEMORY_TABLES: "fewer or wider rows (top_k, value_dim), or rows whose columns are not split as thin",
+    TimePart.MEMORY_SELECTION: "fewer keys or a smaller row_top_k_limit",
+    TimePart.MEMORY_MATMULS: "fewer memory layers or keys (sharing.group), or a smaller key_dim",
+    TimePart.MEMORY_REDUCTION: "a larger parallel.memory, or more microbatches per step to hide it behind",
+    TimePart.MEMORY_UPDATE: "a larger parallel.memory (zeroing), or more ranks",
+}
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """What one rank of a stage sends per optimizer step, to its own node and to others.
+
+    Attributes:
+        exchange: of lookups.
+        tables: reductions and gathers of tables.
+        dense: of everything else.
+    """
+
+    exchange: tuple[float, float]
+    tables: tuple[float, float]
+    dense: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An estimated step of a run.
+
+    Attributes:
+        by_part: seconds, of the slowest stage; they add up to the step.
+        tokens_per_s: of all ranks.
+        mfu: model FLOPs (without recomputation) over the peak of all GPUs.
+        sent: by stage.
+        slowest_stage: whose parts these are.
+    """
+
+    by_part: dict[TimePart, float]
+    tokens_per_s: float
+    mfu: float
+    sent: tuple[SentBytes, ...]
+    slowest_stage: int
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.by_part.values())
+
+    @property
+    def memory_costs(self) -> list[tuple[TimePart, float, str]]:
+        """The three largest parts of the memory's cost, with seconds and what would lessen them."""
+        own = [(part, self.by_part[part], words) for part, words in _REMEDIES.items() if self.by_part[part] > 0]
+        return sorted(own, key=lambda item: -item[1])[:3]
+
+
+def step_time(config: RunConfig, num_ranks: int, hardware: Hardware) -> StepTime:
+    """The estimate for a configuration that is valid on so many ranks."""
+    division = Division.of(config, num_ranks)
+    stages = stages_of(config)
+    passes = [_microbatch(config, stage, division, hardware) for stage in stages]
+    slowest = max(range(len(stages)), key=lambda index: sum(passes[index].values()))
+    per_microbatch, stage = passes[slowest], stages[slowest]
+    microbatch_s = sum(per_microbatch.values())
+    m, layout = division.num_microbatches, config.parallel
+    parts = {part: m * seconds for part, seconds in per_microbatch.items()}
+    parts[TimePart.BUBBLE] = (layout.pipeline - 1) / layout.virtual_pipeline * microbatch_s
+    parts |= _after_backward(config, stage, division, hardware, microbatch_s)
+    step_s = sum(parts.values())
+    tokens = config.train.tokens_per_step
+    flops = _model_flops_per_token(config.model, config.train.sequence_length) * tokens
+    return StepTime(
+        by_part={part: parts.get(part, 0.0) for part in TimePart},
+        tokens_per_s=tokens / step_s,
+        mfu=flops / (step_s * num_ranks * hardware.peak_bf16_tflops * 1e12),
+        sent=tuple(_sent(config, each, division, hardware) for each in stages),
+        slowest_stage=slowest,
+    )
+
+
+@lru_cache(maxsize=16)
+def _model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    return training_flops_per_token(model, sequence_length)
+
+
+def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> dict[TimePart, float]:
+    """Seconds of forward and backward of one microbatch on a stage; recomputation repeats forward."""
+    model, train, layout = config.model, config.train, config.parallel
+    tokens, element = division.rank_tokens, train.element_bytes
+    forwards = 2 if train.recompute == "full" else 1
+    dense, loss = _dense_flops(model, stage, train.sequence_length)
+    kept = sum(block_kept(config, stage, tokens).values()) * stage.num_blocks
+    own = stage.memory
+    parts = {
+        TimePart.MATMULS: (forwards + 2) * tokens * dense / hardware.flops_per_s,
+        # Forward writes what backward reads once more, and each is read by the next operation.
+        TimePart.ELEMENTWISE: (forwards + 1)
+        * 2
+        * (kept - _memory_kept(config, stage, tokens))
+        / hardware.stream_bytes_per_s,
+        TimePart.LOSS: 3 * tokens * loss / hardware.flops_per_s,
+        TimePart.MEMORY_MATMULS: (forwards + 2)
+        * tokens
+        * (own.key_flops + own.projection_flops)
+        / hardware.flops_per_s,
+        # Key scores are written and read in fp32 in every pass; backward writes their gradients.
+        TimePart.MEMORY_SELECTION: tokens
+        * (forwards * (own.selection_bytes + 6 * own.backward_wide / 2) + 2 * 4 * own.backward_wide)
+        / hardware.stream_bytes_per_s,
+        TimePart.MEMORY_TABLES: _table_bytes(config, stage, tokens) / hardware.gather_bytes_per_s,
+    }
+    exchange_s = _exchange_s(config, stage, division, hardware)
+    if layout.overlap_memory and layout.memory > 1:
+        beside = 2 * 3 * stage.num_blocks * model.hidden_size * model.ffn_hidden_size / layout.tensor
+        hidden = (forwards + 2) * tokens * layout.tensor * beside / hardware.flops_per_s
+        exchange_s = max(0.0, exchange_s - hidden)
+    parts[TimePart.MEMORY_EXCHANGE] = exchange_s
+    # Sequence parallelism gathers before attention and feed-forward and scatters behind them, in every pass.
+    collectives = 2 * 2 * (forwards + 1) * stage.num_blocks
+    gathered = (layout.tensor - 1) * tokens * model.hidden_size * element
+    parts[TimePart.TENSOR] = collectives * gathered / hardware.nvlink_bytes_per_s
+    parts[TimePart.CONTEXT] = _context_s(config, stage, hardware)
+    boundary = tokens * model.hidden_size * element
+    parts[TimePart.MESSAGES] = (
+        2 * layout.virtual_pipeline * boundary / hardware.network_bytes_per_s if layout.pipeline > 1 else 0.0
+    )
+    launches = forwards * _launches(stage, 0) + _launches(stage, 1)
+    parts[TimePart.LAUNCHES] = max(0.0, launches * hardware.launch_us * 1e-6 - sum(parts.values()))
+    return parts
+
+
+def _dense_flops(model: ModelConfig, stage: Stage, sequence_length: int) -> tuple[float, float]:
+    """Forward FLOPs per token of a stage's blocks without memories, and of its output projection."""
+    attention = 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
+    vocabulary = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
+    copies = (
+        (stage.has_embedding + stage.has_loss)
+        if not model.tied_embeddings
+        else max(stage.has_embedding, stage.has_loss)
+    )
+    weights: float = stage.split_weights - copies * vocabulary
+    if model.moe is not None:
+        weights += stage.expert_weights * model.moe.top_k / model.moe.num_experts
+    return 2.0 * weights + stage.num_blocks * attention, 2.0 * vocabulary * stage.has_loss
+
+
+def _memory_kept(config: RunConfig, stage: Stage, tokens: int) -> float:
+    kept = block_kept(config, stage, tokens)
+    return stage.num_blocks * sum(num for part, num in kept.items() if part.value in ("memory layers", "exchange"))
+
+
+def _table_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
+    """Device memory that lookups of a microbatch move at the least; see `pretrain.costs.step.part_costs`.
+
+    A rank reads 1 / G of the columns for G times the tokens.
+    """
+    memory, train = config.model.memory, config.train
+    if memory is None:
+        return 0.0
+    forwards = 2 if train.recompute == "full" else 1
+    group = config.parallel.memory
+    per_row = 0
+    for table in memory.tables:
+        columns = table.width // group
+        per_row += (forwards + 1) * _touched(columns * train.element_bytes) + 2 * _touched(columns * 4)
+    return float(group * tokens * len(stage.lookups) * memory.lookup.rows * per_row)
+
+
+def _touched(row_bytes: int) -> int:
+    """Bytes of the 32-byte sectors that a row touches, on the average over the rows of a table."""
+    return row_bytes + SECTOR_BYTES - math.gcd(row_bytes, SECTOR_BYTES)
+
+
+def _exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
+    near, far = _exchanged(config, stage, division, hardware)
+    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s) / division.num_microbatches
+
+
+def _exchanged(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
+    """Bytes that a rank of a stage sends per step for its lookups, to its own node and to others."""
+    memory, group = config.model.memory, config.parallel.memory
+    if memory is None or group == 1:
+        return 0.0, 0.0
+    total = 0.0
+    for rows, number in Counter(stage.lookups).items():
+        lookup = lookup_traffic(
+            memory,
+            rows,
+            group_size=group,
+            num_tokens=division.rank_tokens,
+            element_bytes=config.train.element_bytes,
+            follows_heads=follows_heads(config),
+        )
+        total += number * microbatch_bytes(config, lookup)
+    total *= division.num_microbatches
+    # A group is consecutive ranks, and its members send each other the same.
+    near = total * (min(group, hardware.gpus_per_node) - 1) / (group - 1)
+    return near, total - near
+
+
+def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
+    layout = config.parallel
+    if layout.context == 1:
+        return 0.0
+    costs = run_costs(config, context_way(config))
+    in_node = layout.tensor * layout.context <= hardware.gpus_per_node
+    link = hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s
+    forwards = 1 if config.train.recompute == "none" else 2
+    return (forwards * costs.forward + costs.backward) * stage.num_blocks / link
+
+
+def _launches(stage: Stage, way: int) -> int:
+    return stage.num_blocks * LAUNCHES_DENSE[way] + len(stage.lookups) * LAUNCHES_MEMORY[way]
+
+
+def _after_backward(
+    config: RunConfig, stage: Stage, division: Division, hardware: Hardware, microbatch_s: float
+) -> dict[TimePart, float]:
+    """Reductions and gathers that the last backward and the next forward pass do not hide, and the update."""
+    layout, element = config.parallel, config.train.element_bytes
+    # Backward is two of the three to four passes of a microbatch, forward one.
+    passes = 4 if config.train.recompute == "full" else 3
+    room = [
+        microbatch_s * (passes - 1) / passes if layout.overlap_grad_reduce else 0.0,
+        microbatch_s / passes if layout.overlap_param_gather else 0.0,
+    ]
+    domains = (
+        (TimePart.MEMORY_REDUCTION, local_tables(config, stage), division.table_replicas, layout.memory),
+        (TimePart.REDUCTION, local_dense(config, stage), division.replicas * layout.context, layout.tensor),
+    )
+    parts = {}
+    for part, weights, replicas, stride in domains:
+        exposed = 0.0
+        for index, width in enumerate((4, element)):
+            seconds = _ring_s(weights * width, replicas, stride, hardware)
+            exposed += max(0.0, seconds - room[index])
+            # One after the other: what the first needs, the second cannot hide behind.
+            room[index] = max(0.0, room[index] - seconds)
+        parts[part] = exposed
+    # What the stages add up of banks that each has a copy of comes after all else.
+    num_ranks = division.table_replicas * layout.memory * layout.pipeline
+    parts[TimePart.MEMORY_REDUCTION] += copies_bytes(config, num_ranks) / hardware.network_bytes_per_s
+    for part, (_, weights, replicas, _) in zip((TimePart.MEMORY_UPDATE, TimePart.UPDATE), domains, strict=True):
+        owned = weights / replicas
+        on_host = part == TimePart.MEMORY_UPDATE and config.optimizer.value_offload == "cpu"
+        # Zeroing writes the gradient; norm and clipping read it twice and write it; AdamW moves 28 bytes and a weight.
+        moved = 4 * weights + 3 * 4 * owned + (0 if on_host else (28 + element) * owned)
+        parts[part] = moved / hardware.stream_bytes_per_s
+        if on_host:
+            # docs/offload.md: the copies either way, or the host's own traffic, whichever takes longer.
+            copied = (4 + element) * owned / (hardware.host_link_gb_per_s * 1e9)
+            parts[part] += max(copied, 40 * owned / (hardware.host_memory_gb_per_s * 1e9))
+    return parts
+
+
+def _ring_s(num_bytes: float, size: int, stride: int, hardware: Hardware) -> float:
+    """Of a reduce-scatter or gather of so many bytes over ranks that are `stride` apart.
+
+    A ring crosses between nodes once per node, and its members in a node share their adapters.
+    """
+    if size == 1:
+        return 0.0
+    sent = num_bytes * (size - 1) / size
+    in_node = max(1, min(size, hardware.gpus_per_node // stride))
+    inside = sent / hardware.nvlink_bytes_per_s if in_node > 1 else 0.0
+    across = sent / in_node / hardware.network_bytes_per_s if size > in_node else 0.0
+    return max(inside, across)
+
+
+def _sent(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> SentBytes:
+    layout, width = config.parallel, 4 + config.train.element_bytes
+
+    def ring(weights: float, size: int, stride: int) -> tuple[float, float]:
+        sent = weights * width * (size - 1) / size
+        in_node = max(1, min(size, hardware.gpus_per_node // stride))
+        far = sent / in_node if size > in_node else 0.0
+        return sent - far, far
+
+    return SentBytes(
+        exchange=_exchanged(config, stage, division, hardware),
+        tables=ring(local_tables(config, stage), division.table_replicas, layout.memory),
+        dense=ring(local_dense(config, stage), division.replicas * layout.context, layout.tensor),
+    )

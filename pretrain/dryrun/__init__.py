@@ -1,0 +1,1 @@
+"""One rank of a run of any size, built and stepped once without memory, devices or other ranks."""

@@ -1,0 +1,108 @@
+"""Slurm's commands: what they are asked, and what they answer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.errors import ConfigError, UserError
+
+_PATIENCE_S = 120.0
+_GONE = "Invalid job id specified"
+
+
+class SlurmError(UserError):
+    """Slurm refused, or did not answer."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job as the controller sees it.
+
+    Attributes:
+        state: PENDING, RUNNING, COMPLETING, ...
+        reason: why it waits.
+    """
+
+    state: str
+    reason: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it will run any more."""
+        return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
+
+
+def is_there() -> bool:
+    """Whether this machine has Slurm's commands."""
+    return shutil.which("sbatch") is not None
+
+
+def run_command(*words: str) -> str:
+    """What a command prints.
+
+    Raises:
+        ConfigError: it is not installed.
+        SlurmError: it failed, with what it said.
+    """
+    try:
+        result = subprocess.run(
+            words, capture_output=True, text=True, timeout=_PATIENCE_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(f"{words[0]} is not installed here: submit from a machine of the cluster") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{' '.join(words)} did not answer within {_PATIENCE_S:.0f} s") from error
+    if result.returncode:
+        said = (result.stderr or result.stdout).strip()
+        raise SlurmError(f"{' '.join(words)} failed: {said}")
+    return result.stdout.strip()
+
+
+def submit(script: Path, options: Sequence[str] = ()) -> str:
+    """Queue a batch script. Returns the job's number.
+
+    Raises:
+        SlurmError: it was refused.
+    """
+    # With a federation, the cluster's name follows the number.
+    return run_command("sbatch", "--parsable", *options, str(script)).split(";")[0]
+
+
+def job_state(job: str) -> JobState | None:
+    """A job's state; None if the controller knows it no longer."""
+    try:
+        fields = job_fields(job)
+    except SlurmError as error:
+        if _GONE in str(error):
+            return None
+        raise
+    return JobState(fields.get("JobState", "UNKNOWN"), fields.get("Reason", ""))
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """What `scontrol show job` says of a job, by name.
+
+    Raises:
+        SlurmError: there is no such job, or no answer.
+    """
+    words = run_command("scontrol", "-o", "show", "job", job).split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def host_names(node_list: str) -> tuple[str, ...]:
+    """The nodes of Slurm's short form of their names."""
+    return tuple(run_command("scontrol", "show", "hostnames", node_list).split())
+
+
+def requeue(job: str) -> None:
+    """Have a job end here and start again."""
+    run_command("scontrol", "requeue", job)
+
+
+def cancel(job: str) -> None:
+    """End a job."""
+    run_command("scancel", job)

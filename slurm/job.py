@@ -1,0 +1,216 @@
+"""What the batch script asks: may this attempt begin, on how many nodes; and what follows from how it ended."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_stages
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+from pretrain.history import now
+from slurm.lead import lead_seconds
+from slurm.policy import Action, Attempt, Cause, Decision, Ended, cause_of, decide
+from slurm.profile import ClusterConfig, load_profile
+from slurm.records import AttemptFolder, JobsFolder, Submission
+
+_CANCELLED_STATES = ("CANCELLED",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an attempt is to do.
+
+    Attributes:
+        folder: of the attempt.
+        num_nodes: on how many of the job's nodes ranks start.
+        stop_after_s: seconds after which the ranks are told to stop; None: Slurm's signal comes early enough.
+    """
+
+    folder: AttemptFolder
+    num_nodes: int
+    stop_after_s: int | None
+
+
+def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mapping[str, str]) -> Plan | None:
+    """Begin an attempt; None if another job has taken this one's place.
+
+    An attempt before it that has left no end was lost with its node, or taken by Slurm: it is concluded here.
+
+    Args:
+        nodes: of the job.
+        time_left: until its limit, as squeue has it.
+        environ: of the batch script.
+
+    Raises:
+        ConfigError: the run must not start again; it says why.
+    """
+    submission = _submission(jobs)
+    profile = load_profile(jobs.profile)
+    job = environ["SLURM_JOB_ID"]
+    newer = [other for other in jobs.job_ids() if _number(other) > _number(job)]
+    if newer:
+        print(f"job {newer[-1]} goes on with this run, and job {job} has nothing to do", file=sys.stderr)
+        return None
+    if job not in jobs.job_ids():
+        jobs.add_job(job, "began before it was recorded")
+    _conclude_lost(jobs, submission, profile)
+    bad = bad_nodes(jobs, submission.number) if profile.elastic else set()
+    nodes = [node for node in nodes if node not in bad]
+    num_nodes = usable_nodes(load_stages(jobs.config), profile, len(nodes))
+    attempt = Attempt(
+        submission=submission.number,
+        job=job,
+        restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        nodes=tuple(nodes[:num_nodes]),
+        num_nodes=num_nodes,
+        saved_step=jobs.newest_saved_step(),
+        at=now(),
+    )
+    lead_s = lead_seconds(jobs.run.metrics, profile.lead_s)
+    left_s = seconds(time_left)
+    stop_after_s = max(1, left_s - lead_s) if left_s is not None and lead_s > submission.lead_s else None
+    return Plan(jobs.begin_attempt(attempt), num_nodes, stop_after_s)
+
+
+def _submission(jobs: JobsFolder) -> Submission:
+    submission = jobs.submission()
+    if submission is None:
+        raise ConfigError(f"{jobs.path} holds no submission: start the run with `megamem submit`")
+    return submission
+
+
+def _number(job: str) -> int:
+    return int(job) if job.isdecimal() else 0
+
+
+def _conclude_lost(jobs: JobsFolder, submission: Submission, profile: ClusterConfig) -> None:
+    """Record the end of an attempt that could not do so itself, and refuse to go on if that follows from it."""
+    folders = jobs.attempt_folders()
+    if not folders:
+        return
+    last = folders[-1]
+    if last.ended() is None:
+        ended = how_it_ended(jobs, last, None, asked_to_stop=False, state="")
+        conclude(jobs, last, ended, profile)
+    decision = last.decision()
+    if (
+        decision is not None
+        and decision.action is not Action.REQUEUE
+        and last.attempt().submission == submission.number
+    ):
+        raise ConfigError(f"{jobs.run.path} is not started again: {decision.reason}. `megamem submit` starts it anew")
+
+
+def conclude(jobs: JobsFolder, folder: AttemptFolder, ended: Ended, profile: ClusterConfig) -> Decision:
+    """Record how an attempt ended and what follows."""
+    decision = decide([*jobs.ended_attempts(ended.attempt.submission), ended], profile.retry)
+    folder.write_end(ended, decision)
+    return decision
+
+
+def end(jobs: JobsFolder, folder: AttemptFolder, exit_code: int, *, asked_to_stop: bool, state: str) -> Decision:
+    """What follows from the end of an attempt's ranks.
+
+    Args:
+        exit_code: of srun. The first rank that failed may have recorded another one, which counts.
+        asked_to_stop: the batch script was told to stop, and told them.
+        state: of the job, by squeue.
+    """
+    ended = how_it_ended(jobs, folder, exit_code, asked_to_stop=asked_to_stop, state=state)
+    return conclude(jobs, folder, ended, load_profile(jobs.profile))
+
+
+def how_it_ended(
+    jobs: JobsFolder, folder: AttemptFolder, exit_code: int | None, *, asked_to_stop: bool, state: str
+) -> Ended:
+    """The end of an attempt, from what it left behind; see `end`. Without an exit code the script was lost too."""
+    attempt, saved = folder.attempt(), jobs.newest_saved_step()
+    bad = folder.read_bad_nodes()
+    if jobs.cancelled.exists() or state in _CANCELLED_STATES:
+        return Ended(attempt, Cause.CANCELLED, saved, (), "by a person")
+    if bad:
+        return Ended(attempt, Cause.BAD_NODES, saved, tuple(sorted(bad)), _in_words(bad))
+    failure = folder.first_failure()
+    if failure is not None:
+        cause = cause_of(failure.exit_code, asked_to_stop=asked_to_stop)
+        where = f"rank {failure.rank} on {failure.node} ended with exit code {failure.exit_code}"
+        said = folder.last_words(failure.rank)
+        nodes = (failure.node,) if cause is Cause.BAD_NODES else ()
+        return Ended(attempt, cause, saved, nodes, f"{where}: {said}" if said else where)
+    if folder.stopped.exists():
+        return Ended(attempt, Cause.STOPPED, saved, (), "it was asked to stop, and saved")
+    if exit_code is None:
+        detail = f"nothing says how the attempt on {', '.join(attempt.nodes)} ended: a node died, or Slurm took the job"
+        return Ended(attempt, Cause.LOST, saved, (), detail)
+    cause = cause_of(exit_code, asked_to_stop=asked_to_stop)
+    # Nobody knows which node it was.
+    cause = Cause.CRASHED if cause is Cause.BAD_NODES else cause
+    return Ended(attempt, cause, saved, (), f"srun ended with exit code {exit_code}; see {folder.path}")
+
+
+def _in_words(bad: Mapping[str, str]) -> str:
+    return "; ".join(f"{node}: {problem}" for node, problem in sorted(bad.items()))
+
+
+def goes_on_in_place(
+    jobs: JobsFolder, folder: AttemptFolder, decision: Decision, live_nodes: Sequence[str], *, asked_to_stop: bool
+) -> bool:
+    """Whether an elastic run starts again at once, on those of the job's nodes that are left.
+
+    Args:
+        live_nodes: of the job, that answer.
+    """
+    profile, ended = load_profile(jobs.profile), folder.ended()
+    assert ended is not None
+    if not profile.elastic or asked_to_stop or decision.action is not Action.REQUEUE or decision.delay_s:
+        return False
+    if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES):
+        return False
+    left = [node for node in live_nodes if node not in bad_nodes(jobs, ended.attempt.submission)]
+    try:
+        usable_nodes(load_stages(jobs.config), profile, len(left))
+    except ConfigError:
+        return False
+    return True
+
+
+def bad_nodes(jobs: JobsFolder, submission: int) -> set[str]:
+    """The nodes that attempts of a submission found bad."""
+    return {node for ended in jobs.ended_attempts(submission) for node in ended.bad_nodes}
+
+
+def usable_nodes(stages: Sequence[RunConfig], profile: ClusterConfig, num_nodes: int) -> int:
+    """The most of so many nodes on which layout and batch of the run, in all its stages, can be.
+
+    Raises:
+        ConfigError: there is no such number, or it is below what the profile allows.
+    """
+    least = profile.min_nodes if profile.min_nodes is not None else num_nodes
+    reason = ConfigError(f"there are {num_nodes}")
+    for number in range(num_nodes, least - 1, -1):
+        try:
+            for config in stages:
+                validate(config, number * profile.ranks_per_node, on_this_machine=False)
+        except ConfigError as error:
+            reason = error
+        else:
+            return number
+    raise ConfigError(
+        f"no number of nodes from {least} to {num_nodes} can run this layout with {profile.ranks_per_node} ranks per "
+        f"node: {reason}"
+    )
+
+
+def seconds(time_left: str) -> int | None:
+    """squeue's days-hours:minutes:seconds in seconds; None where there is no limit."""
+    days, _, clock = time_left.strip().rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in parts) or not (days.isdecimal() or not days):
+        return None
+    total = 0
+    for part in parts:
+        total = 60 * total + int(part)
+    return int(days or 0) * 86400 + total

@@ -1,0 +1,41 @@
+"""How long before its time limit a run must be told to save."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# Slurm looks at time limits, and thus sends signals, every 30 s, and says itself that one may come 60 s late.
+_LATE_BY_S = 60.0
+# The slowest save so far, and not the mean: a busy file system is busiest when every job on it is told to stop.
+_SAVES = 2.0
+_STEPS = 2.0
+
+
+def lead_seconds(metrics: Path, default_s: int) -> int:
+    """Seconds before the time limit at which a run is to be told to stop.
+
+    Two of the slowest saves that were measured, two of the slowest steps (a step is finished first), and what Slurm may
+    be late by; never less than `default_s`, which alone counts while no save was measured.
+    """
+    rows = list(_rows(metrics))
+    saves_s = [row["save_s"] for row in rows if row.get("save_s")]
+    if not saves_s:
+        return default_s
+    steps_s = [row["step_s"] for row in rows if row.get("step_s")]
+    needed_s = _SAVES * max(saves_s) + _STEPS * max(steps_s, default=0.0) + _LATE_BY_S
+    return max(default_s, math.ceil(needed_s))
+
+
+def _rows(metrics: Path) -> Iterable[dict[str, Any]]:
+    if not metrics.exists():
+        return
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            # Left half-written by a process that was killed.
+            continue

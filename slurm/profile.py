@@ -1,0 +1,204 @@
+"""What a cluster is like, and how runs use it: `configs/clusters/*.yaml`. The docstring under a field is its help text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Le
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megamem.config_base import Config, EffectiveWhen
+from pretrain.config.loader import load_as
+from pretrain.errors import ConfigError
+
+PROFILES = Path("configs") / "clusters"
+_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
+# Options that the script sets itself: a second one would win or lose silently.
+_OWN_OPTIONS = (
+    *("job-name", "partition", "account", "qos", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time"),
+    *("gpus-per-node", "mem", "signal", "requeue", "no-requeue", "output", "open-mode", "export", "chdir", "exclusive"),
+)
+
+
+@dataclass(frozen=True)
+class ContainerConfig(Config):
+    """The image in which ranks run."""
+
+    runtime: Literal["pyxis", "apptainer"]
+    """pyxis: srun's plugin for Enroot; apptainer: `apptainer exec` around every rank."""
+    image: str
+    """A file that all nodes see, or what the runtime can fetch."""
+    mounts: tuple[str, ...] = ()
+    """Folders of the node, as source:target, besides shared_paths and scratch_path, which are always mounted."""
+
+
+@dataclass(frozen=True)
+class VariableEntry(Config):
+    """A variable of the ranks' environment."""
+
+    name: str
+    """The variable."""
+    value: str
+    """Its value."""
+    reason: str
+    """Why it is set; stands beside it in the script."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+            raise ValueError(f"name is {self.name!r}, which is no name of an environment variable")
+        if not self.reason.strip() or "\n" in self.reason:
+            raise ValueError(f"reason of {self.name} is {self.reason!r}: say in one line why it is set")
+
+
+@dataclass(frozen=True)
+class NodeCheckConfig(Config):
+    """What every node is asked before a run trains on it."""
+
+    max_clock_skew_s: PositiveFloat = 5.0
+    """Seconds by which a node's clock may differ from that of rank 0."""
+    min_free_gpu_share: Annotated[PositiveFloat, Le(1)] = 0.9
+    """Share of a GPU's memory that must be free before the run uses it."""
+    all_reduce_mb: PositiveInt = 64
+    """MB that each rank gives to the all-reduce whose bandwidth is measured."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds in which every rank must have reported; the nodes of those that have not are named."""
+
+
+@dataclass(frozen=True)
+class RetryConfig(Config):
+    """What follows after a failed attempt."""
+
+    starts_without_checkpoint: PositiveInt = 2
+    """Attempts in a row that end without a new checkpoint, after which the run stops."""
+    backoff_s: NonNegativeFloat = 60.0
+    """Seconds before the start that follows the second failure in a row; doubled for each one after it."""
+    max_backoff_s: NonNegativeFloat = 3600.0
+    """Longest such wait, in seconds."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig(Config):
+    """A cluster, and how runs use it."""
+
+    ranks_per_node: PositiveInt
+    """Ranks, and Slurm tasks, per node: one per GPU."""
+    shared_paths: tuple[str, ...]
+    """Folders that every node sees under the same name. Runs and data sets must lie below one of them; relative to the
+    folder in which `megamem submit` is typed."""
+    runs_path: str
+    """Folder for runs that are submitted without --run-dir."""
+    scratch_path: str = "/tmp"
+    """Folder on a disk of the node: caches of compiled kernels."""
+    virtual_environment: str | None = None
+    """Folder of the virtual environment in which ranks run, seen by all nodes; null: the python3 of modules or
+    container."""
+    modules: tuple[str, ...] = ()
+    """Environment modules to load, in this order."""
+    container: ContainerConfig | None = None
+    """The image in which ranks run; null: none."""
+    environment: tuple[VariableEntry, ...] = ()
+    """Variables of the ranks, for NCCL and the network most of all. Nothing else of the submitting shell reaches them."""
+    partition: str | None = None
+    """Partition; null: the cluster's default."""
+    account: str | None = None
+    """Account that is charged; null: the user's default."""
+    qos: str | None = None
+    """Quality of service; null: the default."""
+    nodes: PositiveInt = 1
+    """Nodes of a run that is submitted without --nodes."""
+    min_nodes: PositiveInt | None = None
+    """Elastic: fewest nodes on which a run goes on at once when others of its job are gone; the global batch stays. null:
+    it is requeued, and waits until all nodes are there."""
+    time: str = "1-00:00:00"
+    """Time limit of an attempt, as Slurm has it: days-hours:minutes:seconds."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs per node, of which every rank must find one; 0: ranks use CPUs."""
+    gpu_binding: Annotated[
+        Literal["all", "single"], EffectiveWhen(lambda c: c.gpus_per_node > 0, "gpus_per_node is above 0")
+    ] = "all"
+    """all: a rank sees the GPUs of its node and uses that of its number, so that NCCL can use peer memory; single: it
+    sees its own alone."""
+    cpus_per_rank: PositiveInt = 1
+    """CPU cores per rank: OpenMP threads, and what a rank is bound to."""
+    cpu_binding: Literal["none", "cores"] = "cores"
+    """cores: srun binds each rank to its cores; none: it does not."""
+    memory_per_node: str | None = None
+    """Memory as sbatch --mem has it (0: all of the node); null: the cluster's default."""
+    exclusive: bool = False
+    """Whether a node is used by one job alone."""
+    sbatch_options: tuple[str, ...] = ()
+    """More options of sbatch, as in --constraint=ib."""
+    srun_options: tuple[str, ...] = ()
+    """More options of srun for the ranks, as in --distribution=arbitrary."""
+    lead_s: PositiveInt = 600
+    """Seconds before the time limit at which a run is told to save, as long as none of its saves was measured; and the
+    least afterwards."""
+    check: NodeCheckConfig | None = field(default_factory=NodeCheckConfig)
+    """Checks of every node before a run trains; null: none."""
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    """What follows after a failed attempt."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gpus_per_node and self.gpus_per_node < self.ranks_per_node:
+            raise ValueError(
+                f"gpus_per_node is {self.gpus_per_node} and ranks_per_node {self.ranks_per_node}: a rank needs a GPU of "
+                "its own, so lower ranks_per_node, or set gpus_per_node to 0 for ranks on CPUs"
+            )
+        if self.min_nodes is not None and self.min_nodes > self.nodes:
+            raise ValueError(f"min_nodes is {self.min_nodes}, above nodes {self.nodes}: lower it")
+        if not _TIME.fullmatch(self.time):
+            raise ValueError(f"time is {self.time!r}: write days-hours:minutes:seconds, as in 1-12:00:00, or minutes")
+        if not self.shared_paths:
+            raise ValueError("shared_paths is empty: name a folder that every node sees, below which runs and data lie")
+        for option in self.sbatch_options:
+            name = option.removeprefix("--").partition("=")[0]
+            if not option.startswith("--") or "\n" in option or name in _OWN_OPTIONS:
+                raise ValueError(
+                    f"sbatch_options has {option!r}: write long options (--name=value) which the profile has no key for"
+                )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether runs go on with fewer nodes."""
+        return self.min_nodes is not None
+
+
+def find_profile(name: str) -> Path:
+    """The file of a profile: one of `configs/clusters` by name, or a path.
+
+    Raises:
+        ConfigError: there is none; it names those that there are.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    for folder in (PROFILES, Path(__file__).parents[1] / PROFILES):
+        if (found := folder / f"{name}.yaml").exists():
+            return found
+    there_are = sorted(found.stem for found in (Path(__file__).parents[1] / PROFILES).glob("*.yaml"))
+    raise ConfigError(
+        f"there is no cluster profile {name}: give the path of a YAML file, or one of {', '.join(there_are) or 'none'}"
+    )
+
+
+def load_profile(path: Path) -> ClusterConfig:
+    """A profile, with its paths made absolute.
+
+    Raises:
+        ConfigError: naming key, value, line and fix of every problem.
+    """
+    profile = load_as(ClusterConfig, path)
+    named = {"shared_paths": tuple(map(_absolute, profile.shared_paths)), "runs_path": _absolute(profile.runs_path)}
+    if profile.virtual_environment is not None:
+        named["virtual_environment"] = _absolute(profile.virtual_environment)
+    return replace(profile, **named)  # type: ignore[arg-type]
+
+
+def _absolute(path: str) -> str:
+    # Not resolved: on nodes a link may lead elsewhere.
+    return str(Path(path).expanduser().absolute())

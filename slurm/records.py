@@ -1,0 +1,238 @@
+"""What a run's folder keeps of its jobs: `RUN/slurm/`. No torch is imported, and every file appears whole.
+
+slurm/submission.json        what was asked for last
+slurm/jobs.jsonl             every job, in the order in which they were queued
+slurm/job_<id>.log           what the batch script says, over all its restarts
+slurm/code/<hash>/           the code that runs;  config.yaml, profile.yaml, job.sh beside it
+slurm/attempts/0001/         one per start: attempt.json, end.json, rank_<k>.log
+slurm/latest                 the newest attempt
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel.atomic_write import atomic_write
+from pretrain.checkpoint.folder import newest_readable
+from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
+from pretrain.history import now
+from slurm.policy import Action, Attempt, Cause, Decision, Ended
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What `megamem submit` asked for.
+
+    Attributes:
+        number: counts the submissions of the run, from 1. Attempts of earlier ones say nothing about this one.
+        cluster: name of the profile.
+        nodes, ranks_per_node: of the whole run.
+        code: hash of the code that runs.
+        lead_s: seconds before the time limit at which Slurm signals.
+        at: UTC, as ISO 8601 has it.
+    """
+
+    number: int
+    cluster: str
+    nodes: int
+    ranks_per_node: int
+    code: str
+    lead_s: int
+    at: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the first rank that failed did so.
+
+    Attributes:
+        rank: its number.
+        node: where it ran.
+        exit_code: of the command.
+    """
+
+    rank: int
+    node: str
+    exit_code: int
+
+
+class JobsFolder:
+    """The records of a run's jobs."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        self.path = run.path / "slurm"
+        self.config = self.path / "config.yaml"
+        self.profile = self.path / "profile.yaml"
+        self.script = self.path / "job.sh"
+        self.code = self.path / "code"
+        self.jobs = self.path / "jobs.jsonl"
+        self.attempts = self.path / "attempts"
+        self.latest = self.path / "latest"
+        self.cancelled = self.path / "cancelled"
+        self._submission = self.path / "submission.json"
+
+    def submission(self) -> Submission | None:
+        """What was asked for last; None if the run was never submitted."""
+        return _read(Submission, self._submission)
+
+    def write_submission(self, submission: Submission) -> None:
+        """Record what is asked for, before it is queued."""
+        _write(self._submission, asdict(submission))
+
+    def add_job(self, job: str, why: str) -> None:
+        """Record a job that was queued."""
+        line = json.dumps({"job": job, "at": now(), "why": why}) + "\n"
+        with self.jobs.open("a", encoding="utf-8") as stream:
+            stream.write(line)
+
+    def job_ids(self) -> list[str]:
+        """The jobs of the run, the newest last."""
+        if not self.jobs.exists():
+            return []
+        return [json.loads(line)["job"] for line in self.jobs.read_text(encoding="utf-8").splitlines()]
+
+    def newest_saved_step(self) -> int | None:
+        """Step of the newest checkpoint whose files are all there."""
+        saved = newest_readable(self.run.checkpoints)
+        return None if saved is None else saved.step
+
+    def begin_attempt(self, attempt: Attempt) -> AttemptFolder:
+        """The folder of a new attempt, to which `latest` points from now on."""
+        folder = AttemptFolder(self.attempts / f"{len(self.attempt_folders()) + 1:04d}")
+        folder.path.mkdir(parents=True)
+        _write(folder.begun, asdict(attempt))
+        link = self.path / f".latest.{uuid.uuid4().hex}"
+        link.symlink_to(Path("attempts") / folder.path.name)
+        os.replace(link, self.latest)
+        return folder
+
+    def attempt_folders(self) -> list[AttemptFolder]:
+        """Every attempt, in order."""
+        if not self.attempts.exists():
+            return []
+        return [AttemptFolder(path) for path in sorted(self.attempts.iterdir()) if path.name.isdecimal()]
+
+    def ended_attempts(self, submission: int) -> list[Ended]:
+        """How the attempts of a submission ended, in order, as far as they are known to have."""
+        folders = [folder for folder in self.attempt_folders() if folder.attempt().submission == submission]
+        return [ended for folder in folders if (ended := folder.ended()) is not None]
+
+
+class AttemptFolder:
+    """The records of one start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.begun = path / "attempt.json"
+        self.end = path / "end.json"
+        self.failure = path / "failure.json"
+        self.stopped = path / "stopped.json"
+        self.bad_nodes = path / "bad_nodes.json"
+        self.rendezvous = path / "rendezvous.json"
+
+    def attempt(self) -> Attempt:
+        """What it began with.
+
+        Raises:
+            ConfigError: its record is gone.
+        """
+        attempt = _read(Attempt, self.begun)
+        if attempt is None:
+            raise ConfigError(f"{self.begun} is missing: remove {self.path}")
+        return attempt
+
+    def ended(self) -> Ended | None:
+        """How it ended; None as long as nobody knows."""
+        found = _read_json(self.end)
+        if found is None:
+            return None
+        return Ended(
+            self.attempt(), Cause(found["cause"]), found["saved_step"], tuple(found["bad_nodes"]), found["detail"]
+        )
+
+    def decision(self) -> Decision | None:
+        """What was decided at its end."""
+        found = _read_json(self.end)
+        if found is None:
+            return None
+        made = found["decision"]
+        return Decision(Action(made["action"]), made["reason"], made["delay_s"], tuple(made["exclude"]))
+
+    def write_end(self, ended: Ended, decision: Decision) -> None:
+        """Record the end, and what follows from it."""
+        record = {
+            "cause": ended.cause,
+            "saved_step": ended.saved_step,
+            "bad_nodes": ended.bad_nodes,
+            "detail": ended.detail,
+            "at": now(),
+            "decision": asdict(decision),
+        }
+        _write(self.end, record)
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Record how a rank failed, unless another one was first."""
+        temporary = self.path / f".failure.{uuid.uuid4().hex}"
+        temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        try:
+            os.link(temporary, self.failure)
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+
+    def first_failure(self) -> Failure | None:
+        """How the first rank that failed did so; None if none said so."""
+        return _read(Failure, self.failure)
+
+    def write_bad_nodes(self, problems: Mapping[str, str]) -> None:
+        """Record the nodes on which a run must not train, each with the reason."""
+        _write(self.bad_nodes, dict(problems))
+
+    def read_bad_nodes(self) -> dict[str, str]:
+        """The same, as recorded; empty if all were good."""
+        return _read_json(self.bad_nodes) or {}
+
+    def log_of(self, rank: int) -> Path:
+        """What a rank printed."""
+        return self.path / f"rank_{rank}.log"
+
+    def last_words(self, rank: int) -> str:
+        """The last line that a rank printed."""
+        try:
+            text = self.log_of(rank).read_bytes()[-4096:].decode(errors="replace")
+        except OSError:
+            return ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("megamem: ")]
+        return (said or lines or [""])[-1]
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    with atomic_write(path) as stream:
+        stream.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _read(cls: Any, path: Path) -> Any:
+    found = _read_json(path)
+    if found is None:
+        return None
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): remove it") from error
+    return found

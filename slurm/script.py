@@ -1,0 +1,249 @@
+"""The batch script of a run. It stays short: what needs thought is asked of `python -m tools.job`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from parallel.environment import settle_environment
+from pretrain.config.schema import RunConfig
+from slurm.profile import ClusterConfig
+from slurm.records import JobsFolder, Submission
+
+_REASONS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "kernels start in the order of their launch: collectives of this layout run beside products",
+    "PYTORCH_CUDA_ALLOC_CONF": "tables are few and large: fixed segments would fragment",
+    "CUBLAS_WORKSPACE_CONFIG": "train.deterministic",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "train.deterministic",
+}
+
+
+def render(config: RunConfig, profile: ClusterConfig, submission: Submission, jobs: JobsFolder, *, time: str) -> str:
+    """The script that `sbatch` gets, and that every requeued attempt runs again.
+
+    Args:
+        config: of the run, resolved.
+        submission: nodes, code and lead.
+        jobs: where it lies. No other path enters but those of the profile.
+        time: limit of an attempt, as Slurm has it.
+    """
+    blocks = [
+        [
+            "#!/bin/bash",
+            f"# {config.name} on {submission.nodes} x {submission.ranks_per_node} ranks, cluster {submission.cluster}. "
+            "Written by `megamem submit`, and anew by the next one.",
+            *_sbatch(config, profile, submission, jobs, time),
+        ],
+        ["set -u", f"run={_quote(jobs.run.path)}", "export SLURM_EXPORT_ENV=ALL  # steps get what this script sets"],
+        list(_modules(profile)),
+        list(_environment(config, profile)),
+        list(_python(profile, jobs)),
+        (_LIVE_NODES if profile.elastic else _ALL_NODES).splitlines(),
+        (_BEGIN if profile.elastic else _BEGIN.replace(" node_list ", " _ ")).splitlines(),
+        list(_ranks(profile)),
+        _END.splitlines(),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _quote(text: object) -> str:
+    return shlex.quote(str(text))
+
+
+def _in_quotes(text: str) -> str:
+    # As one word of an array, where shellcheck takes bare commas for a mistake.
+    return "'" + text.replace("'", "'\"'\"'") + "'"
+
+
+def _sbatch(
+    config: RunConfig, profile: ClusterConfig, submission: Submission, jobs: JobsFolder, time: str
+) -> Iterator[str]:
+    optional = {
+        "partition": profile.partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "gpus-per-node": profile.gpus_per_node or None,
+        "mem": profile.memory_per_node,
+    }
+    options = {
+        "job-name": config.name,
+        **{name: value for name, value in optional.items() if value is not None},
+        "nodes": submission.nodes,
+        "ntasks-per-node": submission.ranks_per_node,
+        "cpus-per-task": profile.cpus_per_rank,
+        "time": time,
+        "output": f"{jobs.path}/job_%j.log",
+        "open-mode": "append",
+        # To the batch shell alone, which tells the ranks.
+        "signal": f"B:USR1@{submission.lead_s}",
+        # Nothing of the submitting shell.
+        "export": "NIL",
+        "chdir": jobs.code / submission.code,
+    }
+    for name, value in options.items():
+        yield f"#SBATCH --{name}={_in_directive(value)}"
+    yield "#SBATCH --requeue"
+    if profile.elastic:
+        # The job outlives its nodes, except for the one on which this script runs.
+        yield "#SBATCH --no-kill"
+    if profile.exclusive:
+        yield "#SBATCH --exclusive"
+    for option in profile.sbatch_options:
+        yield f"#SBATCH {option}"
+
+
+def _in_directive(value: object) -> str:
+    # sbatch splits a directive as a shell would.
+    text = str(value)
+    return f'"{text}"' if " " in text else text
+
+
+def _modules(profile: ClusterConfig) -> Iterator[str]:
+    if profile.modules:
+        # Defines `module`, which only login shells know.
+        yield "# shellcheck disable=SC1091"
+        yield "source /etc/profile"
+        yield f"module load {' '.join(map(_quote, profile.modules))} || exit"
+
+
+def _environment(config: RunConfig, profile: ClusterConfig) -> Iterator[str]:
+    """Everything that libraries read when they start, in the order of who asked for it."""
+    yield "# What the ranks' libraries read when they start."
+    yield f"export OMP_NUM_THREADS={profile.cpus_per_rank}  # cores of a rank"
+    yield "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  # ranks follow from Slurm's variables"
+    yield (
+        f'export TRITON_CACHE_DIR={_quote(profile.scratch_path)}"/megamem-$UID/triton"  '
+        "# on the node's disk: ranks would meet in one folder of the home directory"
+    )
+    given = {entry.name for entry in profile.environment}
+    settled: dict[str, str] = dict.fromkeys(("TRITON_CACHE_DIR",), "")
+    layout = config.parallel
+    if profile.gpus_per_node:
+        settle_environment(
+            tensor=layout.tensor,
+            context=layout.context,
+            deterministic=config.train.deterministic,
+            environ=settled,
+        )
+    for name, value in settled.items():
+        if name in _REASONS and name not in given:
+            yield f"export {name}={_quote(value)}  # {_REASONS[name]}"
+    for entry in profile.environment:
+        yield f"export {entry.name}={_quote(entry.value)}  # {entry.reason}"
+
+
+def _python(profile: ClusterConfig, jobs: JobsFolder) -> Iterator[str]:
+    """`python`, in which ranks run, and `once`, which runs it beside them, for decisions."""
+    interpreter = "python3"
+    if profile.virtual_environment is not None:
+        interpreter = f"{profile.virtual_environment}/bin/python"
+    container = profile.container
+    folders = (*profile.shared_paths, profile.scratch_path)
+    if container is None:
+        yield f"python=({_quote(interpreter)})"
+        yield 'once=("${python[@]}")'
+        yield "in_container=()"
+    elif container.runtime == "apptainer":
+        binds = ",".join((*folders, *container.mounts))
+        nv = "--nv " if profile.gpus_per_node else ""
+        words = f"apptainer exec {nv}--bind {_in_quotes(binds)} {_quote(container.image)} {_quote(interpreter)}"
+        yield f"python=({words})"
+        yield 'once=("${python[@]}")'
+        yield "in_container=()"
+    else:
+        mounts = ",".join((*(f"{folder}:{folder}" for folder in folders), *container.mounts))
+        yield f"python=({_quote(interpreter)})"
+        yield (
+            f"in_container=(--container-image={_quote(container.image)} {_in_quotes(f'--container-mounts={mounts}')} "
+            '--container-workdir="$PWD")'
+        )
+        yield 'once=(srun --overlap --nodes=1 --ntasks=1 "${in_container[@]}" "${python[@]}")'
+
+
+def _ranks(profile: ClusterConfig) -> Iterator[str]:
+    """One task per rank. What they say goes into the attempt's folder, a file each."""
+    options = [
+        *(['--nodelist="$node_list"'] if profile.elastic else []),
+        '--nodes="$nodes"',
+        f'--ntasks="$((nodes * {profile.ranks_per_node}))"',
+        f"--ntasks-per-node={profile.ranks_per_node}",
+        # Which sbatch's option is not passed on to since Slurm 22.05.
+        f"--cpus-per-task={profile.cpus_per_rank}",
+        *(["--cpu-bind=cores"] if profile.cpu_binding == "cores" else []),
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+        '--output="$attempt/rank_%t.log"',
+    ]
+    if profile.gpus_per_node:
+        options += (
+            ["--gpus-per-task=1"] if profile.gpu_binding == "single" else [f"--gpus-per-node={profile.gpus_per_node}"]
+        )
+    options += [_quote(option) for option in profile.srun_options]
+    yield "if [[ -z $asked ]]; then"
+    yield f"  srun {_wrapped(options)} \\"
+    yield '    "${in_container[@]}" "${python[@]}" -m tools.job rank "$run" "$attempt" &'
+    yield "  ranks=$!"
+    yield "fi"
+
+
+def _wrapped(options: Sequence[str], per_line: int = 4) -> str:
+    lines = [" ".join(options[at : at + per_line]) for at in range(0, len(options), per_line)]
+    return " \\\n    ".join(lines)
+
+
+_ALL_NODES = """\
+nodes_of_job() { scontrol show hostnames | paste -sd,; }"""
+
+_LIVE_NODES = """\
+# Those that answer: the controller takes minutes to notice that one has died.
+nodes_of_job() {
+  local node
+  for node in $(scontrol show hostnames "$(squeue -h -j "$SLURM_JOB_ID" -o %N)"); do
+    { timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null && echo "$node"; } &
+  done | sort -V | paste -sd,
+}"""
+
+_BEGIN = """\
+# The time limit, or preemption: the ranks finish their step, save, and end.
+asked='' ranks=none
+stop() {
+  asked=--asked-to-stop
+  [[ $ranks == none ]] || kill -USR1 "$ranks" 2>/dev/null
+}
+trap stop USR1 TERM
+
+# An attempt of its own, or the reason why there must be none.
+plan=$("${once[@]}" -m tools.job begin "$run" --nodes "$(nodes_of_job)" \\
+  --time-left "$(squeue -h -j "$SLURM_JOB_ID" -o %L)") || exit
+[[ -n $plan ]] || exit 0
+read -r attempt nodes stop_after_s node_list <<<"$plan"
+if [[ $stop_after_s != never ]]; then
+  # Saves were measured to take longer than Slurm's signal leaves.
+  (sleep "$stop_after_s" && kill -USR1 $$) &
+fi"""
+
+_END = """\
+# Of ranks that never started.
+code=75
+if [[ $ranks != none ]]; then
+  [[ -z $asked ]] || stop
+  # A signal ends `wait`, not the ranks.
+  wait "$ranks"
+  while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done
+  wait "$ranks"
+  code=$?
+fi
+
+verdict=$("${once[@]}" -m tools.job end "$run" "$attempt" --exit-code "$code" $asked \\
+  --state "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" --nodes "$(nodes_of_job)") || exit
+read -r action delay_s exclude <<<"$verdict"
+case $action in
+  done) exit 0 ;;
+  again) exec bash "$run/slurm/job.sh" ;;
+  requeue) scontrol requeue "$SLURM_JOB_ID" ;;
+  resubmit)
+    # Slurm changes neither start nor nodes of a job that runs.
+    job=$(sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$run/slurm/job.sh") &&
+      "${once[@]}" -m tools.job queued "$run" "${job%%;*}" ;;
+  *) exit "$((code == 0 ? 1 : code))" ;;
+esac"""

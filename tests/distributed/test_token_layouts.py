@@ -1,0 +1,239 @@
+"""Memories that are indexed by the token train to the same weights on every layout: banks that several stages hold
+copies of, columns that follow the heads, rows that are read once per chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import SHARED, VOCAB_SIZE, TinyRun, build, joined, on, tiny_run
+from torch import Tensor
+
+from megamem.families.lave.config import LaveConfig
+from megamem.families.move.config import MoveConfig
+from megamem.families.tide.config import TideConfig
+from megamem.memory_config import MemoryConfig, PlacementConfig
+from megamem.shards import walk_shards
+from parallel.sharded_bank import announce_tokens
+from pretrain.config.layout_rules import layout_problems
+from pretrain.config.schema import RunConfig
+
+STEPS = 3
+# Of a weight, against its tensor's largest element on one rank.
+TOLERANCE = 1e-5
+HIDDEN = SHARED.model.hidden_size
+VALUES: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 16, "num_gate_heads": 2}
+KINDS: dict[str, MemoryConfig] = {
+    "move": MoveConfig(num_slots=3, **VALUES),
+    "move, ungated": MoveConfig(num_slots=2, gated_standard_path=False, **VALUES),
+    "lave": LaveConfig(gated_standard_path=True, placement=PlacementConfig(every=2), **VALUES),
+    "tide": TideConfig(vocab_size=VOCAB_SIZE, value_dim=HIDDEN, num_tables=3),
+    "tide, no gain, every second block": TideConfig(
+        vocab_size=VOCAB_SIZE, value_dim=HIDDEN, num_tables=2, row_gain=False, placement=PlacementConfig(every=2)
+    ),
+}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor 2 x memory 2": {"tensor": 2, "memory": 2},
+    "tensor 2 x memory 4": {"tensor": 2, "memory": 4},
+    "memory 2": {"memory": 2, "micro_batch_size": 2},
+    "context 2 x memory 2": {"context": 2, "memory": 2},
+    "pipeline 2 x memory 2": {"pipeline": 2, "memory": 2, "micro_batch_size": 2},
+    "pipeline 2 x virtual 2, recomputed": {
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "micro_batch_size": 1,
+        "recompute": "full",
+    },
+    "tensor 2 x pipeline 2 x virtual 2 x memory 2, selectively recomputed": {
+        "tensor": 2,
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "memory": 2,
+        "micro_batch_size": 2,
+        "recompute": "selective",
+    },
+    "pipeline 4": {"pipeline": 4, "micro_batch_size": 2},
+}
+
+
+def config_of(kind: str) -> RunConfig:
+    return replace(SHARED, model=replace(SHARED.model, memory=KINDS[kind]))
+
+
+def fits(kind: str, sizes: dict[str, Any]) -> bool:
+    """Whether the layout is not refused: every stage must have a block that reads the bank that all of them hold."""
+    return not list(layout_problems(on(config_of(kind), **sizes), 4))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank tells of a few steps.
+
+    Attributes:
+        steps: loss and gradient norm of each.
+        weights: its shards of the weights after them, with name, place and the shape of the whole.
+    """
+
+    steps: list[tuple[float, float]]
+    weights: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+
+    @property
+    def whole_weights(self) -> dict[str, Tensor]:
+        """By name, of a rank that holds all shards."""
+        whole: dict[str, Tensor] = {}
+        for name, offset, shape, weight in self.weights:
+            whole.setdefault(name, torch.full(shape, torch.nan))[place_of(offset, weight)] = weight
+        return whole
+
+
+def place_of(offset: tuple[int, ...], shard: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True))
+
+
+def train(run: TinyRun) -> Trained:
+    steps = run.train(STEPS)
+    shards = [shard for chunk in run.bare for _, shard in walk_shards(chunk.sharded_state_dict())]
+    return Trained(
+        steps,
+        [
+            (each.key, tuple(each.global_offset), tuple(each.global_shape), each.data.detach().clone())
+            for each in shards
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
+    """By layout and kind, what every rank tells."""
+
+    def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
+        found: dict[str, dict[str, Trained]] = {}
+        for name, sizes in layouts.items():
+            with joined(on(config_of("move"), **sizes)) as groups:
+                found[name] = {
+                    kind: train(build(on(config_of(kind), **sizes), groups)) for kind in KINDS if fits(kind, sizes)
+                }
+        return found
+
+    by_rank = [
+        *(run_ranks(lambda: main({"one rank": {}}), 1)),
+        *(run_ranks(lambda: main(LAYOUTS), 4, timeout_s=300)),
+    ]
+    layouts = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+    return {
+        layout: {
+            kind: [of_rank[layout][kind] for of_rank in by_rank if kind in of_rank.get(layout, {})] for kind in KINDS
+        }
+        for layout in layouts
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(kind, name) for name, sizes in LAYOUTS.items() for kind in KINDS if fits(kind, sizes)]
+)
+def test_steps_are_the_same_on_every_layout(trained: dict[str, Any], kind: str, layout: str) -> None:
+    """Losses, norms, and all weights after the steps; every copy of a bank is the same to the bit."""
+    (alone,) = trained["one rank"][kind]
+    ranks = trained[layout][kind]
+    assert len(ranks) == 4
+    for (loss, norm), (expected_loss, expected_norm) in zip(ranks[0].steps, alone.steps, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    expected = alone.whole_weights
+    seen: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for name, offset, _, weight in (shard for rank in ranks for shard in rank.weights):
+        error = (weight - expected[name][place_of(offset, weight)]).abs().max() / expected[name].abs().max().clamp_min(
+            1e-3
+        )
+        assert error <= TOLERANCE, name
+        assert torch.equal(seen.setdefault((name, offset), weight), weight), f"copies of {name} differ"
+    assert {name for name, _ in seen} == set(expected)
+
+
+def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) -> None:
+    """Their gradients and moments are zero: AdamW without decay leaves them, and with it scales them."""
+
+    def main(decay: float) -> tuple[Tensor, Tensor]:
+        config = config_of("move")
+        memory = replace(KINDS["move"], vocab_size=VOCAB_SIZE + 4)
+        config = replace(
+            config,
+            model=replace(config.model, memory=memory),
+            optimizer=replace(config.optimizer, value_weight_decay=decay),
+        )
+        with tiny_run(config) as run:
+            table = run.bare[0].banks["0"].get_parameter("values")
+            before = table.detach()[-12:].clone()
+            run.train(2)
+            return before, table.detach()[-12:].clone()
+
+    kept, after = run_ranks(lambda: main(0.0), 1)[0]
+    assert torch.equal(kept, after)
+    kept, after = run_ranks(lambda: main(0.5), 1)[0]
+    ratio = (after / kept).mean()
+    assert 0.99 < ratio < 1
+    assert torch.allclose(after, kept * ratio, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["move", "tide"])
+def test_what_one_layout_saves_another_one_resumes(
+    run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
+) -> None:
+    saved = LAYOUTS["tensor 2 x pipeline 2 x virtual 2 x memory 2, selectively recomputed"]
+
+    def main() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        with tiny_run(on(config_of(kind), **saved)) as run:
+            run.train(2)
+            run.save(tmp_path)
+        found = []
+        for sizes in (LAYOUTS["pipeline 4"], LAYOUTS["memory 2"]):
+            with tiny_run(on(config_of(kind), **sizes)) as run:
+                run.resume(tmp_path / "step_00000002")
+                found.append(run.train(1))
+        return found[0], found[1]
+
+    for steps in run_ranks(main, 4)[0]:
+        for (loss, norm), (expected_loss, expected_norm) in zip(
+            steps, trained["one rank"][kind][0].steps[2:], strict=True
+        ):
+            assert loss == pytest.approx(expected_loss, rel=1e-5)
+            assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[str, Any]) -> None:
+    """The copies on other stages do not count in the norm there either."""
+    config = config_of("move")
+    config = replace(config, optimizer=replace(config.optimizer, value_offload="cpu"))
+
+    def main() -> list[tuple[float, float]]:
+        with tiny_run(on(config, pipeline=2, micro_batch_size=4)) as run:
+            return run.train(STEPS)
+
+    for (loss, norm), (expected_loss, expected_norm) in zip(
+        run_ranks(main, 2)[0], trained["one rank"]["move"][0].steps, strict=True
+    ):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
+    """As the ranks of a group do that has one rank generate."""
+
+    def main() -> int:
+        with joined(on(config_of("move"), memory=2)) as groups:
+            for kind in KINDS:
+                (model,) = build(on(config_of(kind), memory=2), groups).bare
+                announce_tokens(model.banks.values(), (5, 0))
+                with torch.no_grad():
+                    if groups.rank == 0:
+                        ids = torch.arange(5).unsqueeze(0)
+                        assert model(ids, ids, None).shape[:2] == (1, 5)
+                    else:
+                        model.serve_memory()
+        return len(KINDS)
+
+    assert run_ranks(main, 2) == [len(KINDS)] * 2

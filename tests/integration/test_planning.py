@@ -1,0 +1,64 @@
+"""The commands that look ahead: dry runs as people read them, and a machine's figures for plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Megamem
+
+from pretrain.costs.hardware import load_hardware
+
+SIZED = ("model.vocab_size=512", "train.micro_batch_size=1", "train.global_batch_size=8")
+
+
+def test_the_stages_of_a_run_are_dry_run_and_meet(megamem: Megamem, config_file: Path) -> None:
+    words = (
+        "dryrun",
+        config_file,
+        "--world-size",
+        8,
+        "--all-stages",
+        "parallel.pipeline=2",
+        "parallel.memory=4",
+        *SIZED,
+    )
+    shown, data = megamem(*words), megamem(*words, "--json")
+    assert shown.code == data.code == 0, shown.output + data.output
+    assert "The calls of 2 stages match, in order and size." in shown.output
+    found = json.loads(data.output[data.output.index("{") :])
+    assert found["mismatches"] == []
+    assert [rank["stage"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert f"{rank['parameters']:,} parameters" in shown.output
+        assert sum(rank["held_bytes"].values()) < sum(rank["peak_bytes"].values())
+        # The formulas are for bf16, and this is fp32.
+        assert sum(rank["predicted_bytes"].values()) == pytest.approx(sum(rank["peak_bytes"].values()), rel=0.2)
+        of_memory = [call for call in rank["collectives"] if call["group"] == "memory"]
+        assert {call["op"] for call in of_memory} == {"all_gather", "all_to_all"}
+
+
+def test_dry_runs_that_make_no_sense_are_refused(megamem: Megamem, config_file: Path) -> None:
+    for words, said in (
+        (("--world-size", 8, "--rank", 8, *SIZED), "--rank is 8, and --world-size 8"),
+        (("--world-size", 2, "parallel.pipeline=4", *SIZED), "the run has 2 ranks"),
+        (("--world-size", 1, "model.vocab_size=null"), "model.vocab_size is left to the tokenizer"),
+    ):
+        result = megamem("dryrun", config_file, *words)
+        assert result.code == 2
+        assert said in " ".join(result.output.split())
+
+
+def test_measured_hardware_is_planned_with(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    measured = megamem("bench", "hardware", "--write", path, "--nproc", 2, "--rounds", 1)
+    assert measured.code == 0, measured.output
+    mine, like = load_hardware(str(path)), load_hardware("h100-80g")
+    assert mine.gpus_per_node == 2
+    assert mine.network_gb_per_s == like.network_gb_per_s
+    assert 0 < mine.memory_bandwidth_gb_per_s < like.memory_bandwidth_gb_per_s
+    assert mine.matmul_fraction == 1.0
+    result = megamem("plan", config_file, "--gpus", 4, "--gpu", path, "--top", 2, *SIZED)
+    assert result.code == 0, result.output
+    assert "the fastest that fit" in result.output

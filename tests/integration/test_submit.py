@@ -1,0 +1,78 @@
+"""What `megamem submit` refuses before anything is queued, and what it says it would queue. Without Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import Megamem
+
+
+def profile(folder: Path, **changes: Any) -> Path:
+    """A profile of two ranks on each of two nodes that see this folder."""
+    path = folder / "here.yaml"
+    content = {"ranks_per_node": 2, "nodes": 2, "shared_paths": ["/"], "runs_path": str(folder / "runs"), **changes}
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    result = megamem("submit", config_file, "--cluster", profile(tmp_path), "--dry-run", "train.micro_batch_size=2")
+    assert result.code == 0, result.output
+    assert "#SBATCH --nodes=2\n" in result.output
+    assert "-m tools.job rank" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "code", "said"),
+    [
+        ({}, ["parallel.tensor=8", "--nodes", "1"], 2, "not a multiple of parallel.tensor 8"),
+        ({}, ["train.global_batch_size=6"], 2, "train.global_batch_size is 6"),
+        ({}, ["data.datasets.0.path=/nowhere", "train.micro_batch_size=2"], 3, "/nowhere"),
+        ({}, ["train.sequence_length=100000000", "train.micro_batch_size=2"], 3, "Lower train.sequence_length"),
+        ({"shared_paths": ["/shared"]}, ["train.micro_batch_size=2"], 2, "the run folder is"),
+        (
+            {"virtual_environment": "/venv", "shared_paths": ["/tmp"]},
+            ["train.micro_batch_size=2"],
+            2,
+            "virtual_environment",
+        ),
+        ({}, ["--time", "soon"], 2, "time is 'soon'"),
+        ({"min_nodes": 2}, ["--nodes", "1"], 2, "min_nodes is 2, above nodes 1"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    megamem: Megamem,
+    config_file: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    result = megamem("submit", config_file, "--cluster", profile(tmp_path, **changes), "--dry-run", *arguments)
+    assert result.code == code, result.output
+    assert said in result.output
+
+
+def test_another_model_in_the_run_folder_is_refused(
+    megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    options = ("--cluster", profile(tmp_path), "--run-dir", saved_run, "--dry-run", "train.micro_batch_size=2")
+    assert megamem("submit", config_file, *options).code == 0
+    result = megamem("submit", config_file, *options, "seed=7")
+    assert result.code == 4, result.output
+    assert "is of another run: seed" in result.output
+
+
+def test_a_profile_names_what_is_missing(megamem: Megamem, tmp_path: Path) -> None:
+    path = profile(tmp_path, shared_paths=[str(tmp_path / "not here")], virtual_environment=str(tmp_path / "venv"))
+    result = megamem("cluster", "check", path)
+    assert result.code == 2
+    assert f"shared path {tmp_path}/not here: is no folder here" in result.output
+    assert "virtual environment" in result.output
+    keys = megamem("cluster", "keys")
+    assert "min_nodes (int | null): Elastic" in keys.output

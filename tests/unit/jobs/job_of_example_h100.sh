@@ -1,0 +1,90 @@
+#!/bin/bash
+# mine on 64 x 8 ranks, cluster example-h100. Written by `megamem submit`, and anew by the next one.
+#SBATCH --job-name=mine
+#SBATCH --partition=gpu
+#SBATCH --account=research
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=0
+#SBATCH --nodes=64
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=2-00:00:00
+#SBATCH --output=/shared/research/runs/mine/slurm/job_%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@900
+#SBATCH --export=NIL
+#SBATCH --chdir=/shared/research/runs/mine/slurm/code/0123456789ab
+#SBATCH --requeue
+#SBATCH --exclusive
+#SBATCH --switches=1@12:00:00
+
+set -u
+run=/shared/research/runs/mine
+export SLURM_EXPORT_ENV=ALL  # steps get what this script sets
+
+# What the ranks' libraries read when they start.
+export OMP_NUM_THREADS=12  # cores of a rank
+unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  # ranks follow from Slurm's variables
+export TRITON_CACHE_DIR=/scratch"/megamem-$UID/triton"  # on the node's disk: ranks would meet in one folder of the home directory
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # tables are few and large: fixed segments would fragment
+export NCCL_IB_HCA=mlx5  # the InfiniBand adapters, and not the Ethernet ones that NCCL would also count
+export NCCL_SOCKET_IFNAME=bond0  # the network on which ranks meet; without it NCCL takes the first that is up, which differs between nodes
+export GLOO_SOCKET_IFNAME=bond0  # as NCCL_SOCKET_IFNAME
+export NCCL_DEBUG=WARN  # says which connection failed, and nothing when all is well
+
+python=(python3)
+in_container=(--container-image=/shared/research/images/megamem.sqsh '--container-mounts=/shared/research:/shared/research,/scratch:/scratch' --container-workdir="$PWD")
+once=(srun --overlap --nodes=1 --ntasks=1 "${in_container[@]}" "${python[@]}")
+
+nodes_of_job() { scontrol show hostnames | paste -sd,; }
+
+# The time limit, or preemption: the ranks finish their step, save, and end.
+asked='' ranks=none
+stop() {
+  asked=--asked-to-stop
+  [[ $ranks == none ]] || kill -USR1 "$ranks" 2>/dev/null
+}
+trap stop USR1 TERM
+
+# An attempt of its own, or the reason why there must be none.
+plan=$("${once[@]}" -m tools.job begin "$run" --nodes "$(nodes_of_job)" \
+  --time-left "$(squeue -h -j "$SLURM_JOB_ID" -o %L)") || exit
+[[ -n $plan ]] || exit 0
+read -r attempt nodes stop_after_s _ <<<"$plan"
+if [[ $stop_after_s != never ]]; then
+  # Saves were measured to take longer than Slurm's signal leaves.
+  (sleep "$stop_after_s" && kill -USR1 $$) &
+fi
+
+if [[ -z $asked ]]; then
+  srun --nodes="$nodes" --ntasks="$((nodes * 8))" --ntasks-per-node=8 --cpus-per-task=12 \
+    --cpu-bind=cores --kill-on-bad-exit=1 --wait=60 --output="$attempt/rank_%t.log" \
+    --gpus-per-node=8 \
+    "${in_container[@]}" "${python[@]}" -m tools.job rank "$run" "$attempt" &
+  ranks=$!
+fi
+
+# Of ranks that never started.
+code=75
+if [[ $ranks != none ]]; then
+  [[ -z $asked ]] || stop
+  # A signal ends `wait`, not the ranks.
+  wait "$ranks"
+  while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done
+  wait "$ranks"
+  code=$?
+fi
+
+verdict=$("${once[@]}" -m tools.job end "$run" "$attempt" --exit-code "$code" $asked \
+  --state "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" --nodes "$(nodes_of_job)") || exit
+read -r action delay_s exclude <<<"$verdict"
+case $action in
+  done) exit 0 ;;
+  again) exec bash "$run/slurm/job.sh" ;;
+  requeue) scontrol requeue "$SLURM_JOB_ID" ;;
+  resubmit)
+    # Slurm changes neither start nor nodes of a job that runs.
+    job=$(sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$run/slurm/job.sh") &&
+      "${once[@]}" -m tools.job queued "$run" "${job%%;*}" ;;
+  *) exit "$((code == 0 ? 1 : code))" ;;
+esac

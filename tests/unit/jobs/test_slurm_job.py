@@ -1,0 +1,173 @@
+"""What a job asks before and after its ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.config.loader import to_yaml
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
+from slurm.job import begin, end, goes_on_in_place, seconds, usable_nodes
+from slurm.lead import lead_seconds
+from slurm.policy import Action, Cause
+from slurm.profile import ClusterConfig
+from slurm.records import Failure, JobsFolder, Submission
+
+PROFILE = ClusterConfig(ranks_per_node=2, shared_paths=("/",), runs_path="/runs", lead_s=100)
+NODES = ("n1", "n2")
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> JobsFolder:
+    """A run that was just submitted."""
+    jobs = JobsFolder(RunFolder(tmp_path))
+    jobs.path.mkdir()
+    submit(jobs, 1)
+    jobs.add_job("10", "submitted")
+    return jobs
+
+
+def submit(jobs: JobsFolder, number: int) -> None:
+    jobs.config.write_text(to_yaml(RunConfig()))
+    jobs.profile.write_text(to_yaml(PROFILE))
+    jobs.write_submission(Submission(number, "here", 2, 2, "abc", 100, "2026-01-01T00:00:00+00:00"))
+
+
+def start(jobs: JobsFolder, job: str = "10", left: str = "1:00:00"):  # type: ignore[no-untyped-def]
+    plan = begin(jobs, NODES, left, {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": "1"})
+    assert plan is not None
+    return plan
+
+
+def test_attempts_are_numbered_and_latest_is_the_newest(jobs: JobsFolder) -> None:
+    first = start(jobs)
+    assert (first.num_nodes, first.stop_after_s) == (2, None)
+    end(jobs, first.folder, 75, asked_to_stop=True, state="RUNNING")
+    second = start(jobs)
+    assert [folder.path.name for folder in jobs.attempt_folders()] == ["0001", "0002"]
+    assert jobs.latest.resolve() == second.folder.path.resolve()
+    assert second.folder.attempt().restart == 1
+
+
+def test_a_job_whose_place_another_one_took_does_nothing(jobs: JobsFolder) -> None:
+    jobs.add_job("11", "queued by the job before it")
+    assert begin(jobs, NODES, "1:00:00", {"SLURM_JOB_ID": "10"}) is None
+    assert start(jobs, "11").num_nodes == 2
+    # Slurm can be faster than whoever records the job.
+    start(JobsFolder(jobs.run), "12")
+    assert jobs.job_ids() == ["10", "11", "12"]
+
+
+def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> None:
+    start(jobs)
+    start(jobs)
+    with pytest.raises(ConfigError, match="2 starts in a row ended with no checkpoint"):
+        start(jobs)
+    assert [ended.cause for ended in jobs.ended_attempts(1)] == [Cause.LOST, Cause.LOST]
+    # And again, should Slurm try it again.
+    with pytest.raises(ConfigError, match="is not started again"):
+        start(jobs)
+    submit(jobs, 2)
+    assert start(jobs).folder.path.name == "0003"
+
+
+@pytest.mark.parametrize(
+    ("failure", "srun", "state", "cause", "action"),
+    [
+        (None, 0, "RUNNING", Cause.FINISHED, Action.DONE),
+        (Failure(3, "n2", 3), 137, "RUNNING", Cause.MISTAKE, Action.STOP),
+        (Failure(3, "n2", 1), 137, "RUNNING", Cause.CRASHED, Action.REQUEUE),
+        (Failure(3, "n2", 17), 17, "RUNNING", Cause.BAD_NODES, Action.REQUEUE),
+        (None, 17, "RUNNING", Cause.CRASHED, Action.REQUEUE),
+        (None, 137, "RUNNING", Cause.CRASHED, Action.REQUEUE),
+        (None, 143, "CANCELLED", Cause.CANCELLED, Action.STOP),
+    ],
+)
+def test_how_an_attempt_ended(
+    jobs: JobsFolder, failure: Failure | None, srun: int, state: str, cause: Cause, action: Action
+) -> None:
+    folder = start(jobs).folder
+    if failure is not None:
+        folder.tell_failure(failure)
+        # An echo.
+        folder.tell_failure(Failure(0, "n1", 1))
+        folder.log_of(3).write_text("step 5\nmegamem: error: no such data\nrank 3 ends\n")
+    decision = end(jobs, folder, srun, asked_to_stop=False, state=state)
+    ended = folder.ended()
+    assert ended is not None
+    assert (ended.cause, decision.action) == (cause, action)
+    assert decision.exclude == (("n2",) if cause is Cause.BAD_NODES else ())
+    if cause is Cause.MISTAKE:
+        assert "rank 3 on n2 ended with exit code 3: megamem: error: no such data" in decision.reason
+
+
+def test_nodes_that_were_found_bad_are_excluded(jobs: JobsFolder) -> None:
+    folder = start(jobs).folder
+    folder.write_bad_nodes({"n2": "its clock is +9.0 s off"})
+    decision = end(jobs, folder, 1, asked_to_stop=False, state="RUNNING")
+    assert (decision.action, decision.exclude) == (Action.REQUEUE, ("n2",))
+    assert "n2: its clock is +9.0 s off" in decision.reason
+
+
+def test_the_lead_is_that_of_the_slowest_save(jobs: JobsFolder) -> None:
+    assert lead_seconds(jobs.run.metrics, 100) == 100
+    rows = [{"step": 1, "step_s": 3.0}, {"step": 1, "save_s": 50.5}, {"step": 2, "save_s": 20.0}]
+    jobs.run.metrics.write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 3, "sav')
+    # Two saves, two steps and a minute.
+    assert lead_seconds(jobs.run.metrics, 100) == 2 * 50.5 + 2 * 3.0 + 60
+    assert lead_seconds(jobs.run.metrics, 500) == 500
+    assert start(jobs, left="1:00:00").stop_after_s == 3600 - 167
+    assert start(jobs, left="UNLIMITED").stop_after_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2-03:04:05", 183845), ("3:04", 184), ("1:00:00", 3600), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+)
+def test_the_time_that_is_left(text: str, expected: int | None) -> None:
+    assert seconds(text) == expected
+
+
+def test_an_elastic_run_takes_the_most_nodes_that_its_batch_allows() -> None:
+    config = RunConfig()
+    config = replace(config, train=replace(config.train, global_batch_size=16, micro_batch_size=2))
+    elastic = replace(PROFILE, nodes=4, min_nodes=1)
+    assert [usable_nodes([config], elastic, number) for number in (4, 3, 2, 1)] == [4, 2, 2, 1]
+    with pytest.raises(ConfigError, match="no number of nodes from 3 to 3"):
+        usable_nodes([config], replace(PROFILE, nodes=3), 3)
+
+
+@pytest.mark.parametrize(
+    ("min_nodes", "live", "cause_code", "asked", "expected"),
+    [
+        (1, ["n1"], 137, False, True),
+        (None, ["n1"], 137, False, False),
+        (2, ["n1"], 137, False, False),
+        # It is being requeued or cancelled: the allocation ends.
+        (1, ["n1"], 137, True, False),
+        (1, ["n1"], 75, False, False),
+        (1, ["n1"], 3, False, False),
+        (1, [], 137, False, False),
+    ],
+)
+def test_an_elastic_run_goes_on_in_its_job(
+    jobs: JobsFolder, min_nodes: int | None, live: list[str], cause_code: int, asked: bool, expected: bool
+) -> None:
+    jobs.profile.write_text(to_yaml(replace(PROFILE, nodes=2, min_nodes=min_nodes)))
+    folder = start(jobs).folder
+    decision = end(jobs, folder, cause_code, asked_to_stop=asked, state="RUNNING")
+    assert goes_on_in_place(jobs, folder, decision, live, asked_to_stop=asked) is expected
+
+
+def test_a_node_that_was_found_bad_is_not_used_again(jobs: JobsFolder) -> None:
+    jobs.profile.write_text(to_yaml(replace(PROFILE, nodes=2, min_nodes=1)))
+    folder = start(jobs).folder
+    folder.write_bad_nodes({"n1": "no GPU"})
+    decision = end(jobs, folder, 1, asked_to_stop=False, state="RUNNING")
+    assert goes_on_in_place(jobs, folder, decision, NODES, asked_to_stop=False)
+    assert start(jobs).folder.attempt().nodes == ("n2",)

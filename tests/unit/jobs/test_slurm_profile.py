@@ -1,0 +1,68 @@
+"""A cluster's profile: what is refused, and what is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.config.describe import describe_fields
+from pretrain.errors import ConfigError
+from slurm.profile import ClusterConfig, find_profile, load_profile
+
+GOOD = {"ranks_per_node": 2, "shared_paths": ["/shared"], "runs_path": "/shared/runs"}
+
+
+def load(folder: Path, **changes: object) -> ClusterConfig:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, **changes}))
+    return load_profile(path)
+
+
+@pytest.mark.parametrize("name", ["local", "example-h100"])
+def test_shipped_profiles_load(name: str) -> None:
+    assert load_profile(find_profile(name)).ranks_per_node > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"partitions": "gpu"}, "unknown key partitions: did you mean partition"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0: it must be at least 1"),
+        ({"gpus_per_node": 1}, "gpus_per_node is 1 and ranks_per_node 2"),
+        ({"gpu_binding": "single"}, "gpu_binding has no effect unless gpus_per_node is above 0"),
+        ({"nodes": 2, "min_nodes": 3}, "min_nodes is 3, above nodes 2"),
+        ({"time": "two days"}, "time is 'two days'"),
+        ({"shared_paths": []}, "shared_paths is empty"),
+        ({"sbatch_options": ["--nodes=3"]}, "sbatch_options has '--nodes=3'"),
+        ({"sbatch_options": ["-p gpu"]}, "sbatch_options has '-p gpu'"),
+        ({"environment": [{"name": "A B", "value": "1", "reason": "x"}]}, "name is 'A B'"),
+        ({"environment": [{"name": "A", "value": "1", "reason": " "}]}, "say in one line why"),
+        ({"environment": [{"name": "A", "value": "1"}]}, "environment.0.reason is missing"),
+        ({"container": {"runtime": "docker", "image": "x"}}, "expected one of pyxis, apptainer"),
+        ({"check": {"all_reduce_mb": 0}}, "check.all_reduce_mb is 0: it must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, **changes)
+    assert said in str(error.value)
+    assert "mine.yaml" in str(error.value)
+
+
+def test_a_profile_that_is_not_there_names_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="example-h100, local"):
+        find_profile("h200")
+
+
+def test_relative_paths_are_of_the_folder_where_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = load(tmp_path, shared_paths=["."], runs_path="runs", virtual_environment=".venv")
+    assert profile.shared_paths == (str(tmp_path),)
+    assert profile.runs_path == str(tmp_path / "runs")
+    assert profile.virtual_environment == str(tmp_path / ".venv")
+
+
+def test_every_key_has_help() -> None:
+    assert [doc.key for doc in describe_fields(ClusterConfig) if not doc.doc] == []

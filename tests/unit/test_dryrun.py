@@ -1,0 +1,207 @@
+"""Ranks that are dry-run: what they hold and send is what the closed formulas say, and what real ones allocate; ranks
+that differ are told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.sharing import SharingConfig
+from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.costs.context import WAYS
+from pretrain.costs.formulas import count_parameters
+from pretrain.costs.memory import StageBytes, stage_bytes
+from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_MEMORY
+from pretrain.costs.traffic import attention_bytes, exchanged_bytes
+from pretrain.errors import ConfigError
+from tests.deadline import launch_within
+
+WORLD = 64
+MEMORY = UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16, sharing=SharingConfig("block", 2))
+SPLIT = RunConfig(
+    model=ModelConfig(
+        num_layers=4,
+        hidden_size=256,
+        num_attention_heads=8,
+        ffn_hidden_size=512,
+        vocab_size=1024,
+        tied_embeddings=False,
+        memory=MEMORY,
+    ),
+    parallel=ParallelConfig(tensor=2, pipeline=2, memory=16),
+    train=TrainConfig(
+        sequence_length=512, micro_batch_size=1, global_batch_size=32, precision="bf16", recompute="full"
+    ),
+)
+INTERLEAVED = replace(
+    SPLIT,
+    model=replace(SPLIT.model, memory=replace(MEMORY, sharing=SharingConfig())),
+    parallel=ParallelConfig(pipeline=2, virtual_pipeline=2),
+    train=replace(SPLIT.train, recompute="none", global_batch_size=128, micro_batch_size=2),
+)
+DENSE = replace(
+    SPLIT,
+    model=replace(SPLIT.model, memory=None, tied_embeddings=True),
+    parallel=ParallelConfig(pipeline=2),
+    train=replace(SPLIT.train, recompute="none", global_batch_size=64),
+)
+CUT = {
+    way: replace(
+        DENSE,
+        parallel=ParallelConfig(pipeline=2, context=4, context_attention=way),
+        train=replace(DENSE.train, sequence_length=2048),
+    )
+    for way in WAYS
+}
+CONFIGS = {"split": SPLIT, "interleaved": INTERLEAVED, "dense": DENSE, **CUT}
+REAL = replace(
+    SPLIT,
+    parallel=ParallelConfig(memory=2),
+    train=replace(SPLIT.train, recompute="none", global_batch_size=4, micro_batch_size=2),
+)
+
+
+ALONE = replace(
+    SPLIT, parallel=ParallelConfig(memory=8), train=replace(SPLIT.train, recompute="none", global_batch_size=8)
+)
+LAUNCHED = {
+    "launched": ALONE,
+    "launched, dense": replace(ALONE, parallel=ParallelConfig(), model=replace(ALONE.model, memory=None)),
+}
+
+
+def with_blocks(config: RunConfig, number: int) -> RunConfig:
+    return replace(config, model=replace(config.model, num_layers=number))
+
+
+def of_all_stages(config: RunConfig, world: int) -> list[Any]:
+    from pretrain.dryrun.rank import dry_run, first_ranks_of_stages
+
+    return list(dry_run(config, world, first_ranks_of_stages(config, world)))
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[Any]]:
+    """Of the first ranks of all stages. In a fork: a process can have but one world."""
+
+    def main() -> dict[str, list[Any]]:
+        found = {name: of_all_stages(config, WORLD) for name, config in CONFIGS.items()}
+        found["real"] = of_all_stages(REAL, 2)
+        for name, config in LAUNCHED.items():
+            found[name] = [of_all_stages(with_blocks(config, number), 8)[0] for number in (2, 4)]
+        return found
+
+    (found,) = launch_within(main, 1, timeout_s=280)
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_formulas_give_what_is_counted(reports: dict[str, list[Any]], name: str) -> None:
+    predicted = stage_bytes(CONFIGS[name], WORLD)
+    assert len(predicted) == 2
+    for report, stage in zip(reports[name], predicted, strict=True):
+        assert stage.held == pytest.approx(report.held.total, rel=0.02)
+        assert stage.activations == pytest.approx(report.activation_bytes, rel=0.1)
+        for part, num_bytes in report.held.by_part.items():
+            if num_bytes > report.held.total / 50:
+                assert stage.by_part[part] == pytest.approx(num_bytes, rel=0.02), part
+
+
+def test_attention_sends_what_the_formula_says(reports: dict[str, list[Any]]) -> None:
+    for way, config in CUT.items():
+        for report in reports[way]:
+            sent = sum(c.sent_bytes for c in report.collectives if c.axis == "context")
+            assert sent == attention_bytes(config, WORLD) > 0, way
+
+
+def test_stages_hold_the_model(reports: dict[str, list[Any]]) -> None:
+    counts = count_parameters(SPLIT.model)
+    # Retrieval, projections and norms are on every tensor-parallel rank.
+    split = counts.embedding + counts.attention + counts.ffn
+    expected = split / 2 + counts.norms + counts.retrieval + counts.memory_projections + counts.tables / 16
+    assert sum(report.num_parameters for report in reports["split"]) == expected
+    assert sum(report.num_table_parameters for report in reports["split"]) == counts.tables / 16
+
+
+def test_exchanged_bytes_are_those_of_the_formula(reports: dict[str, list[Any]]) -> None:
+    for report in reports["split"]:
+        assert sum(c.sent_bytes for c in report.collectives if c.axis == "memory") == exchanged_bytes(SPLIT, WORLD)
+
+
+def test_weights_gradients_and_optimizer_state_are_what_is_held(reports: dict[str, list[Any]]) -> None:
+    for report in reports["split"]:
+        by_part = {part.value: num_bytes for part, num_bytes in report.held.by_part.items()}
+        tables, dense = report.num_table_parameters, report.num_parameters - report.num_table_parameters
+        assert by_part["tables"] == 2 * tables
+        assert by_part["table gradients"] == 4 * tables
+        # The 32 ranks of a stage are two memory groups of 16; dense weights are split over 16 data-parallel ranks.
+        assert by_part["optimizer state of tables"] == pytest.approx(12 * tables / 2, rel=0.001)
+        # Buffers are padded so that they divide.
+        assert by_part["weights"] == pytest.approx(2 * dense, rel=0.01)
+        assert by_part["gradients"] == pytest.approx(4 * dense, rel=0.01)
+        assert by_part["optimizer state"] == pytest.approx(12 * dense / 16, rel=0.05)
+
+
+def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[Any]]) -> None:
+    from pretrain.dryrun.peers import mismatches
+
+    for name in CONFIGS:
+        assert mismatches(reports[name]) == []
+    first, second = reports["split"]
+    sends = [index for index, call in enumerate(second.collectives) if call.op == "send"]
+    fewer = replace(second, collectives=tuple(c for i, c in enumerate(second.collectives) if i != sends[-1]))
+    assert "nothing sent" in mismatches([first, fewer])[0]
+    calls = list(second.collectives)
+    last = max(index for index, call in enumerate(calls) if call.axis == "world")
+    calls[last] = replace(calls[last], num_bytes=1)
+    assert "in group world" in mismatches([first, replace(second, collectives=tuple(calls))])[0]
+
+
+def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list[Any]]) -> None:
+    of_block = {name: (four.num_kernels - two.num_kernels) / 2 for name in LAUNCHED for two, four in [reports[name]]}
+    assert of_block["launched, dense"] == pytest.approx(sum(LAUNCHES_DENSE), rel=0.1)
+    memory = of_block["launched"] - of_block["launched, dense"]
+    assert memory == pytest.approx(sum(LAUNCHES_MEMORY), rel=0.1)
+
+
+def allocations_of_a_real_step() -> tuple[int, int]:
+    """Bytes held, and at the peak of a step, of one of two gloo ranks with data."""
+    from pretrain.dryrun.recorder import Recorder
+    from pretrain.session import session
+    from tools.bench.synthetic_run import SyntheticRun
+
+    with session(REAL) as groups, Recorder({}, answers=False).recording() as recorder:
+        run = SyntheticRun(REAL, groups)
+        run.steps(1)
+        run.cut_graphs()
+        held = recorder.now().total
+        recorder.restart_peak()
+        run.steps(1)
+        return held, recorder.peak.total
+
+
+def test_a_real_rank_allocates_what_a_dry_one_does(reports: dict[str, list[Any]]) -> None:
+    (report,), (stage,) = reports["real"], stage_bytes(REAL, 2)
+    assert isinstance(stage, StageBytes)
+    for held, peak in launch_within(allocations_of_a_real_step, 2, timeout_s=120):
+        assert held == pytest.approx(report.held.total, rel=0.02)
+        assert held == pytest.approx(stage.held, rel=0.02)
+        assert peak == pytest.approx(report.peak_of_step.total, rel=0.1)
+        assert peak == pytest.approx(stage.total, rel=0.1)
+
+
+def test_what_a_dry_run_cannot_follow_is_refused() -> None:
+    def main() -> str:
+        from pretrain.dryrun.rank import dry_run
+
+        unsized = replace(SPLIT, model=replace(SPLIT.model, vocab_size=None))
+        with pytest.raises(ConfigError, match=r"model\.vocab_size") as caught:
+            next(dry_run(unsized, WORLD, [0]))
+        return str(caught.value)
+
+    assert "set it" in launch_within(main, 1, timeout_s=60)[0]

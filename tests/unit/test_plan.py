@@ -1,0 +1,157 @@
+"""Plans: figures computed by hand, layouts that the rules allow, and what the command writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pretrain.config.layout_rules import layout_problems
+from pretrain.config.loader import load_config
+from pretrain.config.validate import validate
+from pretrain.costs.hardware import FOLDER, Hardware, load_hardware
+from pretrain.costs.layouts import estimate, estimates_of, possible_layouts
+from pretrain.costs.memory import in_flight, stage_bytes
+from pretrain.costs.stages import Division
+from pretrain.costs.timing import TimePart, step_time
+from tools import cli
+
+REPOSITORY = Path(__file__).parents[2]
+LARGE = REPOSITORY / "configs" / "ultramemv2" / "2.5b_120b_top256.yaml"
+SMALL = REPOSITORY / "configs" / "ultramemv2" / "2.5b_25b.yaml"
+H100 = load_hardware("h100-80g")
+
+
+# Read off the design by hand: GB sent for lookups per step of 256 GPUs, of which to other nodes; GB of tables on a GPU.
+@pytest.mark.parametrize(
+    ("group", "sent", "far", "tables"), [(8, 16, 0, 27), (16, 31.5, 16.8, 16.5), (64, 124, 110, 8.2)]
+)
+def test_the_120b_model_on_256_gpus_is_what_was_computed_by_hand(
+    group: int, sent: float, far: float, tables: float
+) -> None:
+    config = load_config(LARGE, [f"parallel.memory={group}"])
+    time = step_time(config, 256, H100)
+    assert sum(time.sent[0].exchange) / 1e9 == pytest.approx(sent, rel=0.02)
+    assert time.sent[0].exchange[1] / 1e9 == pytest.approx(far, rel=0.02)
+    held = stage_bytes(config, 256)[0].by_part
+    of_tables = sum(num_bytes for part, num_bytes in held.items() if "table" in part.value)
+    assert of_tables / 1e9 == pytest.approx(tables, rel=0.02)
+
+
+def test_parts_add_up_to_the_step_and_the_model_flops_to_its_share_of_the_peak() -> None:
+    time = step_time(load_config(LARGE), 256, H100)
+    assert set(time.by_part) == set(TimePart)
+    assert all(seconds >= 0 for seconds in time.by_part.values())
+    assert time.tokens_per_s * time.total_s == pytest.approx(1024 * 4096)
+    # 2 x (2.5B active core and the output projection) x 3 passes, and attention on top.
+    lower = 6 * (2.5e9 + 50304 * 2560) * time.tokens_per_s / (256 * 989e12)
+    assert lower < time.mfu < 1.3 * lower
+
+
+def test_a_step_is_shorter_on_faster_hardware() -> None:
+    config = load_config(LARGE, ["parallel.memory=16"])
+    before = step_time(config, 256, H100).total_s
+    for key in ("peak_bf16_tflops", "memory_bandwidth_gb_per_s", "network_gb_per_s"):
+        assert step_time(config, 256, replace(H100, **{key: 2 * getattr(H100, key)})).total_s < before, key
+    assert step_time(config, 256, replace(H100, launch_us=1000.0)).by_part[TimePart.LAUNCHES] > 0
+
+
+def test_a_reduction_takes_what_a_ring_takes() -> None:
+    # 8 replicas of 1 GB of gradients in fp32 that nothing hides, each on a node of its own.
+    hardware = replace(H100, network_gb_per_s=50.0, network_fraction=1.0)
+    config = load_config(LARGE, ["parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"])
+    time = step_time(config, 256, hardware)
+    elements = 117_052_538_880 / 4 / 8
+    expected = elements * (4 + 2) * (7 / 8) / 50e9
+    assert time.by_part[TimePart.MEMORY_REDUCTION] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "flights"), [(4, 1, [4, 3, 2, 1]), (2, 2, [5, 3]), (4, 3, [15, 13, 11, 9])]
+)
+def test_passes_in_flight_are_those_of_the_schedules(pipeline: int, virtual: int, flights: list[int]) -> None:
+    config = load_config(LARGE)
+    layout = replace(config.parallel, pipeline=pipeline, virtual_pipeline=virtual)
+    config = replace(config, parallel=layout)
+    division = Division(1, 1, 1, num_microbatches=16, rank_tokens=1, loss_tokens=1)
+    assert [in_flight(config, rank, division) for rank in range(pipeline)] == flights
+
+
+def test_layouts_keep_to_the_rules_and_differ() -> None:
+    layouts = list(possible_layouts(load_config(LARGE), 64, H100))
+    assert len(set(layouts)) == len(layouts)
+    # Four groups of six blocks, of which none may be split.
+    assert {(c.parallel.pipeline, c.parallel.virtual_pipeline) for c in layouts} == {
+        (1, 1),
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+    }
+    for config in layouts:
+        assert not list(layout_problems(config, 64))
+    for config in layouts[::12]:
+        for found in estimates_of(config, 64, H100):
+            validate(replace(found.config, train=replace(found.config.train, kernels="auto")), 64)
+
+
+def test_what_does_not_fit_on_eight_gpus_is_said_and_what_does_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(SMALL)
+    assert not estimate(config, 8, H100).fits(H100)
+    target, picture = tmp_path / "best.yaml", tmp_path / "best.svg"
+    words = ["plan", str(SMALL), "--gpus", "8", "--gpu", "h100-80g", "--write", str(target), "--plot", str(picture)]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "As written it does not fit: a rank of stage" in out
+    assert "What the memory costs most" in out
+    written = load_config(target)
+    best = estimate(written, 8, H100)
+    assert best.fits(H100)
+    assert replace(written, parallel=config.parallel, train=config.train, optimizer=config.optimizer) == config
+    assert f"{best.time.total_s:.2f}" in out
+    assert "optimizer state of tables" in picture.read_text(encoding="utf-8")
+
+
+def test_the_plan_as_json_has_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(LARGE), "--gpus", "64", "--gpu", "h200-141g", "--top", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 3
+    assert [each["step_s"] for each in found] == sorted(each["step_s"] for each in found)
+    assert all(each["fits"] and sum(each["time_s"].values()) == pytest.approx(each["step_s"]) for each in found)
+
+
+def test_a_gpu_that_is_too_small_is_told_with_the_part_and_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(f"base: {FOLDER / 'h100-80g.yaml'}\nmemory_gb: 8.0\n", encoding="utf-8")
+    assert cli.main(["plan", str(LARGE), "--gpus", "8", "--gpu", str(path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no layout fits" in said
+    assert re.search(r"of which (optimizer state of tables|table gradients|tables) [\d.,]+ GB", said)
+    assert cli.main(["plan", str(LARGE), "--gpus", "8", "--gpu", "h900"]) == 2
+    assert "b200-192g, h100-80g, h200-141g" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_has_no_formula_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = str(REPOSITORY / "configs" / "olmoe" / "2.5b_25b.yaml")
+    assert cli.main(["plan", mixture, "--gpus", "8", "--gpu", "h100-80g"]) == 2
+    assert "has model.moe, and what experts send each other depends on data" in capsys.readouterr().err
+    staged = str(REPOSITORY / "configs" / "stages" / "2.5b_25b.yaml")
+    assert cli.main(["plan", staged, "--gpus", "8", "--gpu", "h100-80g"]) == 2
+    assert "one of its stages is asked for: name one with --stage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_figure_has_a_source(path: Path) -> None:
+    assert isinstance(load_hardware(str(path)), Hardware)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for before, line in pairwise(lines):
+        if line and not line.startswith(("#", "gpus_per_node")):
+            assert re.match(r"# .*([Dd]ata sheet|[Aa]ssumed|announcement)", before), line

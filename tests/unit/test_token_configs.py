@@ -1,0 +1,52 @@
+"""The shipped models whose memories the token addresses have the parameters that the papers print."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pretrain.config.loader import load_config
+from pretrain.config.validate import validate
+from pretrain.costs.formulas import count_parameters
+
+REPOSITORY = Path(__file__).parents[2]
+# File, its override, what was computed, and what is printed.
+ROWS = re.findall(
+    r"^\| `(configs/(?:move|lave)/\w+\.yaml)`(?: `([^`]+)`)? \| ([\d,.]+)M \| ([\d.]+)([MB]) \|$",
+    (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+# Cut off instead of rounded.
+CUT_OFF = {("configs/move/d32_x1.yaml", "")}
+
+
+def test_the_page_has_all_of_them() -> None:
+    shipped = {path for kind in ("move", "lave") for path in (REPOSITORY / "configs" / kind).glob("d*.yaml")}
+    assert {REPOSITORY / path for path, *_ in ROWS} == shipped
+    assert len(ROWS) == 9 + 6
+
+
+@pytest.mark.parametrize(("path", "override", "computed", "printed", "unit"), ROWS)
+def test_a_memory_adds_as_many_parameters_as_are_printed(
+    path: str, override: str, computed: str, printed: str, unit: str
+) -> None:
+    config = load_config(REPOSITORY / path, [override] if override else [])
+    validate(config, None)
+    counts = count_parameters(config.model)
+    added = counts.tables + counts.memory_projections
+    assert f"{added / 1e6:,.2f}" == computed
+    digits, scale = len(printed.partition(".")[2]), {"M": 1e6, "B": 1e9}[unit]
+    rounded = f"{added / scale:.{digits}f}"
+    if (path, override) in CUT_OFF:
+        assert printed == str(int(added / scale * 10**digits) / 10**digits) != rounded
+    else:
+        assert printed == rounded
+
+
+@pytest.mark.parametrize(("num_tables", "gigabytes"), [(8, "4.2027"), (2, "1.0507"), (24, "12.6081")])
+def test_tides_tables_have_the_printed_sizes(num_tables: int, gigabytes: str) -> None:
+    config = load_config(REPOSITORY / "configs" / "tide" / "1b.yaml", [f"model.memory.num_tables={num_tables}"])
+    validate(config, None)
+    assert f"{2 * count_parameters(config.model).tables / 1e9:.4f}" == gigabytes

@@ -1,0 +1,156 @@
+"""`python -m tools.job`: what runs inside of a Slurm job, started by the script that `megamem submit` wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel.atomic_write import atomic_write
+from parallel.devices import hide_gpus
+from parallel.ranks import RankEnvironment, current_ranks
+from pretrain.errors import StoppedEarly, UserError
+from pretrain.folder import RunFolder
+from pretrain.stop import StopRequest
+from slurm.job import begin, end, goes_on_in_place
+from slurm.policy import Action, Decision
+from slurm.profile import ClusterConfig, load_profile
+from slurm.records import AttemptFolder, Failure, JobsFolder
+from slurm.rendezvous import meeting_point
+from tools import cli
+from tools.words import ending
+
+_BAD_NODES_FOUND = 1
+# State of a job whose script still runs, but not for long.
+_SLURM_ENDS_IT = "COMPLETING"
+# Of rank 0's start, where no check says it: importing from a busy disk takes minutes.
+_START_TIMEOUT_S = 600.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One of the script's questions. What it reads is the last line of stdout; people are told on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.func(JobsFolder(RunFolder(args.run)), args))
+    except UserError as error:
+        print(ending(error, error.exit_code), file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.job", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+
+    def add(name: str, func: object) -> argparse.ArgumentParser:
+        command = commands.add_parser(name)
+        command.add_argument("run", type=Path)
+        command.set_defaults(func=func)
+        return command
+
+    starting = add("begin", _begin)
+    starting.add_argument("--nodes", required=True)
+    starting.add_argument("--time-left", required=True)
+    add("rank", _rank).add_argument("attempt", type=Path)
+    ending_ = add("end", _end)
+    ending_.add_argument("attempt", type=Path)
+    ending_.add_argument("--exit-code", type=int, required=True)
+    ending_.add_argument("--asked-to-stop", action="store_true")
+    ending_.add_argument("--state", required=True)
+    ending_.add_argument("--nodes", required=True)
+    add("queued", _queued).add_argument("job")
+    return parser
+
+
+def _begin(jobs: JobsFolder, args: argparse.Namespace) -> int:
+    """Prints the attempt's folder, how many nodes, seconds to its end, and the nodes; nothing if there must be none."""
+    plan = begin(jobs, _names(args.nodes), args.time_left, os.environ)
+    if plan is not None:
+        attempt = plan.folder.attempt()
+        print(f"attempt {plan.folder.path.name} on {', '.join(attempt.nodes)}", file=sys.stderr)
+        print(plan.folder.path, plan.num_nodes, "never" if plan.stop_after_s is None else plan.stop_after_s, end=" ")
+        print(",".join(attempt.nodes))
+    return 0
+
+
+def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
+    """Prints what to do, after how many seconds, and without which nodes."""
+    folder = AttemptFolder(args.attempt)
+    decision = end(jobs, folder, args.exit_code, asked_to_stop=args.asked_to_stop, state=args.state)
+    print(f"attempt {folder.path.name} has ended, {decision.action}: {decision.reason}", file=sys.stderr)
+    if decision.action is Action.REQUEUE and args.state == _SLURM_ENDS_IT:
+        # It is requeued already, or preempted; or it was cancelled, and a requeue would bring it back.
+        print("Slurm itself ends this job, and starts it again unless it was cancelled", file=sys.stderr)
+        print("leave")
+    elif goes_on_in_place(jobs, folder, decision, _names(args.nodes), asked_to_stop=args.asked_to_stop):
+        print("again")
+    else:
+        print(_in_script(decision))
+    return 0
+
+
+def _names(nodes: str) -> list[str]:
+    # None of an elastic job's may have answered.
+    return [node for node in nodes.split(",") if node]
+
+
+def _in_script(decision: Decision) -> str:
+    changes = decision.delay_s > 0 or bool(decision.exclude)
+    action = "resubmit" if decision.action is Action.REQUEUE and changes else decision.action.value
+    return f"{action} {decision.delay_s:.0f} {','.join(decision.exclude)}".rstrip()
+
+
+def _queued(jobs: JobsFolder, args: argparse.Namespace) -> int:
+    jobs.add_job(args.job, "queued by the job before it")
+    return 0
+
+
+def _rank(jobs: JobsFolder, args: argparse.Namespace) -> int:
+    """The whole life of one rank. An end that was asked for is no bad exit, which would kill the others."""
+    stop = StopRequest()
+    folder, profile = AttemptFolder(args.attempt), load_profile(jobs.profile)
+    rank = int(os.environ["SLURM_PROCID"])
+    if not profile.gpus_per_node:
+        hide_gpus()
+    code = _check_and_train(jobs, folder, profile, rank, stop)
+    if code == StoppedEarly.exit_code:
+        if rank == 0:
+            with atomic_write(folder.stopped) as stream:
+                stream.write(json.dumps({"saved_step": jobs.newest_saved_step()}).encode())
+        return 0
+    if code and not folder.bad_nodes.exists():
+        folder.tell_failure(Failure(rank, os.environ.get("SLURMD_NODENAME", ""), code))
+    return code
+
+
+def _check_and_train(
+    jobs: JobsFolder, folder: AttemptFolder, profile: ClusterConfig, rank: int, stop: StopRequest
+) -> int:
+    num_ranks = int(os.environ["SLURM_NTASKS"])
+    timeout_s = _START_TIMEOUT_S if profile.check is None else profile.check.timeout_s
+    at = meeting_point(folder.rendezvous, rank, timeout_s)
+    os.environ |= {"MASTER_ADDR": at.host, "MASTER_PORT": str(at.port)}
+    if profile.check is not None and num_ranks > 1:
+        from slurm.node_check import check_nodes
+
+        ranks, submission = current_ranks(), jobs.submission()
+        assert isinstance(ranks, RankEnvironment)
+        assert submission is not None
+        bad = check_nodes(ranks, at, folder.attempt().nodes, folder.path, profile, submission.code)
+        if bad:
+            if rank == 0:
+                folder.write_bad_nodes(bad)
+            print(
+                "\n".join(f"megamem: error: node {node}: {problem}" for node, problem in bad.items()), file=sys.stderr
+            )
+            return _BAD_NODES_FOUND
+    if stop.requested:
+        return StoppedEarly.exit_code
+    alone = ["--nproc", "1"] if num_ranks == 1 else []
+    return cli.main(["train", str(jobs.config), "--run-dir", str(jobs.run.path), *alone])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`megamem plan`: which layout to reserve GPUs for."""

@@ -1,0 +1,142 @@
+"""`megamem plan`: the layouts that a model can have on so many GPUs, with what each holds and takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from parallel.atomic_write import atomic_write
+from pretrain.config.layout_rules import layout_problems
+from pretrain.config.loader import load_config
+from pretrain.config.schema import RunConfig
+from pretrain.config.source import dump_yaml
+from pretrain.config.stages import load_stage
+from pretrain.config.validate import batch_problems, validate
+from pretrain.costs.hardware import Hardware, load_hardware
+from pretrain.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, too_large
+from pretrain.errors import ConfigError
+from pretrain.progress import Progress
+from tools.parsers import add_command
+from tools.plan.report import as_json, details, table
+from tools.stages import add_stage
+
+_EPILOG = """\
+examples:
+  megamem plan configs/ultramemv2/2.5b_120b_top256.yaml --gpus 512 --gpu h100-80g
+  megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h200-141g --write 25b_8.yaml --plot 25b_8.svg
+
+What is estimated, and how well: docs/planning.md. `megamem dryrun` counts the bytes of the layout that you choose.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `plan` to the commands of `megamem`."""
+    parser = add_command(
+        subparsers,
+        "plan",
+        "which layout to reserve GPUs for",
+        _EPILOG,
+        "Estimate memory per rank and time per step of every layout that a model can have on so many GPUs: tensor, "
+        "pipeline, interleaving, memory group, microbatch, recomputation and offloaded tables (and context parallelism "
+        "from sequences of 16,384 tokens on). Prints the fastest that fit, and what the best one is made of.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="set a key")
+    add_stage(parser)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the run")
+    parser.add_argument(
+        "--gpu", required=True, metavar="NAME", help="h100-80g, h200-141g, b200-192g, or a YAML file with your figures"
+    )
+    parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to print (default: 10)")
+    parser.add_argument("--as-written", action="store_true", help="estimate the layout of CONFIG alone")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--write", type=Path, metavar="FILE.yaml", help="write the best as a configuration over CONFIG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the best: memory by part, and a step's time")
+    parser.set_defaults(func=run_plan)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Estimates and prints."""
+    if args.gpus < 1 or args.top < 1:
+        raise ConfigError(f"--gpus is {args.gpus} and --top {args.top}: both must be at least 1")
+    hardware = load_hardware(args.gpu)
+    config = load_stage(args.config, args.overrides, args.stage)
+    if config.model.vocab_size is None:
+        raise ConfigError(
+            f"{args.config} leaves model.vocab_size to the tokenizer: set it, as in model.vocab_size=50304"
+        )
+    if config.model.moe is not None:
+        raise ConfigError(
+            f"{args.config} has model.moe, and what experts send each other depends on data, for which there is no "
+            "formula: plan a model without, or measure with `megamem bench`"
+        )
+    # Whatever of it has nothing to do with its layout must be right.
+    validate(replace(config, train=replace(config.train, kernels="auto")), None)
+    written = None
+    if next(layout_problems(config, args.gpus), None) is None and next(batch_problems(config, args.gpus), None) is None:
+        written = estimate(config, args.gpus, hardware)
+    if args.as_written:
+        if written is None:
+            validate(config, args.gpus)
+        assert written is not None
+        found = [written]
+    else:
+        found = _all(config, args.gpus, hardware)
+    fitting = [each for each in found if each.fits(hardware)]
+    if not fitting:
+        if not found:
+            raise ConfigError(f"no layout of {args.config} divides {args.gpus} GPUs: try another number")
+        raise ConfigError(f"no layout fits. Of the one that needs least, {too_large(_smallest(found), hardware)}")
+    best = fitting[0]
+    if args.json:
+        print(json.dumps([as_json(each, args.gpus, hardware) for each in fitting[: args.top]], indent=2))
+    else:
+        print("\n".join(table(fitting[: args.top], len(found), args.gpus)))
+        if written is not None and not written.fits(hardware):
+            print(f"\nAs written it does not fit: {too_large(written, hardware)}.")
+        elif written is not None and not args.as_written:
+            print(f"\nAs written: {written.time.total_s:.2f} s per step, {written.peak_bytes / 1e9:.1f} GB.")
+        print("\n".join(details(best, args.gpus, hardware)))
+    if args.write is not None:
+        _write(best, args)
+    if args.plot is not None:
+        from tools.plan.picture import save_picture
+
+        save_picture(best, hardware, args.plot)
+    return 0
+
+
+def _all(config: RunConfig, num_gpus: int, hardware: Hardware) -> list[Estimate]:
+    """Every layout, the fastest first."""
+    layouts, found = list(possible_layouts(config, num_gpus, hardware)), []
+    with Progress("layout", total=len(layouts), leave=False) as progress:
+        for layout in layouts:
+            found += estimates_of(layout, num_gpus, hardware)
+            progress.update(1)
+    return sorted(found, key=lambda each: each.time.total_s)
+
+
+def _smallest(found: list[Estimate]) -> Estimate:
+    return min(found, key=lambda each: each.peak_bytes)
+
+
+def _write(best: Estimate, args: argparse.Namespace) -> None:
+    """A configuration that `train` takes: CONFIG as its base, and the layout's keys."""
+    folder = args.write.resolve().parent
+    tree: dict[str, Any] = {"base": os.path.relpath(Path(args.config).resolve(), folder)}
+    for key, value in best.overrides.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = value
+    if args.stage is not None:
+        raise ConfigError(
+            "--write sets the layout of a whole run: leave it out, and put the overrides under the stage's `parallel`"
+        )
+    if args.overrides:
+        raise ConfigError("--write builds on CONFIG as it is: put the overrides into a file of its own, and plan that")
+    with atomic_write(args.write) as stream:
+        stream.write(dump_yaml(tree).encode())
+    load_config(args.write)

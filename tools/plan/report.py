@@ -1,0 +1,111 @@
+"""A plan in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pretrain.costs.hardware import Hardware
+from pretrain.costs.layouts import Estimate
+from pretrain.costs.stages import Division
+from pretrain.costs.timing import TimePart
+
+_HEAD = ("TP", "PP", "VP", "CP", "DP", "G", "micro", "recompute", "offload", "GB", "s/step", "tokens/s", "MFU", "days")
+_WIDTHS = (4, 4, 4, 4, 6, 5, 6, 10, 8, 7, 8, 12, 7, 7)
+
+
+def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[str]:
+    """The layouts, a line each."""
+    yield f"{num_found:,} layouts on {num_gpus} GPUs; the fastest that fit:"
+    yield "".join(f"{head:>{width}}" for head, width in zip(_HEAD, _WIDTHS, strict=True))
+    for each in found:
+        layout, train, time = each.config.parallel, each.config.train, each.time
+        cells = (
+            layout.tensor,
+            layout.pipeline,
+            layout.virtual_pipeline,
+            layout.context,
+            Division.of(each.config, num_gpus).replicas,
+            layout.memory,
+            train.micro_batch_size,
+            train.recompute,
+            each.config.optimizer.value_offload,
+            f"{each.peak_bytes / 1e9:.1f}",
+            f"{time.total_s:.2f}",
+            f"{time.tokens_per_s:,.0f}",
+            f"{100 * time.mfu:.1f} %",
+            f"{each.days:.1f}",
+        )
+        yield "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
+def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
+    """What the best is made of."""
+    stage = best.stages[best.fullest_stage]
+    division = Division.of(best.config, num_gpus)
+    yield ""
+    yield "The first of them: " + " ".join(f"{key}={_yaml(value)}" for key, value in best.overrides.items())
+    yield f"{division.num_microbatches} microbatches per step and rank; the numbers are of one GPU."
+    yield ""
+    yield f"Memory of stage {best.fullest_stage}, the fullest of {len(best.stages)} (GB of {hardware.usable_bytes / 1e9:.0f}):"
+    for part, num_bytes in sorted(stage.by_part.items(), key=lambda item: -item[1]):
+        if num_bytes >= 1e6:
+            yield f"  {part.value:52}{num_bytes / 1e9:>9.2f}"
+    yield f"  {'in all':52}{stage.total / 1e9:>9.2f}"
+    if stage.host:
+        yield f"  {'in host memory':52}{stage.host / 1e9:>9.2f}"
+    sent = best.time.sent[best.time.slowest_stage]
+    yield ""
+    yield f"{'Sent per step (GB):':54}{'in node':>9}{'to others':>11}"
+    for name, (near, far) in (
+        ("exchange", sent.exchange),
+        ("tables' reductions", sent.tables),
+        ("the rest's", sent.dense),
+    ):
+        yield f"  {name:52}{near / 1e9:>9.2f}{far / 1e9:>11.2f}"
+    yield ""
+    yield f"A step of stage {best.time.slowest_stage}, the slowest (s):"
+    for time_part, seconds in best.time.by_part.items():
+        if seconds >= 0.0005:
+            yield f"  {time_part.value:52}{seconds:>9.3f}"
+    yield f"  {'in all':52}{best.time.total_s:>9.3f}"
+    if costs := best.time.memory_costs:
+        yield ""
+        yield "What the memory costs most, and what would lessen it:"
+        for cost, seconds, remedy in costs:
+            yield f"  {cost.value.removeprefix('memory: ')}, {100 * seconds / best.time.total_s:.0f} %: {remedy}"
+
+
+def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]:
+    """The same as plain data."""
+    time = each.time
+    return {
+        "overrides": each.overrides,
+        "data_parallel": Division.of(each.config, num_gpus).replicas,
+        "fits": each.fits(hardware),
+        "stages": [
+            {
+                "bytes": {part.value: num_bytes for part, num_bytes in stage.by_part.items()},
+                "total_bytes": stage.total,
+                "host_bytes": stage.host,
+                "sent_bytes": {
+                    name: {"in_node": near, "to_others": far}
+                    for name, (near, far) in (
+                        ("exchange", sent.exchange),
+                        ("tables", sent.tables),
+                        ("dense", sent.dense),
+                    )
+                },
+            }
+            for stage, sent in zip(each.stages, time.sent, strict=True)
+        ],
+        "step_s": time.total_s,
+        "time_s": {part.value: time.by_part[part] for part in TimePart},
+        "tokens_per_s": time.tokens_per_s,
+        "mfu": time.mfu,
+        "days": each.days,
+    }
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)

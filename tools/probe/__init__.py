@@ -1,0 +1,1 @@
+"""`megamem probe`: what a model can use of a long context."""
