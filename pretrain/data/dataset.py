@@ -1,7 +1,7 @@
 """Training samples over prepared data sets, and blends of them, in one of two orders (`data.shuffle`).
 
-`samples` is computed (`computed.py`). `documents` is an index over Megatron's `GPTDataset`: we keep Megatron's storage, compiled index code and item format, and replace how a data set is ordered and blended, for
-these reasons:
+`samples` is computed (`computed.py`). `documents` is an index over Megatron's `GPTDataset`: we keep Megatron's storage,
+compiled index code and item format, and replace how a data set is ordered and blended, for these reasons:
 
 - Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a
   checkpoint. Here sample i depends on the seed, the sequence length and i alone.
