@@ -7,7 +7,7 @@ empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from pretrain.weight_gathering import start_gathering
 # reduced over different replicas, so Megatron needs an optimizer for each.
 DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
 SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
+UpdatesOf = Callable[[nn.Parameter], int]
 TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 
 
@@ -98,12 +99,13 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         """Update main weights and this rank's shares of the model's, which `MemoryOptimizer` gathers."""
         return bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
 
-    def set_num_updates(self, num_updates: int) -> None:
-        """Tell AdamW how many updates its moments have seen, for bias correction."""
+    def set_num_updates(self, updates_of: UpdatesOf) -> None:
+        """Tell AdamW how many updates the moments of each of the model's parameters have seen, for bias correction."""
         if not self.is_stub_optimizer:
             self._allocate_state()
-            for state in self.optimizer.state.values():
-                state["step"].fill_(num_updates)
+            for parameter, (index, order) in self.model_param_group_index_map.items():
+                main = self.optimizer.param_groups[index]["params"][order]
+                self.optimizer.state[main]["step"].fill_(updates_of(parameter))
 
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
@@ -179,10 +181,11 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
         self._tables.step()
         return stepped
 
-    def set_num_updates(self, num_updates: int) -> None:
+    def set_num_updates(self, updates_of: UpdatesOf) -> None:
         """See `MemoryDistributedOptimizer.set_num_updates`."""
-        super().set_num_updates(num_updates)
-        self._tables.num_updates = num_updates
+        super().set_num_updates(updates_of)
+        for parameter, shard in self._shards.items():
+            shard.num_updates = updates_of(parameter)
 
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
@@ -286,10 +289,10 @@ class MemoryOptimizer(ChainedOptimizer):
         start_gathering(self.model_chunks)
         return True
 
-    def set_num_updates(self, num_updates: int) -> None:
+    def set_num_updates(self, updates_of: UpdatesOf) -> None:
         """See `MemoryDistributedOptimizer.set_num_updates`."""
         for optimizer in self.chained_optimizers:
-            optimizer.set_num_updates(num_updates)
+            optimizer.set_num_updates(updates_of)
 
     def set_weights_from_main(self) -> None:
         """Round all main weights to this rank's shares of the model's; who reads weights gathers them first."""

@@ -160,7 +160,7 @@ def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedD
         chunk.weights_are_set = True
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
-    optimizer.set_num_updates(0)
+    optimizer.set_num_updates(lambda _: 0)
     return chunks, optimizer
 
 
