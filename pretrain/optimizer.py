@@ -103,9 +103,8 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         """Tell AdamW how many updates the moments of each of the model's parameters have seen, for bias correction."""
         if not self.is_stub_optimizer:
             self._allocate_state()
-            for parameter, (index, order) in self.model_param_group_index_map.items():
-                main = self.optimizer.param_groups[index]["params"][order]
-                self.optimizer.state[main]["step"].fill_(updates_of(parameter))
+            for parameter in self.model_param_group_index_map:
+                self._count_updates(parameter, updates_of(parameter))
 
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
@@ -121,6 +120,11 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
                     state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
+        index, order = self.model_param_group_index_map[model_parameter]
+        parameter = self.optimizer.param_groups[index]["params"][order]
+        self.optimizer.state[parameter]["step"].fill_(num_updates)
 
     def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's flat share of a parameter's main weights and moments."""
@@ -181,18 +185,19 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
         self._tables.step()
         return stepped
 
-    def set_num_updates(self, updates_of: UpdatesOf) -> None:
-        """See `MemoryDistributedOptimizer.set_num_updates`."""
-        super().set_num_updates(updates_of)
-        for parameter, shard in self._shards.items():
-            shard.num_updates = updates_of(parameter)
-
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
         """See `MemoryDistributedOptimizer.set_weights_from_main`."""
         super().set_weights_from_main()
         for shard in self._shards.values():
             shard.set_weights()
+
+    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
+        shard = self._shards.get(model_parameter)
+        if shard is None:
+            super()._count_updates(model_parameter, num_updates)
+        else:
+            shard.num_updates = num_updates
 
     def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         shard = self._shards.get(model_parameter)
