@@ -165,7 +165,7 @@ def open_run(
         chunks=chunks,
         optimizer=build_optimizer(config, chunks, groups),
         state=state,
-        flops_per_token=training_flops_per_token(model, train.sequence_length),
+        flops_per_token=training_flops_per_token(model, train.sequence_length, trained),
     )
     if saved is not None:
         with_moments = not resets_optimizer(config, saved)
