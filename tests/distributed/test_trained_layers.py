@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.schedule import group_settings
+from pretrain.step import Batch
 
 # Of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
@@ -39,7 +41,9 @@ POOLED = training(SHARED, 4)
 """Of a pair that shares a table the upper one: the lower one's reads are in the table's gradient."""
 
 
-def naive_steps(config: RunConfig, num_steps: int) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def naive_steps(
+    config: RunConfig, num_steps: int, read: Callable[..., Iterator[Batch]] = random_batches
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Losses and norms of steps of one rank, and the weights after them, by autograd and PyTorch's AdamW on the weights
     that are trained: without Megatron's DDP, schedule or optimizer.
     """
@@ -51,7 +55,7 @@ def naive_steps(config: RunConfig, num_steps: int) -> tuple[list[tuple[float, fl
             (name, torch.optim.AdamW([p], betas=(0.9, 0.95), eps=config.optimizer.epsilon))
             for name, p in trained.items()
         ]
-        batches = random_batches(config, groups)
+        batches = read(config, groups)
         rows = []
         for step in range(num_steps):
             model.zero_grad()
@@ -77,7 +81,8 @@ def naive_steps(config: RunConfig, num_steps: int) -> tuple[list[tuple[float, fl
 def is_trained(name: str, config: RunConfig) -> bool:
     """By the name of a parameter on one rank; banks of pairs serve two layers, others one."""
     layers = config.optimizer.trained_layers
-    assert layers is not None
+    if layers is None:
+        return True
     blocks = {number - 1 for number in layers}
     if name.startswith("banks."):
         bank = int(name.split(".")[1])
