@@ -167,6 +167,8 @@ class MemoryGPTModel(GPTModel):
         if self._memory_reads_tokens:
             assert input_ids is not None
             assert position_ids is not None
+            for bank in self.own_banks:
+                bank.announce(input_ids)
             packed = pack(input_ids, position_ids)
             carried = {"context_mask": packed}
             for read in self.read_together:

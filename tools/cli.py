@@ -28,6 +28,7 @@ COMMAND_MODULES = (
     "tools.evaluate",
     "tools.probe.command",
     "tools.generate",
+    "tools.tables",
     "tools.checkpoint.command",
     "tools.plot",
     "tools.report.command",
