@@ -27,6 +27,7 @@ COMMAND_MODULES = (
     "tools.data",
     "tools.evaluate",
     "tools.probe.command",
+    "tools.analyse.command",
     "tools.generate",
     "tools.tables",
     "tools.checkpoint.command",
