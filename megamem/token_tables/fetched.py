@@ -29,6 +29,14 @@ class RowFetch(Protocol):
         ...
 
 
+class Records(Protocol):
+    """Records of a table, as an array of bytes [rows, record_bytes] gives them."""
+
+    def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.uint8]:
+        """A copy of the records of rows [n]."""
+        ...
+
+
 class FetchedRows:
     """A `RowFetch` of records, which holds the rows of the newest tokens on the device.
 
@@ -39,7 +47,7 @@ class FetchedRows:
 
     def __init__(
         self,
-        records: NDArray[np.uint8],
+        records: Records,
         codec: RowCodec,
         *,
         rows_per_token: int,
@@ -49,10 +57,9 @@ class FetchedRows:
     ) -> None:
         """
         Args:
-            records: [rows of the table, codec.record_bytes], in memory or mapped from a file.
+            records: in memory, or mapped from a file.
             part: of `num_parts` equal parts of the columns, the one that this rank holds.
         """
-        assert records.shape[1] == codec.record_bytes
         width = codec.width // num_parts
         self._records, self._codec, self._rows_per_token = records, codec, rows_per_token
         self._columns = slice(part * width, (part + 1) * width)
@@ -102,6 +109,6 @@ class FetchedRows:
             held[known] = self._held[torch.searchsorted(self._held_ids, wanted[known])]
         missing = wanted[~known].cpu()
         if missing.numel():
-            records = torch.from_numpy(np.take(self._records, missing.numpy(), axis=0))
+            records = torch.from_numpy(self._records[missing.numpy()])
             held[~known] = self._codec.decode(missing, records)[:, self._columns].to(held.device)
         self._held_ids, self._held = wanted, held

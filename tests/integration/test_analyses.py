@@ -24,9 +24,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
     folder = tmp_path_factory.mktemp("analysed")
     content["model"]["num_layers"] = 3
     content["train"]["num_steps"] = 8
-    content["optimizer"] = {
-        key: value for key, value in content["optimizer"].items() if key not in NO_MEMORY
-    } | {"lr": 1e-2}
+    content["optimizer"] = {key: value for key, value in content["optimizer"].items() if key not in NO_MEMORY} | {
+        "lr": 1e-2
+    }
     memories: dict[str, dict[str, Any] | None] = {
         "dense": None,
         "tide": {"kind": "tide", "vocab_size": 257, "value_dim": 32, "num_tables": 3},
@@ -72,7 +72,8 @@ def test_losses_of_bins_add_up(megamem: Megamem, runs: dict[str, Path], corpus: 
         nats = sum(part["tokens"] * (part["nats"] or 0) for part in parts)
         assert nats / whole["validation_tokens"] == pytest.approx(whole["validation_loss"], rel=1e-6)
     # Held-out tokens of each bin, counted again: the tokens of this corpus are bytes.
-    splits = {split: np.concatenate(list(open_dataset(corpus).open_split(split))) for split in (TRAIN, "validation")}
+    documents = {split: open_dataset(corpus).open_split(split) for split in (TRAIN, "validation")}
+    splits = {split: np.concatenate(list(of_split)) for split, of_split in documents.items()}
     counts = np.bincount(splits[TRAIN], minlength=257)
     kept = [byte for byte in range(128) if chr(byte).isalnum() and counts[byte]]
     order = sorted(kept, key=lambda byte: (counts[byte], byte))
