@@ -48,8 +48,9 @@ def test_bins_go_by_ascending_count_and_equal_counts_by_id() -> None:
         (b"--", False),
         (b"_", False),
         (b"", False),
-    ]
-    + [("é".encode()[:1], False), (b"x" + "é".encode()[:1], True)],
+        ("é".encode()[:1], False),
+        (b"x" + "é".encode()[:1], True),
+    ],
 )
 def test_tokens_without_a_letter_or_digit_are_left_out(text: bytes, kept: bool) -> None:
     assert is_word(text) == kept
