@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from commands import Megamem
 
+from pretrain.checkpoint.formats.native import NativeFormat
 from pretrain.data.manifest import TRAIN, open_dataset
 
 NO_MEMORY = ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_multiplier")
@@ -30,7 +32,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
     memories: dict[str, dict[str, Any] | None] = {
         "dense": None,
         "tide": {"kind": "tide", "vocab_size": 257, "value_dim": 32, "num_tables": 3},
-        "move": {"kind": "move", "vocab_size": 257, "value_dim": 16, "num_slots": 2, "num_gate_heads": 2},
+        "move": {"kind": "move", "vocab_size": 257, "value_dim": 16, "num_slots": 2, "num_gate_heads": 2}
+        | {"placement": {"blocks": [1]}},
     }
     found = {}
     for name, memory in memories.items():
@@ -62,6 +65,11 @@ def evaluated(megamem: Megamem, run: Path, *words: object) -> dict[str, Any]:
     return row
 
 
+def weights_of(run: Path, name: str) -> torch.Tensor:
+    reader = NativeFormat().open(run, None, None).reader
+    return reader.read(reader.tensors[name].whole(name))
+
+
 def test_losses_of_bins_add_up(megamem: Megamem, runs: dict[str, Path], corpus: Path) -> None:
     found, printed = analyse(megamem, "frequency", runs["dense"], runs["tide"], "--nproc", 2)
     assert "tide gains" in printed
@@ -91,6 +99,11 @@ def test_layers_left_out_are_those_of_the_ablation(megamem: Megamem, runs: dict[
     losses = [layer["nats"] for layer in found["layers"]]
     assert [layer["block"] for layer in found["layers"]] == [0, 1, 2]
     assert len({found["nats"], *losses, whole["without_memory"]["validation_loss"]}) == 5
+    # A memory that one block has is lost with it.
+    (found,), _ = analyse(megamem, "layer-drop", runs["move"], "--nproc", 2)
+    whole = evaluated(megamem, runs["move"], "--ablate")
+    assert [layer["block"] for layer in found["layers"]] == [1]
+    assert found["layers"][0]["nats"] == pytest.approx(whole["without_memory"]["validation_loss"], rel=1e-6)
 
 
 def test_weights_of_slots_are_shares_or_gates(megamem: Megamem, runs: dict[str, Path]) -> None:
@@ -118,6 +131,14 @@ def test_distances_are_those_of_the_embeddings_at_first(megamem: Megamem, runs: 
             assert len(kind["distance"]) == len(kind["relative"]) == 4
             assert all(0 < relative <= 2 for relative in kind["relative"])
             assert len({token for pair in kind["pairs"] for token in pair}) == 6
+    for run, of_run in zip((runs["dense"], runs["tide"]), found, strict=True):
+        embeddings = weights_of(run, "embedding.word_embeddings.weight").double()
+        for kind in of_run["categories"].values():
+            pairs = [[embeddings[ord(token)] for token in pair] for pair in kind["pairs"]]
+            apart = [float((u - v).norm()) for u, v in pairs]
+            relative = [2 * x / float(u.norm() + v.norm()) for x, (u, v) in zip(apart, pairs, strict=True)]
+            assert kind["distance"][0] == pytest.approx(np.mean(apart), rel=1e-5)
+            assert kind["relative"][0] == pytest.approx(np.mean(relative), rel=1e-5)
     again, _ = analyse(megamem, "collapse", runs["tide"], *words, "--nproc", 1)
     for kind, of_kind in again[0]["categories"].items():
         assert of_kind["distance"] == pytest.approx(found[1]["categories"][kind]["distance"], rel=1e-6)

@@ -316,8 +316,8 @@ def run_bench_context(args: argparse.Namespace) -> int:
 
 def run_bench_tables(args: argparse.Namespace) -> int:
     """Measures generation and prints."""
-    if args.tokens < 1 or args.context < 1:
-        raise ConfigError("nothing to measure: use --tokens and --context of at least 1")
+    if args.tokens < 2 or args.context < 1:
+        raise ConfigError("nothing to measure: use --tokens of at least 2, and --context of at least 1")
     config = _with_vocabulary(load_stage(args.config, args.overrides, args.stage), args.vocab_size)
     config = replace(config, parallel=ParallelConfig())
     validate(config, 1)
