@@ -35,7 +35,7 @@ VARIANTS = {
 
 
 def rendered(profile: ClusterConfig, config: RunConfig | None = None) -> str:
-    return render(config or RunConfig(name="mine"), profile, SUBMISSION, JOBS, time=profile.time)
+    return render([config or RunConfig(name="mine")], profile, SUBMISSION, JOBS, time=profile.time)
 
 
 def test_the_script_of_the_example_is_the_reviewed_one() -> None:
