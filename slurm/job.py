@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages, stage_called
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.history import now
-from slurm.lead import lead_seconds
+from slurm.lead import last_step, lead_seconds
 from slurm.policy import Action, Attempt, Cause, Decision, Ended, cause_of, decide
 from slurm.profile import ClusterConfig, load_profile
 from slurm.records import AttemptFolder, JobsFolder, Submission
@@ -139,6 +139,9 @@ def _conclude_lost(jobs: JobsFolder, submission: Submission, profile: ClusterCon
 
 def conclude(jobs: JobsFolder, folder: AttemptFolder, ended: Ended, profile: ClusterConfig) -> Decision:
     """Record how an attempt ended and what follows."""
+    # The next attempt drops the rows of steps that were lost.
+    step, heard_at = last_step(jobs.run.metrics)
+    ended = replace(ended, last_step=step, heard_at=heard_at)
     decision = decide([*jobs.ended_attempts(ended.attempt.submission), ended], profile.retry)
     folder.write_end(ended, decision)
     return decision

@@ -117,9 +117,14 @@ class JobsFolder:
 
     def job_ids(self) -> list[str]:
         """The jobs of the run, the newest last."""
+        return [job for job, _ in self.job_times()]
+
+    def job_times(self) -> list[tuple[str, str]]:
+        """The same, with the time at which each was queued."""
         if not self.jobs.exists():
             return []
-        return [json.loads(line)["job"] for line in self.jobs.read_text(encoding="utf-8").splitlines()]
+        rows = map(json.loads, self.jobs.read_text(encoding="utf-8").splitlines())
+        return [(row["job"], row["at"]) for row in rows]
 
     def log_of(self, job: str) -> Path:
         """What a job's script says."""
@@ -196,7 +201,14 @@ class AttemptFolder:
         if found is None:
             return None
         return Ended(
-            self.attempt(), Cause(found["cause"]), found["saved_step"], tuple(found["bad_nodes"]), found["detail"]
+            self.attempt(),
+            Cause(found["cause"]),
+            found["saved_step"],
+            tuple(found["bad_nodes"]),
+            found["detail"],
+            found.get("last_step"),
+            found.get("heard_at"),
+            found["at"],
         )
 
     def decision(self) -> Decision | None:
@@ -214,6 +226,8 @@ class AttemptFolder:
             "saved_step": ended.saved_step,
             "bad_nodes": ended.bad_nodes,
             "detail": ended.detail,
+            "last_step": ended.last_step,
+            "heard_at": ended.heard_at,
             "at": now(),
             "decision": asdict(decision),
         }

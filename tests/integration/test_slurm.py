@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -126,3 +127,50 @@ def test_a_run_that_never_reaches_a_save_is_stopped(site: Site, cluster: Cluster
     site.wait_for_state("FAILED")
     assert site.causes() == [Cause.CRASHED, Cause.CRASHED], site.told()
     assert "2 starts in a row ended with no checkpoint" in site.command("status", site.run).output
+
+
+@pytest.mark.parametrize("partition", ["low", "grace"])
+def test_a_preempted_run_goes_on_when_the_other_job_is_done(site: Site, cluster: Cluster, partition: str) -> None:
+    """With the seconds of KillWait alone, and with a time of grace, in which the ranks hear of it first."""
+    site.submit(*_SHORT, nodes=1, ranks_per_node=1, partition=partition)
+    site.wait_for_step(3)
+    other = ("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--time=5", "--output=/dev/null")
+    preempting = cluster.run(*other, "--wrap=sleep 1")
+    site.wait_until(lambda: cluster.job(preempting)["JobState"] == "COMPLETED", "the other job")
+    assert site.wait_for_state("COMPLETED", "FAILED")["JobState"] == "COMPLETED", site.told()
+    first, second = site.attempts()
+    assert site.causes() == [Cause.STOPPED, Cause.FINISHED], site.told()
+    # What was done when it was told is saved, and not only what was saved before.
+    assert (second.attempt().saved_step or 0) >= 3
+    assert (first.attempt().job, second.attempt().job) == (site.job, site.job)
+
+
+def test_a_cancelled_run_saves_and_does_not_come_back(site: Site, cluster: Cluster) -> None:
+    """Its ranks are placed by a host file, the first of them on the second node."""
+    hosts = site.run.parent.parent / "hosts"
+    hosts.write_text("n2\nn1\n")
+    entries = [
+        {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
+        {"name": "SLURM_HOSTFILE", "value": str(hosts), "reason": "rank 0 on the second node"},
+    ]
+    placed = {
+        "sbatch_options": ["--nodelist=n1,n2"],
+        "srun_options": ["--distribution=arbitrary"],
+        "environment": entries,
+    }
+    site.submit(*_SHORT, "checkpoint.every_steps=0", nodes=2, ranks_per_node=1, **placed)
+    site.wait_for_step(3)
+    (attempt,) = site.attempts()
+    assert json.loads(attempt.rendezvous.read_text())["host"] == "n2"
+    assert f"cancelled job {site.job}" in site.command("cancel", site.run).output
+    site.wait_until(lambda: not cluster.run("squeue", "-h"), "the job to be gone")
+    assert cluster.job(site.job)["JobState"] == "CANCELLED"
+    assert site.causes() == [Cause.CANCELLED], site.told()
+    saved_step = site.jobs.newest_saved_step()
+    assert saved_step is not None
+    assert saved_step >= 3
+    assert "cancelled" in site.command("status", site.run).output
+
+    site.submit(*_SHORT, nodes=1, ranks_per_node=2)
+    assert site.wait_for_state("COMPLETED", "FAILED")["JobState"] == "COMPLETED", site.told()
+    assert site.attempts()[1].attempt().saved_step == saved_step
