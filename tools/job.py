@@ -154,9 +154,12 @@ def _check_and_train(
             return _BAD_NODES_FOUND
     if stop.requested:
         return StoppedEarly.exit_code
-    alone = ["--nproc", "1"] if num_ranks == 1 else []
+    if num_ranks == 1:
+        # A step of one task says of itself that it is no rank, and ranks that the command would start take a second
+        # signal for impatience. Slurm sends one to all tasks, and the script sends another.
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     stage = [] if submission.stage is None else ["--stage", submission.stage]
-    return cli.main(["train", str(jobs.config), "--run-dir", str(jobs.run.path), *stage, *alone])
+    return cli.main(["train", str(jobs.config), "--run-dir", str(jobs.run.path), *stage])
 
 
 if __name__ == "__main__":

@@ -185,7 +185,9 @@ def check(job: Job) -> None:
         UserError: what it would fail for.
     """
     check_seen_by_nodes(job.trained, job.records.run, job.profile)
-    check_submission(job.trained, job.profile.nodes * job.profile.ranks_per_node, job.records.run)
+    profile = job.profile
+    gpu_bytes = None if profile.gpu_memory_gb is None else 1e9 * profile.gpu_memory_gb
+    check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes)
 
 
 def _queued(job: Job, number: str) -> str:

@@ -69,7 +69,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=1
 JobRequeue=1
-KillWait=5
+# The default: what is told to end does so by itself, and a busy machine takes its time.
+KillWait=30
 SlurmdTimeout=10
 SlurmctldTimeout=30
 MessageTimeout=5
