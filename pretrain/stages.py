@@ -55,7 +55,8 @@ def train_stages(
     saved = newest_checkpoint(folder, groups, check_hashes=stages[0].checkpoint.check_hashes)
     checked = saved is not None
     saved = saved or start
-    if saved is not None and stages[-1].train.num_steps <= saved.step < stages[-1].run_steps:
+    last_step = stages[-1].train.num_steps
+    if saved is not None and last_step < stages[-1].run_steps and last_step <= saved.step:
         return False
     number = 0 if saved is None else stage_of_step(stages, saved.step)
     layout = parallel_sizes(stages[0])

@@ -106,13 +106,30 @@ def test_an_elastic_run_goes_on_with_fewer_nodes(site: Site, cluster: Cluster, s
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_what_will_fail_again_is_not_started_again(site: Site, corpus: Path, tmp_path: Path) -> None:
+def test_what_slurm_did_not_start_is_started_again_and_what_will_fail_again_is_not(
+    site: Site, corpus: Path, tmp_path: Path
+) -> None:
+    """The first srun fails, as it does where the controller does not answer in time; then the data are missing."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    failed = tmp_path / "failed"
+    srun.write_text(
+        f"#!/bin/bash\nif [[ ! -e {failed} ]]; then touch {failed}; echo 'srun: error: it is busy' >&2; exit 1; fi\n"
+        f'exec {shutil.which("srun")} "$@"\n'
+    )
+    srun.chmod(0o755)
+    entries = [
+        {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
+        {"name": "PATH", "value": f"{srun.parent}:{os.environ['PATH']}", "reason": "an srun that fails once"},
+    ]
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
-    site.submit(*_SHORT, f"data.datasets.0.path={data}", nodes=1, ranks_per_node=1)
+    site.submit(*_SHORT, f"data.datasets.0.path={data}", nodes=1, ranks_per_node=1, environment=entries)
     shutil.rmtree(data)
     site.wait_for_state("FAILED")
-    assert site.causes() == [Cause.MISTAKE], site.told()
+    ends = [folder.ended() for folder in site.jobs.attempt_folders()]
+    assert [ended.cause for ended in ends if ended] == [Cause.NOT_STARTED, Cause.MISTAKE], site.told()
+    assert "srun: error: it is busy" in site.jobs.log_of(site.job).read_text()
     output = site.command("status", site.run).output
     assert "exit code 3" in output
     assert str(data) in output
