@@ -26,7 +26,8 @@ class MixedValuesLayer(MemoryLayer):
     mixed values, and those are what a cache of keys and values would hold.
 
     Each tensor-parallel rank makes the gates of its own tokens, for all heads, and needs the mixed values of all tokens
-    for its own heads: `TableLookup.read_heads`.
+    for its own heads: `TableLookup.read_heads`. Latents, in latent attention, are cut into n parts and mixed the same way
+    (Eq. 7), and each rank has all columns of its own tokens'.
     """
 
     memory: MixedValuesConfig
@@ -43,7 +44,8 @@ class MixedValuesLayer(MemoryLayer):
         return gates[:, :, 0], gates[:, :, 1:].transpose(1, 2)
 
     def forward(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        """The mixed values [s, b, g, d]; `values` are those of attention and `hidden` [t, b, D] its input."""
+        """The mixed values [s, b, g, d], or latents [t, b, V]; `values` are those of attention and `hidden` [t, b, D] its
+        input."""
         standard, gates = self.gates(hidden)
         rows = rows_of_tokens(inputs.token_ids, self.memory.rows_per_token)
         from_rows = self.lookup.read_heads(rows, gates.contiguous(), self.tensor_group).view(values.shape)

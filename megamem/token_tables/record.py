@@ -24,9 +24,11 @@ def mixed_values_distribution(name: str, memory: MixedValuesConfig, model: Model
 
 
 def mixed_values_table_std(memory: MixedValuesConfig, model: ModelConfig, sigma_s: float | None) -> float:
-    """So that a token's M rows together are as large as attention's own value.
+    """So that a token's M rows together are as large as attention's own value, or latent: normalised ones are 1.
 
     The paper leaves it open. The gates are 1 at first and nothing divides by M: at the values' own scale,
     `linear_std` sqrt(D) for an input of mean square 1, a bank of 16 slots would outweigh the value it is added to by 4.
     """
-    return model.linear_std * math.sqrt(model.hidden_size / memory.rows_per_token)
+    has_norm = model.latent_attention is not None and model.qk_norm
+    own = 1.0 if has_norm else model.linear_std * math.sqrt(model.hidden_size)
+    return own / math.sqrt(memory.rows_per_token)

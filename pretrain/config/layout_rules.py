@@ -58,6 +58,8 @@ def _tensor(config: RunConfig) -> Iterator[str]:
         **({"model.ffn_hidden_size": config.model.ffn_hidden_size} if config.model.moe is None else {}),
         "model.vocab_size_multiple": config.model.vocab_size_multiple,
     }
+    if (latent := config.model.latent_attention) is not None:
+        sizes["model.latent_attention.latent_dim + rotary_dim"] = latent.latent_dim + latent.rotary_dim
     if config.model.memory is not None:
         sizes |= {f"model.memory.{key}": size for key, size in config.model.memory.tensor_sizes.items()}
     for key, size in sizes.items():

@@ -14,6 +14,7 @@ from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
 from megamem.slots import Slot
 from parallel.layout import padded_size
+from pretrain.costs.attention import attention_gains, attention_weights, projected_twice
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -25,7 +26,7 @@ class ParameterCounts:
 
     Attributes:
         embedding: input embedding and, if it is untied, output projection, with padded rows.
-        attention: query, key, value and output projections.
+        attention: query, key, value and output projections, or, in place of the middle two, those of latents.
         ffn: the SwiGLUs' three matrices, and the routers of mixtures of experts.
         norms: gains of the backbone's norms.
         retrieval: query projections, keys, gains and Tucker cores.
@@ -70,7 +71,7 @@ class ParameterCounts:
 
 def count_parameters(model: ModelConfig) -> ParameterCounts:
     """Parameters of a model."""
-    depth, width, head = model.num_layers, model.hidden_size, model.attention_head_dim
+    depth, width = model.num_layers, model.hidden_size
     memory, own = model.memory, memory_layer_costs(model)
     per_row = memory.row_width if memory is not None else 0
     lookups = 1 if memory is not None and memory.reads_once else model.num_memory_layers
@@ -78,12 +79,12 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     ffn, experts, idle = _ffn_parameters(model)
     # An inserted block has neither an output projection nor a second norm.
     inserted = _count_memories(model, Slot.BLOCK)
-    projections = 2 * depth * (model.num_attention_heads + model.query_groups) - inserted * model.num_attention_heads
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=width * head * projections,
+        attention=(depth - inserted) * attention_weights(model)
+        + inserted * attention_weights(model, is_inserted=True),
         ffn=ffn,
-        norms=(2 * depth - inserted + 1) * width + (2 * depth * head if model.qk_norm else 0),
+        norms=(2 * depth - inserted + 1) * width + depth * attention_gains(model),
         retrieval=own.retrieval,
         memory_projections=own.projections + _shared_parameters(model),
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
@@ -135,7 +136,7 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     grid) and gathers are counted; norms, activations, biases and selections are not.
     """
     counts = count_parameters(model)
-    flops = 2.0 * (counts.attention + counts.ffn - counts.idle_experts + _embedding_size(model))
+    flops = 2.0 * (counts.attention + projected_twice(model) + counts.ffn - counts.idle_experts + _embedding_size(model))
     flops += model.num_layers * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
     return flops + memory_flops(model)
 

@@ -13,6 +13,7 @@ from megamem.slots import Slot
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import attention_gains, attention_weights
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,9 @@ def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
 
 def _block_weights(model: ModelConfig, has_no_ffn: bool, is_inserted: bool) -> tuple[int, int, int]:
     """Weights of one block that tensor-parallel ranks split, that all hold, and of experts; see `count_parameters`."""
-    width, head = model.hidden_size, model.attention_head_dim
-    projections = 2 * (model.num_attention_heads + model.query_groups) - is_inserted * model.num_attention_heads
-    split = width * head * projections
-    norms = (2 - is_inserted) * width + (2 * head if model.qk_norm else 0)
+    width = model.hidden_size
+    split = attention_weights(model, is_inserted=is_inserted)
+    norms = (2 - is_inserted) * width + attention_gains(model)
     if has_no_ffn or is_inserted:
         return split, norms, 0
     if model.moe is None:

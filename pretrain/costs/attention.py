@@ -1,0 +1,58 @@
+"""What the attention of one block has, costs and keeps, by closed formulas.
+
+Legend: D hidden size, n query heads, g key/value heads, d width of a head, C width of a latent and r of a rotary key.
+"""
+
+from __future__ import annotations
+
+from megamem.config import ModelConfig
+from megamem.slots import Slot
+
+
+def attention_weights(model: ModelConfig, *, is_inserted: bool = False) -> int:
+    """Weights of a block's projections, which tensor-parallel ranks split: D d (2 n + 2 g), or, with latents,
+    2 D d n + D (C + r) + C n (2 d - r). An inserted block has no output projection."""
+    width, head, heads = model.hidden_size, model.attention_head_dim, model.num_attention_heads
+    queries_and_outputs = width * head * heads * (1 if is_inserted else 2)
+    latent = model.latent_attention
+    if latent is None:
+        return queries_and_outputs + 2 * width * head * model.query_groups
+    return queries_and_outputs + width * (latent.latent_dim + latent.rotary_dim) + _up_projection(model)
+
+
+def attention_gains(model: ModelConfig) -> int:
+    """Gains of a block's norms of queries and keys, or of latents, which every rank has."""
+    if not model.qk_norm:
+        return 0
+    return 2 * model.attention_head_dim if model.latent_attention is None else model.latent_attention.latent_dim
+
+
+def projected_twice(model: ModelConfig) -> int:
+    """Weights by which the latents of all blocks are multiplied once more, because keys and values are made of others
+    and one projection makes both: with memories that are mixed into those of values alone."""
+    memory = model.memory
+    if model.latent_attention is None or memory is None:
+        return 0
+    return sum(memory.slot_of(span) is Slot.VALUES for span in model.memory_spans) * _up_projection(model)
+
+
+def attention_kept(model: ModelConfig, element: int) -> int:
+    """Bytes per token that the backward pass of a block's attention needs of whole sequences, before ranks split heads.
+
+    Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs. With
+    latents: queries, keys, values and outputs of all heads, the latents, and they in and after their norm.
+    """
+    head, heads, groups = model.attention_head_dim, model.num_attention_heads, model.query_groups
+    if model.latent_attention is not None:
+        latents = model.latent_attention.latent_dim * (element + (2 * 4 if model.qk_norm else 0))
+        return element * 4 * heads * head + latents + 4 * heads
+    attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
+    attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
+    return attention * head + 4 * heads
+
+
+def _up_projection(model: ModelConfig) -> int:
+    """C n (2 d - r)."""
+    latent = model.latent_attention
+    assert latent is not None
+    return latent.latent_dim * model.num_attention_heads * (2 * model.attention_head_dim - latent.rotary_dim)
