@@ -81,7 +81,7 @@ def block_spec(
                 linear=provider.column_parallel_linear(),
                 core_attention=core,
                 linear_proj=provider.row_parallel_linear(),
-                latent_norm=qk,
+                kv_layernorm=qk,
             )
         else:
             heads = SelfAttentionSubmodules(
@@ -110,9 +110,7 @@ def block_spec(
                     block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
                 case Slot.VALUES | Slot.LATENTS:
                     attention["site"] = site
-                    block.self_attention.module = (
-                        AttentionWithMemory if latent is None else LatentAttentionWithMemory
-                    )
+                    block.self_attention.module = AttentionWithMemory if latent is None else LatentAttentionWithMemory
                 case Slot.HEADS:
                     heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
                 case Slot.BLOCK:

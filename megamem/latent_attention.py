@@ -39,13 +39,13 @@ class LatentAttentionSubmodules:
 
     Attributes:
         linear: of queries, of latents with rotary keys, and of keys and values; tensor-parallel ranks split its columns.
-        latent_norm: of latents.
+        kv_layernorm: of latents.
         core_attention: see `megamem.attention`.
         linear_proj: of outputs; tensor-parallel ranks split its rows.
     """
 
     linear: Callable[..., nn.Module]
-    latent_norm: Callable[..., nn.Module]
+    kv_layernorm: Callable[..., nn.Module]
     core_attention: Callable[..., nn.Module]
     linear_proj: Callable[..., nn.Module]
 
@@ -78,14 +78,14 @@ class LatentAttention(Attention):
             is_expert=False,
             tp_group=self.tp_group,
         )
-        self.query_proj = linear(config.hidden_size, heads * head)
-        self.latent_proj = linear(config.hidden_size, sum(self.widths))
+        self.linear_q_proj = linear(config.hidden_size, heads * head)
+        self.linear_kv_down_proj = linear(config.hidden_size, sum(self.widths))
         # Of each head its key's d - r columns, then its value.
-        self.key_value_proj = linear(latent.latent_dim, heads * (2 * head - latent.rotary_dim))
-        self.latent_norm = submodules.latent_norm(
+        self.linear_kv_up_proj = linear(latent.latent_dim, heads * (2 * head - latent.rotary_dim))
+        self.kv_layernorm = submodules.kv_layernorm(
             config=config, hidden_size=latent.latent_dim, eps=config.layernorm_epsilon
         )
-        # Megatron asks whether it may fuse norms of queries and keys.
+        # Megatron asks whether norms of queries and keys are in the way of a fusion.
         self.q_layernorm = self.k_layernorm = None
 
     def forward(
@@ -121,9 +121,9 @@ class LatentAttention(Attention):
         angles, inputs = key_value_states
         turn = partial(apply_rotary_pos_emb, freqs=angles, config=self.config, cp_group=self.pg_collection.cp)
         latents, rotary_keys = self._compressed(hidden_states)
-        of_keys, of_values = self.latents(self.latent_norm(latents), inputs, hidden_states)
+        of_keys, of_values = self.latents(self.kv_layernorm(latents), inputs, hidden_states)
         keys, values = self._up_projected(of_keys, of_values)
-        queries = self._by_heads(self.query_proj(hidden_states)[0])
+        queries = self._by_heads(self.linear_q_proj(hidden_states)[0])
         rotary_dim = self.widths[1]
         if rotary_dim:
             plain, turned = queries.split([queries.shape[3] - rotary_dim, rotary_dim], 3)
@@ -146,7 +146,7 @@ class LatentAttention(Attention):
 
     def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [t, b, C] and rotary keys [t, b, r] of this rank's tokens."""
-        combined, _ = self.latent_proj(hidden)
+        combined, _ = self.linear_kv_down_proj(hidden)
         if self._splits:
             # From some columns of all tokens, [s, b, (C + r) / TP].
             combined = all_to_all_hp2sp(combined, self.tp_group).view(*hidden.shape[:2], -1)
@@ -158,10 +158,10 @@ class LatentAttention(Attention):
         head = self.hidden_size_per_attention_head
         widths = [head - self.widths[1], head]
         if of_keys is of_values:
-            keys, values = self._by_heads(self.key_value_proj(of_keys)[0]).split(widths, 3)
+            keys, values = self._by_heads(self.linear_kv_up_proj(of_keys)[0]).split(widths, 3)
             return keys, values
         # One projection makes both, so that each of the two leaves a part unused.
-        both = self._by_heads(self.key_value_proj(torch.cat((of_keys, of_values), 1))[0])
+        both = self._by_heads(self.linear_kv_up_proj(torch.cat((of_keys, of_values), 1))[0])
         from_keys, from_values = both.chunk(2, 1)
         return from_keys.split(widths, 3)[0], from_values.split(widths, 3)[1]
 

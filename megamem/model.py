@@ -120,7 +120,9 @@ class MemoryGPTModel(GPTModel):
             share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope",
             # Megatron rounds the turned columns of a head down.
-            rotary_percent=1.0 if model.latent_attention is None else (model.rotary_width + 0.5) / model.attention_head_dim,
+            rotary_percent=1.0
+            if model.latent_attention is None
+            else (model.rotary_width + 0.5) / model.attention_head_dim,
             rotary_base=model.rotary_base,
             pg_collection=groups,
             vp_stage=vp_stage,

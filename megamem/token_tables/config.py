@@ -118,7 +118,9 @@ class MixedValuesConfig(TokenTableConfig):
                 f"have {query_groups * head_dim}: set model.memory.value_dim: {query_groups * head_dim}"
             )
         if self.value_dim % self.num_gate_heads:
-            divisor = f"attention's {query_groups} key/value heads do" if latent_dim is None else "use one of its divisors"
+            divisor = (
+                f"attention's {query_groups} key/value heads do" if latent_dim is None else "use one of its divisors"
+            )
             raise ValueError(
                 f"model.memory.num_gate_heads is {self.num_gate_heads}, which does not divide value_dim = "
                 f"{self.value_dim}: {divisor}"

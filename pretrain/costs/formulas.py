@@ -81,8 +81,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     inserted = _count_memories(model, Slot.BLOCK)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=(depth - inserted) * attention_weights(model)
-        + inserted * attention_weights(model, is_inserted=True),
+        attention=(depth - inserted) * attention_weights(model) + inserted * attention_weights(model, is_inserted=True),
         ffn=ffn,
         norms=(2 * depth - inserted + 1) * width + depth * attention_gains(model),
         retrieval=own.retrieval,
@@ -136,7 +135,9 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     grid) and gathers are counted; norms, activations, biases and selections are not.
     """
     counts = count_parameters(model)
-    flops = 2.0 * (counts.attention + projected_twice(model) + counts.ffn - counts.idle_experts + _embedding_size(model))
+    flops = 2.0 * (
+        counts.attention + projected_twice(model) + counts.ffn - counts.idle_experts + _embedding_size(model)
+    )
     flops += model.num_layers * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
     return flops + memory_flops(model)
 

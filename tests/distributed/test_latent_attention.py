@@ -38,7 +38,7 @@ TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (5e-6, 2e-5)}
 LENGTH = 12
 RECORDED = ("mla_move_keys_mixed", "mla_lave_ungated")
 # The recorded ones: weights there are [in, out].
-PROJECTIONS = {"WQ": "query_proj", "WDKV": "latent_proj", "WO": "linear_proj"}
+PROJECTIONS = {"WQ": "linear_q_proj", "WDKV": "linear_kv_down_proj", "WO": "linear_proj"}
 
 
 def chunk_of(model: ModelConfig, groups: ParallelGroups, dtype: torch.dtype, vocab_size: int) -> MemoryGPTModel:
@@ -81,13 +81,13 @@ def up_projection(of_keys: Tensor, of_values: Tensor, heads: int) -> Tensor:
 def errors_of(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> dict[str, float]:
     """Relative errors of the first block's attention, of its output and of every gradient."""
     attention: Any = chunk.decoder.layers[0].self_attention
-    dtype = attention.query_proj.weight.dtype
+    dtype = attention.linear_q_proj.weight.dtype
     given = {name: x.to(dtype) for name, x in tensors.items() if name.startswith("param.")}
     table, memory = chunk.banks["0"].get_parameter("values"), attention.memory
     with torch.no_grad():
         for name, own in PROJECTIONS.items():
             getattr(attention, own).weight.copy_(given[f"param.{name}"].T)
-        attention.key_value_proj.weight.copy_(up_projection(given["param.WUK"], given["param.WUV"], heads))
+        attention.linear_kv_up_proj.weight.copy_(up_projection(given["param.WUK"], given["param.WUV"], heads))
         memory.gate_proj.copy_(given["param.WG"].T)
         table.copy_(given["param.E"].flatten(0, 1))
     x = given["param.x"].clone().requires_grad_()
@@ -97,7 +97,7 @@ def errors_of(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> 
     out = out.transpose(0, 1)
     (out * tensors["r"].to(dtype)).sum().backward()
     gradients = {f"grad.{name}": getattr(attention, own).weight.grad.T for name, own in PROJECTIONS.items()}
-    of_up = attention.key_value_proj.weight.grad.unflatten(0, (heads, 2, -1))
+    of_up = attention.linear_kv_up_proj.weight.grad.unflatten(0, (heads, 2, -1))
     gradients |= {f"grad.{name}": of_up[:, part].flatten(0, 1).T for part, name in enumerate(("WUK", "WUV"))}
     gradients |= {"grad.WG": memory.gate_proj.grad.T, "grad.x": x.grad, "grad.E": table.grad.view_as(given["param.E"])}
     assert set(gradients) == {name for name in tensors if name.startswith("grad.")}
@@ -138,7 +138,9 @@ def normalised(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gain
 
 
-def mixed(latents: Tensor, x: Tensor, ids: Tensor, weights: dict[str, Tensor], prefix: str, memory: MoveConfig) -> Tensor:
+def mixed(
+    latents: Tensor, x: Tensor, ids: Tensor, weights: dict[str, Tensor], prefix: str, memory: MoveConfig
+) -> Tensor:
     """[s, C], token by token and part by part (MoVE, Eq. 7)."""
     parts, num_gates = memory.num_gate_heads, memory.num_slots + memory.gated_standard_path
     gates = 2 * (x @ weights[f"{prefix}memory.gate_proj"].T).sigmoid().view(len(x), parts, num_gates)
@@ -163,18 +165,20 @@ def plain_logits(ids: Tensor, weights: dict[str, Tensor], model: ModelConfig) ->
         block = f"decoder.layers.{layer}."
         own = f"{block}self_attention."
         x = normalised(h, weights[f"{block}input_layernorm.weight"], model.norm_epsilon)
-        latents, shared = (x @ weights[f"{own}latent_proj.weight"].T).split([latent.latent_dim, latent.rotary_dim], 1)
+        latents, shared = (x @ weights[f"{own}linear_kv_down_proj.weight"].T).split(
+            [latent.latent_dim, latent.rotary_dim], 1
+        )
         if model.qk_norm:
-            latents = normalised(latents, weights[f"{own}latent_norm.weight"], model.norm_epsilon)
+            latents = normalised(latents, weights[f"{own}kv_layernorm.weight"], model.norm_epsilon)
         of_keys = of_values = latents
         if isinstance(model.memory, MoveConfig):
             of_values = mixed(latents, x, ids, weights, own, model.memory)
             of_keys = of_values if model.memory.mixed_into == "latents" else latents
-        up = weights[f"{own}key_value_proj.weight"].view(heads, 2 * head - latent.rotary_dim, -1)
+        up = weights[f"{own}linear_kv_up_proj.weight"].view(heads, 2 * head - latent.rotary_dim, -1)
         keys = torch.einsum("sc,hkc->shk", of_keys, up[:, : head - latent.rotary_dim])
         keys = torch.cat((keys, turned(shared.unsqueeze(1), model.rotary_base).expand(-1, heads, -1)), 2)
         values = torch.einsum("sc,hvc->shv", of_values, up[:, head - latent.rotary_dim :])
-        queries = (x @ weights[f"{own}query_proj.weight"].T).view(len(ids), heads, head)
+        queries = (x @ weights[f"{own}linear_q_proj.weight"].T).view(len(ids), heads, head)
         plain, positional = queries.split([head - latent.rotary_dim, latent.rotary_dim], 2)
         queries = torch.cat((plain, turned(positional, model.rotary_base)), 2)
         scores = torch.einsum("shd,thd->hst", queries, keys) / head**0.5
@@ -267,16 +271,16 @@ def megatrons(attention: Any, chunk: MemoryGPTModel) -> MLASelfAttention:
     theirs = MLASelfAttention(config, parts, layer_number=1, attn_mask_type=AttnMaskType.causal)
     turn = torch.cat((torch.arange(0, latent.rotary_dim, 2), torch.arange(1, latent.rotary_dim, 2))).argsort()
     plain = head - latent.rotary_dim
-    queries = attention.query_proj.weight.unflatten(0, (-1, head))
-    compressed = attention.latent_proj.weight
+    queries = attention.linear_q_proj.weight.unflatten(0, (-1, head))
+    compressed = attention.linear_kv_down_proj.weight
     with torch.no_grad():
         # It turns neighbouring columns, where ours turns those that are half a width apart.
         theirs.linear_q_proj.weight.copy_(torch.cat((queries[:, :plain], queries[:, plain:][:, turn]), 1).flatten(0, 1))
         theirs.linear_kv_down_proj.weight.copy_(
             torch.cat((compressed[: latent.latent_dim], compressed[latent.latent_dim :][turn]))
         )
-        theirs.kv_layernorm.weight.copy_(attention.latent_norm.weight)
-        theirs.linear_kv_up_proj.weight.copy_(attention.key_value_proj.weight)
+        theirs.kv_layernorm.weight.copy_(attention.kv_layernorm.weight)
+        theirs.linear_kv_up_proj.weight.copy_(attention.linear_kv_up_proj.weight)
         theirs.linear_proj.weight.copy_(attention.linear_proj.weight)
     return theirs
 

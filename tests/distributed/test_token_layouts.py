@@ -40,9 +40,7 @@ KINDS: dict[str, MemoryConfig | None] = {
     "move, one key/value head": MoveConfig(
         num_slots=3, gated_standard_path=False, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=1
     ),
-    "move, one key/value head, gated": MoveConfig(
-        num_slots=2, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=2
-    ),
+    "move, one key/value head, gated": MoveConfig(num_slots=2, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=2),
     "latents without a memory": None,
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
     "latents, move for values alone": MoveConfig(num_slots=2, gated_standard_path=False, **OF_LATENTS),
