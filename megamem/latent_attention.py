@@ -53,6 +53,8 @@ class LatentAttentionSubmodules:
 class LatentAttention(Attention):
     """Attention whose keys and values are made of latents, as Megatron's layer builds and calls attention."""
 
+    tp_group: torch.distributed.ProcessGroup
+
     def __init__(
         self,
         config: TransformerConfig,

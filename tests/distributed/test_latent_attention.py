@@ -78,8 +78,8 @@ def up_projection(of_keys: Tensor, of_values: Tensor, heads: int) -> Tensor:
     return torch.cat([x.T.unflatten(0, (heads, -1)) for x in (of_keys, of_values)], 1).flatten(0, 1)
 
 
-def errors_of(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> dict[str, float]:
-    """Relative errors of the first block's attention, of its output and of every gradient."""
+def set_recorded(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """Set the recorded weights; returns them and the input in the dtype of the model."""
     attention: Any = chunk.decoder.layers[0].self_attention
     dtype = attention.linear_q_proj.weight.dtype
     given = {name: x.to(dtype) for name, x in tensors.items() if name.startswith("param.")}
@@ -90,6 +90,14 @@ def errors_of(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> 
         attention.linear_kv_up_proj.weight.copy_(up_projection(given["param.WUK"], given["param.WUV"], heads))
         memory.gate_proj.copy_(given["param.WG"].T)
         table.copy_(given["param.E"].flatten(0, 1))
+    return given
+
+
+def errors_of(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> dict[str, float]:
+    """Relative errors of the first block's attention, of its output and of every gradient."""
+    attention: Any = chunk.decoder.layers[0].self_attention
+    given = set_recorded(chunk, tensors, heads)
+    dtype, table, memory = given["param.x"].dtype, chunk.banks["0"].get_parameter("values"), attention.memory
     x = given["param.x"].clone().requires_grad_()
     ids = tensors["in.tokens"].T
     out, bias = attention(x.transpose(0, 1), None, attention_bias=Inputs(torch.stack((ids, torch.zeros_like(ids)))))
@@ -123,6 +131,41 @@ def test_latents_are_mixed_as_recorded(run_ranks: Any, golden_dir: Path, name: s
         of_output, of_gradient = TOLERANCE[dtype]
         assert errors.pop("out") <= of_output
         assert max(errors.values()) <= of_gradient, errors
+
+
+def decoded(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> Tensor:
+    """[b, s, D], token by token, with nothing kept of earlier ones but their mixed latents, and no key or value made."""
+    attention: Any = chunk.decoder.layers[0].self_attention
+    x, ids = tensors["param.x"].transpose(0, 1), tensors["in.tokens"].T
+    of_keys, of_values = attention.linear_kv_up_proj.weight.unflatten(0, (heads, 2, -1)).unbind(1)
+    cache, out = x.new_empty(0, x.shape[1], of_keys.shape[2]), []
+    for token in range(len(x)):
+        now, inputs = x[token : token + 1], torch.stack((ids[token : token + 1],) * 2)
+        latents = attention.kv_layernorm(attention.linear_kv_down_proj(now)[0])
+        mixed, same = attention.latents(latents, Inputs(inputs), now)
+        assert mixed is same
+        cache = torch.cat((cache, mixed))
+        queries = attention.linear_q_proj(now)[0].unflatten(2, (heads, -1))[0]
+        absorbed = torch.einsum("bnd,ndc->bnc", queries, of_keys)
+        shares = (torch.einsum("bnc,sbc->bns", absorbed, cache) / queries.shape[2] ** 0.5).softmax(2)
+        values = torch.einsum("bns,sbc,ndc->bnd", shares, cache, of_values)
+        out.append(attention.linear_proj(values.flatten(1).unsqueeze(0))[0][0])
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_cache_of_mixed_latents_is_enough(run_ranks: Any, golden_dir: Path, name: str) -> None:
+    case = json.loads((golden_dir / "token" / f"{name}.json").read_text(encoding="utf-8"))["config"]
+    tensors = load_file(golden_dir / "token" / f"{name}.safetensors")
+    model = recorded_model(name, case)
+
+    def main() -> Tensor:
+        with joined(RunConfig(model=model)) as groups, torch.no_grad():
+            chunk = chunk_of(model, groups, torch.float64, case["vocab"])
+            set_recorded(chunk, tensors, case["H"])
+            return decoded(chunk, tensors, case["H"])
+
+    assert relative_error(run_ranks(main, 1)[0], tensors["decode.out"]) <= 1e-12
 
 
 def turned(x: Tensor, base: float) -> Tensor:
