@@ -71,12 +71,8 @@ class ModelConfig(Config):
     """D: width of the residual stream."""
     num_attention_heads: Annotated[PositiveInt, Role.IDENTITY] = 4
     """Query heads."""
-    num_query_groups: Annotated[
-        PositiveInt | None,
-        Role.IDENTITY,
-        EffectiveWhen(lambda c: c.latent_attention is None, "model.latent_attention is null"),
-    ] = None
-    """Key/value heads (grouped-query attention); null: one per query head."""
+    num_query_groups: Annotated[PositiveInt | None, Role.IDENTITY] = None
+    """Key/value heads (grouped-query attention), not with latent_attention; null: one per query head."""
     head_dim: Annotated[PositiveInt | None, Role.IDENTITY] = None
     """Width of one attention head; null: hidden_size / num_attention_heads."""
     latent_attention: Annotated[LatentAttentionConfig | None, Role.IDENTITY] = None

@@ -12,9 +12,18 @@ from megamem.token_tables.config import MixedValuesConfig
 
 
 def mixed_values_costs(memory: MixedValuesConfig, view: LayerView, width: int) -> LayerCosts:
-    """The gates, D n (M + 1), or D n M without one for the standard path."""
+    """The gates, D n (M + 1), or D n M without one for the standard path.
+
+    Backward needs the sigmoids, the gates, those of the slots once more as the lookup takes them, and what the standard
+    path's are multiplied with.
+    """
     weights = width * memory.num_gate_heads * memory.num_gates
-    return LayerCosts(projections=weights, projection_flops=2.0 * weights)
+    kept = memory.num_gate_heads * (2 * memory.num_gates + memory.rows_per_token)
+    return LayerCosts(
+        projections=weights,
+        projection_flops=2.0 * weights,
+        kept_narrow=kept + (memory.value_dim if memory.gated_standard_path else 0),
+    )
 
 
 def mixed_values_distribution(name: str, memory: MixedValuesConfig, model: ModelConfig) -> Distribution:

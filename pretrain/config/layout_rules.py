@@ -62,8 +62,10 @@ def _tensor(config: RunConfig) -> Iterator[str]:
         sizes["model.latent_attention.latent_dim + rotary_dim"] = latent.latent_dim + latent.rotary_dim
     groups = config.model.query_groups
     for key, size in sizes.items():
-        # Repeated where it is null; and of fewer key/value heads than ranks, equally many ranks have each.
-        fits = key == "model.num_query_groups" and (config.model.num_query_groups is None or tensor % groups == 0)
+        # Repeated where it is null; and of fewer key/value heads than ranks, equally many ranks have each, and make equal
+        # parts of all their columns.
+        shared = tensor % groups == 0 and 2 * groups * config.model.attention_head_dim % tensor == 0
+        fits = key == "model.num_query_groups" and (config.model.num_query_groups is None or shared)
         if size % tensor and not fits:
             yield (
                 f"{key} is {size}, which parallel.tensor {tensor} does not divide: "

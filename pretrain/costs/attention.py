@@ -36,16 +36,23 @@ def projected_twice(model: ModelConfig) -> int:
     return sum(memory.slot_of(span) is Slot.VALUES for span in model.memory_spans) * _up_projection(model)
 
 
-def attention_kept(model: ModelConfig, element: int) -> int:
-    """Bytes per token that the backward pass of a block's attention needs of whole sequences, before ranks split heads.
+def attention_kept(model: ModelConfig, element: int) -> float:
+    """Bytes per token that the backward pass of a block's attention needs of whole sequences, before ranks split heads;
+    the mean over blocks.
 
     Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs. With
-    latents: queries, keys, values and outputs of all heads, the latents, and they in and after their norm.
+    latents: queries, keys and outputs of all heads, values with keys as they were projected, the latents, and they in
+    and after their norm.
     """
     head, heads, groups = model.attention_head_dim, model.num_attention_heads, model.query_groups
-    if model.latent_attention is not None:
-        latents = model.latent_attention.latent_dim * (element + (2 * 4 if model.qk_norm else 0))
-        return element * 4 * heads * head + latents + 4 * heads
+    if (latent := model.latent_attention) is not None:
+        latents = latent.latent_dim * (element + (2 * 4 if model.qk_norm else 0))
+        projected = 2 * head - latent.rotary_dim
+        projections = 1 + projected_twice(model) / (model.num_layers * _up_projection(model))
+        # Keys are a part of what was projected until rotary columns are joined to them.
+        has_own_keys = latent.rotary_dim > 0 or projections > 1
+        columns = 2 * head + projections * projected + (head if has_own_keys else 0)
+        return element * heads * columns + latents + 4 * heads
     attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
     attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
     return attention * head + 4 * heads
