@@ -56,9 +56,9 @@ def test_keys_that_latents_leave_without_effect_are_refused() -> None:
 
 def test_formats_without_latents_say_so() -> None:
     model = replace(LATENT, vocab_size=64)
-    with pytest.raises(CheckpointError, match="latent_attention is set, .* cannot be exported to Hugging Face"):
+    with pytest.raises(CheckpointError, match=r"latent_attention is set, .* cannot be exported to Hugging Face"):
         pairs(model, vocab_size=64, tensors={})
-    with pytest.raises(ConfigError, match="latent_attention is set, .* use the native format"):
+    with pytest.raises(ConfigError, match=r"latent_attention is set, .* use the native format"):
         RankLayout().check(model, 64)
     with pytest.raises(ConfigError, match="has no models with latent attention: use the native format"):
         released_pairs(model, {}, "ultramemv2")
@@ -72,6 +72,6 @@ def test_a_head_behind_latents_is_no_place_for_a_memory() -> None:
             return Slot.HEADS
 
     with pytest.raises(
-        ValueError, match="kind is move, whose memories act on attention's heads: .*set model.latent_attention: null"
+        ValueError, match=r"kind is move, whose memories act on attention's heads: .*set model.latent_attention: null"
     ):
         replace(LATENT, memory=OnHeads(value_dim=12, num_gate_heads=3))
