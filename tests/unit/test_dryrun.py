@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.families.move.config import MoveConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import SharingConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
@@ -60,7 +61,16 @@ CUT = {
 }
 PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
 """Of pairs of layers that share a table, the first stage's lower one, or the last stage's upper one."""
-CONFIGS = {"split": SPLIT, "interleaved": INTERLEAVED, "dense": DENSE, **CUT}
+LATENTS = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        latent_attention=LatentAttentionConfig(latent_dim=64, rotary_dim=16),
+        memory=MoveConfig(num_slots=2, vocab_size=1024, value_dim=64, num_gate_heads=8, mixed_into="latents"),
+    ),
+    train=replace(SPLIT.train, recompute="none"),
+)
+CONFIGS = {"split": SPLIT, "interleaved": INTERLEAVED, "dense": DENSE, "latents": LATENTS, **CUT}
 REAL = replace(
     SPLIT,
     parallel=ParallelConfig(memory=2),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
@@ -39,6 +39,8 @@ DENSE = ModelConfig(
 MEMORY = UltraMemV2Config(num_keys=12, key_dim=8, value_dim=12, pre_value_dim=4, top_k=6)
 GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=12, **GRID)
+LATENT = replace(DENSE, num_query_groups=None, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4))
+LATENTS: Any = {"vocab_size": VOCAB, "value_dim": 12, "num_gate_heads": 4}
 TOKENS: Any = {"vocab_size": VOCAB, "value_dim": 16, "num_gate_heads": 2}
 MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=16)
 MODELS = {
@@ -78,6 +80,13 @@ MODELS = {
     "lave, every second block": replace(DENSE, memory=LaveConfig(placement=PlacementConfig(every=2), **TOKENS)),
     "lave, gated": replace(DENSE, memory=LaveConfig(gated_standard_path=True, **TOKENS)),
     "tide": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, num_tables=3)),
+    "latents": LATENT,
+    "latents, no norm, wide heads": replace(LATENT, qk_norm=False, head_dim=16),
+    "latents, no rotary key": replace(LATENT, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=0)),
+    "latents, move": replace(LATENT, memory=MoveConfig(num_slots=3, mixed_into="latents", **LATENTS)),
+    "latents, move for values alone": replace(LATENT, memory=MoveConfig(**LATENTS)),
+    "latents, lave": replace(LATENT, memory=LaveConfig(placement=PlacementConfig(every=2), **LATENTS)),
+    "latents, memory": replace(LATENT, memory=MEMORY),
     "tide, no gain": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, row_gain=False)),
     "moe": replace(DENSE, moe=MOE),
     "moe with memory": replace(DENSE, moe=MOE, memory=MEMORY),
@@ -311,6 +320,13 @@ def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
     assert training_flops_per_token(model, 100, (3,)) - forward_flops_per_token(model, 100) == pytest.approx(
         expected - forward
     )
+
+
+def test_parameters_of_latents_are_those_of_their_projections() -> None:
+    """Queries and outputs of 4 heads of 8 columns, latents of 12 with rotary keys of 4, 4 keys and 8 values per head."""
+    per_layer = 2 * 32 * 32 + 32 * 16 + 12 * 4 * (4 + 8)
+    assert count_parameters(LATENT).attention == 4 * per_layer
+    assert count_parameters(LATENT).norms == 4 * (2 * 32 + 12) + 32
 
 
 def test_sharing_costs_key_products_and_not_reads() -> None:
