@@ -15,9 +15,11 @@ from test_kinds_layouts import KINDS as RETRIEVING
 from test_token_layouts import KINDS as ADDRESSED
 from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, random_batches, tiny_run
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.costs.formulas import training_flops_per_token
 from pretrain.schedule import group_settings
 from pretrain.step import Batch
 
@@ -387,3 +389,22 @@ def test_every_kind_of_memory_can_be_trained_in_part(run_ranks: Any, kind: str) 
     for of_layout in [rows, *(each for of_rank in run_ranks(main, 2) for each in of_rank)]:
         for row, reference in zip(of_layout, expected, strict=True):
             assert row == pytest.approx(reference, rel=2e-5)
+
+
+@pytest.mark.parametrize("layers", [(3,), (2, 4), (4,)])
+def test_the_products_of_a_step_are_those_of_the_formula(run_ranks: Any, layers: tuple[int, ...]) -> None:
+    """By PyTorch's count of matrix products. The lowest block in backward has all gradients of inputs, for its norms."""
+    dense = replace(PRIVATE, model=replace(PRIVATE.model, memory=None, vocab_size=VOCAB_SIZE))
+    config = training(dense, *layers)
+    config = replace(config, train=replace(config.train, loss_chunk_tokens=None))
+
+    def main() -> int:
+        with tiny_run(on(config)) as run, FlopCounterMode(display=False) as counter:
+            run.train(1)
+            counts = counter.get_flop_counts()["Global"]
+            return sum(num for op, num in counts.items() if op is torch.ops.aten.mm)
+
+    model, tokens = config.model, config.train.tokens_per_step
+    # Attention's length enters its scores alone, which are no such products: of none, they are linear in it.
+    one, two = (training_flops_per_token(model, length, layers) for length in (1, 2))
+    assert run_ranks(main, 1) == [tokens * (one - 2 * (two - one))]
