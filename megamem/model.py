@@ -173,6 +173,8 @@ class MemoryGPTModel(GPTModel):
         if self._memory_reads_tokens:
             assert input_ids is not None
             assert position_ids is not None
+            for bank in self.own_banks:
+                bank.announce(input_ids)
             packed = pack(input_ids, position_ids)
             carried = {"context_mask": packed}
             for read in self.read_together:
@@ -277,10 +279,11 @@ class MemoryGPTModel(GPTModel):
         """The routers of this chunk's mixtures of experts, in order."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
-    def set_memory_enabled(self, enabled: bool) -> None:
-        """Switch the memory's output on or off in every block, for ablation."""
+    def set_memory_enabled(self, enabled: bool, name: str | None = None) -> None:
+        """Switch the memory's output on or off, for ablation: in every block, or of the layer of a global name."""
         for site in self._memory_sites():
-            site.memory_enabled = enabled
+            if name is None or site.memory.name == name:
+                site.memory_enabled = enabled
 
     def serve_memory(self) -> None:
         """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""

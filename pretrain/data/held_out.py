@@ -17,9 +17,10 @@ from megamem.documents import document_positions
 from pretrain.config.schema import DatasetEntry, EvaluationEntry
 from pretrain.data.blend import domain_names
 from pretrain.data.manifest import TRAIN, VALIDATION, PreparedDataset, open_dataset, vocabulary_error
+from pretrain.data.scored import ScoredTokens
 
 if TYPE_CHECKING:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    pass
 
 Entries = Sequence[DatasetEntry | EvaluationEntry]
 
@@ -102,7 +103,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             for (dataset, split, _), documents in zip(parts, self._documents, strict=True)
         ]
         self._scored = [
-            _Scored.of(dataset, split, documents)
+            ScoredTokens.of(dataset, split, documents)
             for (dataset, split, _), documents in zip(parts, self._documents, strict=True)
         ]
         *self._starts, num_tokens = accumulate(map(len, self._streams), initial=0)
@@ -203,41 +204,6 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                 counts[number] += len(self.tokenizer.decode_bytes(self._read(min(start + prompt, stop), stop)))
                 start = stop
         return counts
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """Which tokens of a stream are scored: all, or of each document those behind its prompt.
-
-    Attributes:
-        starts: [documents], the first token of each.
-        first: [documents], the first one that is scored.
-        ends: [documents], behind the last one.
-    """
-
-    starts: NDArray[np.int64]
-    first: NDArray[np.int64]
-    ends: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, dataset: PreparedDataset, split: str, documents: IndexedDataset) -> _Scored | None:
-        """None: all are."""
-        prompts = dataset.open_prompts(split)
-        if prompts is None:
-            return None
-        ends = np.cumsum(documents.sequence_lengths, dtype=np.int64)
-        starts = ends - documents.sequence_lengths
-        return cls(starts, starts + prompts["tokens"], ends)
-
-    def flags(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Of the tokens [start, stop), which are in the stream."""
-        tokens = np.arange(start, stop)
-        found: NDArray[np.bool_] = tokens >= self.first[np.searchsorted(self.ends, tokens, side="right")]
-        return found
-
-    def count(self, stop: int) -> int:
-        """How many of the first tokens are scored."""
-        return int(np.clip(np.minimum(self.ends, stop) - self.first, 0, None).sum())
 
 
 def held_out_documents(entries: Entries) -> Iterator[bytes]:

@@ -223,6 +223,7 @@ def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
             "seed": 3,
             "tokenizer": run.tokenizer,
             "cache_dir": tmp_path / "data_cache",
+            "shuffle": "documents",
             "separate_documents": False,
         },
     )
@@ -321,7 +322,7 @@ def test_a_restored_model_has_the_weights_and_does_not_train(monkeypatch: pytest
     monkeypatch.setattr(restore_module, "load_weights", lambda path, found: log.append((path, found)))
     tokenizer: Any = SimpleNamespace(vocab_size=257)
     assert restore_module.restore_model(config, Path("checkpoint"), tokenizer, GROUPS) == chunks
-    assert log == [((config, GROUPS), {"vocab_size": 300}), (Path("checkpoint"), chunks)]
+    assert log == [((config, GROUPS), {"vocab_size": 300, "fetch_rows": None}), (Path("checkpoint"), chunks)]
     assert not any(chunk.training for chunk in chunks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def test_every_pair_is_a_document_of_prompt_answer_and_end(tmp_path: Path) -> No
     assert info.num_bytes == sum(len(prompt) + len(answer) for prompt, answer in of)
 
 
-def train_data(folder: Path, *datasets: PreparedDataset, num_samples: int = 60, separate: bool = False) -> TrainDataset:
+def train_data(folder: Path, *datasets: PreparedDataset, num_samples: int = 60, **options: Any) -> TrainDataset:
     return build_train_dataset(
         [DatasetEntry(str(dataset.path)) for dataset in datasets],
         sequence_length=LENGTH,
@@ -90,14 +91,14 @@ def train_data(folder: Path, *datasets: PreparedDataset, num_samples: int = 60, 
         seed=3,
         tokenizer=ByteTokenizer(),
         cache_dir=folder / "cache",
-        separate_documents=separate,
+        **options,
     )
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_answers_and_their_ends_count_and_prompts_do_not(tmp_path: Path, separate: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"separate_documents": True}, {"shuffle": "samples"}], ids=str)
+def test_answers_and_their_ends_count_and_prompts_do_not(tmp_path: Path, options: dict[str, Any]) -> None:
     """In samples that begin and end anywhere, within prompts too, over several passes."""
-    data = train_data(tmp_path, prepared(tmp_path / "data", pairs(40)), num_samples=150, separate=separate)
+    data = train_data(tmp_path, prepared(tmp_path / "data", pairs(40)), num_samples=150, **options)
     masks = []
     for sample in (data[number] for number in range(len(data))):
         assert torch.equal(sample["loss_mask"], is_scored(sample["labels"]).float())
