@@ -78,6 +78,8 @@ def _stage(model: ModelConfig, chunks: tuple[ModelChunk, ...]) -> Stage:
     has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
     split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
     costs = sum((_costs(model, view) for view in views), LayerCosts())
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
     lookups = tuple(view.num_bank_rows for view in views)
     if memory is not None and memory.reads_once and views:
         # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
@@ -88,7 +90,7 @@ def _stage(model: ModelConfig, chunks: tuple[ModelChunk, ...]) -> Stage:
         chunks=chunks,
         num_blocks=len(blocks),
         split_weights=split,
-        whole_weights=whole + has_loss * model.hidden_size + costs.retrieval + costs.projections,
+        whole_weights=whole + has_loss * model.hidden_size,
         table_elements=sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks),
         expert_weights=experts,
         memory=costs,
