@@ -29,6 +29,7 @@ COMMAND_MODULES = (
     "tools.probe.command",
     "tools.generate",
     "tools.checkpoint.command",
+    "tools.upscale",
     "tools.plot",
     "tools.report.command",
     "tools.status",

@@ -27,7 +27,7 @@ class MidusConfig(MemoryConfig):
     """H: heads, which are those of attention: model.num_attention_heads."""
     num_keys: PositiveInt = 64
     """N: keys per side of a head; a block's table has N^2 rows."""
-    top_k: PositiveInt = 16
+    top_k: PositiveInt = 4
     """K: values retrieved per token and head."""
     value_dim: PositiveInt = 32
     """V: columns of the table that a block's heads share (the paper's r), from which each head expands its own values;

@@ -75,7 +75,9 @@ class MidusLayer(MemoryLayer):
         bin_of_row = torch.arange(bins, device=rows.device).repeat_interleave(self.memory.top_k).expand_as(rows)
         latent = self.lookup.read(rows, scores, None, bin_of_row.contiguous(), bins)
         # [n, S, V] x [n, V, d].
-        out = torch.bmm(latent.view(*queries.shape[:2], self.memory.value_dim).transpose(0, 1), self.expansion).transpose(0, 1)
+        out = torch.bmm(
+            latent.view(*queries.shape[:2], self.memory.value_dim).transpose(0, 1), self.expansion
+        ).transpose(0, 1)
         self.observe(rows, found.scores, out.reshape(-1, bins * queries.shape[2]))
         return out.reshape(heads.shape)
 
