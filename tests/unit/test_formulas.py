@@ -14,6 +14,7 @@ import pytest
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
@@ -78,6 +79,16 @@ MODELS = {
     "lave, gated": replace(DENSE, memory=LaveConfig(gated_standard_path=True, **TOKENS)),
     "tide": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, num_tables=3)),
     "tide, no gain": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, row_gain=False)),
+    "midus, two blocks": replace(
+        DENSE, memory=MidusConfig(num_heads=4, num_keys=8, value_dim=12, placement=PlacementConfig(blocks=(1, 3)))
+    ),
+    "midus, untied, no qk norm": replace(
+        DENSE,
+        tied_embeddings=False,
+        qk_norm=False,
+        num_query_groups=None,
+        memory=MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=5, placement=PlacementConfig(blocks=(0,))),
+    ),
     "moe": replace(DENSE, moe=MOE),
     "moe with memory": replace(DENSE, moe=MOE, memory=MEMORY),
 }

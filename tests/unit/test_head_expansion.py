@@ -42,9 +42,7 @@ class Problem:
         ops, plan = select_kernels("auto", device_type="cpu"), memory.plan(1)
         bank = Bank(plan.banks[0], memory, ops, dtype=torch.float64, device="cpu", replica_rank=0)
         config = megatron({"d": HEADS * WIDTH, "H": HEADS}, torch.float64)
-        layer = family_of(memory).layer()(
-            config, memory, plan.views[0], bank, kernels=ops, name="layers.0", seed=1
-        )
+        layer = family_of(memory).layer()(config, memory, plan.views[0], bank, kernels=ops, name="layers.0", seed=1)
         with torch.no_grad():
             layer.keys.copy_(self.keys)
         return layer, bank
