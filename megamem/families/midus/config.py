@@ -37,8 +37,8 @@ class MidusConfig(MemoryConfig):
         super().__post_init__()
         if self.top_k > self.num_keys:
             raise ValueError(
-                f"model.memory.top_k is {self.top_k}, more than num_keys = {self.num_keys}: the best {self.top_k} sums "
-                "are looked for among as many rows and columns; raise num_keys or lower top_k"
+                f"model.memory.num_keys is {self.num_keys}, but {self.top_k} rows are to be selected (top_k): raise "
+                "num_keys or lower top_k"
             )
 
     def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
