@@ -11,17 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.shards import walk_shards
+from pretrain.build import build_unset_chunks
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.formats.convert import RESERVE_BYTES, Resources, convert
 from pretrain.checkpoint.formats.format import OpenedCheckpoint, Target
 from pretrain.checkpoint.formats.registry import FORMATS, open_checkpoint
 from pretrain.checkpoint.run import restore_run
-from pretrain.checkpoint.store.tensors import TensorReader, pieces
+from pretrain.checkpoint.store.tensors import Region, TensorReader, pieces
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.data.tokenizer import train_bpe
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import Method, grown_blocks
 from pretrain.growth.upscale import Grown, upscale
-from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, on, tiny_run
+from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, joined, on, tiny_run
 from tests.whole_tensors import WholeTensors, whole_tensors
 
 DENSE = replace(SHARED, model=replace(SHARED.model, memory=None, num_layers=4))
@@ -233,3 +236,49 @@ def test_what_cannot_be_grown_is_refused(base: Path, grown: Mapping[str, OpenedC
     )
     with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\."):
         upscale(lacking, blocks, KEYS, name="grown")
+
+
+HUGGINGFACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", HUGGINGFACE)
+def test_models_of_others_are_grown_as_they_come(run_ranks: Any, tmp_path: Path, name: str) -> None:
+    """Llama and Qwen3 in bf16: the same logits to the bit, before and after, on one rank and on two."""
+    transformers = pytest.importorskip("transformers", reason="models to grow are made with it: pip install '.[hf]'")
+    kind, options = HUGGINGFACE[name]
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": 0}
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**sizes | heads | options)
+    ).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    train_bpe(["some text for a tokenizer"] * 3, 300, tmp_path / "base" / "tokenizer.json")
+    base = open_checkpoint(tmp_path / "base")
+    grown = written(grow(base, "memory", 3), tmp_path / "grown")
+    assert grown.config.model.num_layers == 6
+    assert {info.dtype for info in grown.reader.tensors.values()} == {torch.bfloat16}
+    assert (tmp_path / "grown" / "tokenizer").is_dir()
+
+    def logits(opened: OpenedCheckpoint, layout: dict[str, Any]) -> Tensor:
+        config = on(replace(opened.config, train=SHARED.train), **layout)
+        with joined(config) as groups:
+            (chunk,) = build_unset_chunks(config, groups, vocab_size=300, dtype=torch.bfloat16)
+            for _, shard in walk_shards(chunk.sharded_state_dict()):
+                region = Region(shard.key, tuple(shard.global_offset), tuple(shard.local_shape))
+                shard.data.detach().copy_(opened.reader.read(region))
+            chunk.weights_are_set = True
+            ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(5))
+            with torch.no_grad():
+                found: Tensor = chunk.eval()(ids, torch.arange(16).expand(2, -1))
+            return found
+
+    def main(layout: dict[str, Any]) -> bool:
+        before, after = (logits(opened, layout) for opened in (base, grown))
+        return bool(before.float().std() > 0.1) and torch.equal(before, after)
+
+    assert run_ranks(lambda: main({}), 1) == [True]
+    assert run_ranks(lambda: main({"tensor": 2, "memory": 2}), 2) == [True, True]
