@@ -186,6 +186,7 @@ def training_samples(config: RunConfig, state: RunState, tokenizer: Tokenizer, f
         seed=config.data_seed,
         tokenizer=tokenizer,
         cache_dir=folder.data_cache,
+        shuffle=config.data.shuffle,
         separate_documents=config.data.documents == "separate",
     )
 

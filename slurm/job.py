@@ -145,6 +145,10 @@ def how_it_ended(
     if exit_code is None:
         detail = f"nothing says how the attempt on {', '.join(attempt.nodes)} ended: a node died, or Slurm took the job"
         return Ended(attempt, Cause.LOST, saved, (), detail)
+    if exit_code and not asked_to_stop and not folder.any_rank_began():
+        # A controller that did not answer, a node that was not ready: what srun says of it is in the job's log.
+        detail = f"srun started no rank, and ended with exit code {exit_code}; see {jobs.log_of(attempt.job)}"
+        return Ended(attempt, Cause.NOT_STARTED, saved, (), detail)
     cause = cause_of(exit_code, asked_to_stop=asked_to_stop)
     # Nobody knows which node it was.
     cause = Cause.CRASHED if cause is Cause.BAD_NODES else cause
@@ -167,7 +171,7 @@ def goes_on_in_place(
     assert ended is not None
     if not profile.elastic or asked_to_stop or decision.action is not Action.REQUEUE or decision.delay_s:
         return False
-    if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES):
+    if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES, Cause.NOT_STARTED):
         return False
     left = [node for node in live_nodes if node not in bad_nodes(jobs, ended.attempt.submission)]
     try:

@@ -99,6 +99,10 @@ class JobsFolder:
             return []
         return [json.loads(line)["job"] for line in self.jobs.read_text(encoding="utf-8").splitlines()]
 
+    def log_of(self, job: str) -> Path:
+        """What a job's script says."""
+        return self.path / f"job_{job}.log"
+
     def newest_saved_step(self) -> int | None:
         """Step of the newest checkpoint whose files are all there."""
         saved = newest_readable(self.run.checkpoints)
@@ -204,6 +208,10 @@ class AttemptFolder:
     def log_of(self, rank: int) -> Path:
         """What a rank printed."""
         return self.path / f"rank_{rank}.log"
+
+    def any_rank_began(self) -> bool:
+        """Whether any rank's task was started: its log is opened for it on its node."""
+        return any(self.path.glob("rank_*.log"))
 
     def last_words(self, rank: int) -> str:
         """The last line that a rank printed."""

@@ -205,7 +205,7 @@ nodes_of_job() {
 
 _BEGIN = """\
 # The time limit, or preemption: the ranks finish their step, save, and end.
-asked='' ranks=none
+asked='' ranks=none timer=''
 stop() {
   asked=--asked-to-stop
   [[ $ranks == none ]] || kill -USR1 "$ranks" 2>/dev/null
@@ -220,6 +220,7 @@ read -r attempt nodes stop_after_s node_list <<<"$plan"
 if [[ $stop_after_s != never ]]; then
   # Saves were measured to take longer than Slurm's signal leaves.
   (sleep "$stop_after_s" && kill -USR1 $$) &
+  timer=$!
 fi"""
 
 _END = """\
@@ -232,7 +233,9 @@ if [[ $ranks != none ]]; then
   while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done
   wait "$ranks"
   code=$?
+  ranks=none
 fi
+[[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 
 verdict=$("${once[@]}" -m tools.job end "$run" "$attempt" --exit-code "$code" $asked \\
   --state "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" --nodes "$(nodes_of_job)") || exit

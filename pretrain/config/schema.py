@@ -22,6 +22,7 @@ Seed = Annotated[
 ]
 Beta = Annotated[NonNegativeFloat, Lt(1)]
 Origin = Literal["stage", "run"]
+Shuffle = Literal["documents", "samples"]
 ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimizer.lr")]
 
 
@@ -229,6 +230,10 @@ class DataConfig(Config):
     documents: Literal["joined", "separate"] = "joined"
     """joined: attention and positions run across the documents of a sequence; separate: positions start anew at every
     document, and attention does not cross documents, in training and in evaluation."""
+    shuffle: Shuffle = "documents"
+    """What is shuffled. documents: the documents of every epoch, which are then cut into samples, and those; the order is
+    an index, made before the first step and kept on disk. samples: documents stay as they were prepared, and what every
+    pass is cut into is shuffled; the order is computed, and costs nothing whatever the size of the data."""
     num_workers: NonNegativeInt = 0
     """Processes per rank that read ahead; 0: read in the training process."""
 

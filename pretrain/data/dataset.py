@@ -1,7 +1,7 @@
-"""Training samples: Megatron's `GPTDataset`, and blends of them, over prepared data sets.
+"""Training samples over prepared data sets, and blends of them, in one of two orders (`data.shuffle`).
 
-We keep Megatron's storage, compiled index code and item format, and replace how a data set is ordered and blended, for
-these reasons:
+`samples` is computed (`computed.py`). `documents` is an index over Megatron's `GPTDataset`: we keep Megatron's storage,
+compiled index code and item format, and replace how a data set is ordered and blended, for these reasons:
 
 - Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a
   checkpoint. Here sample i depends on the seed, the sequence length and i alone.
@@ -29,9 +29,10 @@ from megamem.documents import document_positions
 from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
 from parallel.turns import in_turns
-from pretrain.config.schema import DatasetEntry
+from pretrain.config.schema import DatasetEntry, Shuffle
 from pretrain.data.blend import check_epochs, check_fits
 from pretrain.data.blended import BlendedSamples, BlendIndex
+from pretrain.data.computed import ComputedBlend, ComputedSamples
 from pretrain.data.index_files import open_index
 from pretrain.data.manifest import TRAIN, open_dataset, vocabulary_error
 from pretrain.data.tokenizer import Tokenizer
@@ -141,12 +142,13 @@ class StreamDataset(GPTDataset):
         return ids, documents
 
 
+Streams = Sequence[dict[str, Any]] | BlendedSamples | ComputedSamples
+
+
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A run's samples: `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each [sequence_length]."""
 
-    def __init__(
-        self, samples: Sequence[dict[str, Any]] | BlendedSamples, num_samples: int, eod: int | None = None
-    ) -> None:
+    def __init__(self, samples: Streams, num_samples: int, eod: int | None = None) -> None:
         """
         Args:
             eod: the id at which positions start anew; None: at no id.
@@ -175,17 +177,19 @@ def build_train_dataset(
     seed: int,
     tokenizer: Tokenizer,
     cache_dir: str | Path,
+    shuffle: Shuffle = "documents",
     separate_documents: bool = False,
 ) -> TrainDataset:
     """The training samples of a blend. Called on every rank when torch.distributed is initialised.
 
-    Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of
-    ranks. Tokens that end a document count in the loss.
+    Sample i depends on the blend, the seed, the sequence length, `shuffle` and i, and not on `num_samples` or on the
+    number of ranks. Tokens that end a document count in the loss.
 
     Args:
         num_samples: samples that the run consumes in all.
         tokenizer: the one that `check_blend` returned.
         cache_dir: folder for index arrays, shared or local to each node.
+        shuffle: documents, by an index that is made first; or samples, by a closed form.
         separate_documents: positions start anew at every document.
 
     Raises:
@@ -193,11 +197,18 @@ def build_train_dataset(
         ConfigError: more samples than the epochs of the entries allow.
     """
     datasets = [open_dataset(entry.path) for entry in entries]
-    # Opened first, for their checks: nothing is built for data that cannot be read.
-    files = [dataset.open_split(TRAIN) for dataset in datasets]
     for dataset in datasets:
         check_fits(dataset, sequence_length)
     shares = check_epochs(entries, datasets, sequence_length, num_samples)
+    eod = tokenizer.eod if separate_documents else None
+    if shuffle == "samples":
+        computed = [
+            ComputedSamples(dataset, TRAIN, sequence_length, seed, number) for number, dataset in enumerate(datasets)
+        ]
+        blended = BlendedSamples(ComputedBlend(shares.weights, seed), computed) if len(computed) > 1 else computed[0]
+        return TrainDataset(blended, num_samples, eod)
+    # Opened first, for their checks: nothing is built for data that cannot be read.
+    files = [dataset.open_split(TRAIN) for dataset in datasets]
     prefixes = [dataset.prefix(TRAIN) for dataset in datasets]
     config = StreamConfig(
         random_seed=seed,
@@ -227,4 +238,4 @@ def build_train_dataset(
 
     ranks = current_ranks()
     samples = in_turns(build, is_first_of_machine=ranks is None or ranks.local_rank == 0)
-    return TrainDataset(samples, num_samples, tokenizer.eod if separate_documents else None)
+    return TrainDataset(samples, num_samples, eod)

@@ -223,6 +223,7 @@ def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
             "seed": 3,
             "tokenizer": run.tokenizer,
             "cache_dir": tmp_path / "data_cache",
+            "shuffle": "documents",
             "separate_documents": False,
         },
     )

@@ -43,6 +43,7 @@ def test_verdicts(
     jobs.write_submission(Submission(1, "here", 2, 2, "abc", 100, "2026-01-01T00:00:00+00:00"))
     plan = begin(jobs, ("n1", "n2"), "1:00:00", {"SLURM_JOB_ID": "10"})
     assert plan is not None
+    plan.folder.log_of(0).touch()
     words = ["end", str(tmp_path), str(plan.folder.path), "--exit-code", str(exit_code), "--state", state]
     assert main([*words, "--nodes", "n1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == verdict
