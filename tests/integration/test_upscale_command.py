@@ -25,7 +25,7 @@ def test_a_run_is_grown_and_goes_on_from_there(megamem: Megamem, config_file: Pa
     for run in (base, grown):
         result = megamem("eval", run, "--json")
         assert result.code == 0, result.output
-        losses.append(json.loads(result.output[result.output.index("{") :])["loss"])
+        losses.append(json.loads(result.output[result.output.index("{") :])["validation_loss"])
     assert losses[0] == losses[1]
 
     result = megamem("train", grown / "config.yaml", "--from", grown, "--run-dir", more, *steps)

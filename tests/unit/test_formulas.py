@@ -217,7 +217,7 @@ def _part_of(name: str) -> str:
         part in name
         for part in (
             *("value_proj", "value_bias", "silu_gate", "output_gate"),
-            *("gate_proj", "memory.router", "shared_read"),
+            *("gate_proj", "memory.router", "memory.expansion", "shared_read"),
         )
     ):
         return "memory_projections"
