@@ -135,10 +135,8 @@ def _root_mean_square(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def build_layer(
-    model: ModelConfig, memory: MemoryConfig, index: int, tables: TableLookup | None, seed: int
-) -> MemoryLayer:
-    """A memory layer of a model by itself, whole and with unset weights; None for `tables`: it will not be called."""
+def build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: TableLookup, seed: int) -> MemoryLayer:
+    """A memory layer of a model by itself, whole and with unset weights."""
     config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

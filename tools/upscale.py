@@ -32,7 +32,7 @@ BASE is of any format that `megamem checkpoint convert` reads, and has no memory
 zeros: the grown model gives the same logits to the bit. The result is a run's folder with weights alone, at step 0, and
 a train.yaml that trains the new blocks and leaves the others as they are:
 
-  megamem train runs/grown/train.yaml --from runs/grown --run-dir runs/more data.datasets=[{path: data/mine}]
+  megamem train runs/grown/train.yaml --from runs/grown --run-dir runs/more 'data.datasets=[{path: data/mine}]'
 
 One process, without GPUs, within --max-memory whatever the size of the model; read back and compared before it gets its
 name.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -138,10 +139,11 @@ def _memory_origins(
     model: ModelConfig, memory: MemoryConfig, dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Drawn]]:
     """The memories' own weights, and their tables."""
+    no_tables: Any = None
     for index in range(model.num_memory_layers):
-        # Its shapes are asked for.
+        # It is asked for the shapes of its weights, and reads nothing.
         with FakeTensorMode():
-            layer = build_layer(model, memory, index, None, seed)
+            layer = build_layer(model, memory, index, no_tables, seed)
         for own_name, weight in layer.state_dict().items():
             name = f"{model.memory_name(index)}.{own_name}"
             distribution = distribution_of(name, model)
