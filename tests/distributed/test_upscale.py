@@ -282,3 +282,25 @@ def test_models_of_others_are_grown_as_they_come(run_ranks: Any, tmp_path: Path,
 
     assert run_ranks(lambda: main({}), 1) == [True]
     assert run_ranks(lambda: main({"tensor": 2, "memory": 2}), 2) == [True, True]
+
+
+def test_what_another_growth_left_unfinished_is_not_taken_for_this_one(base: Path, tmp_path: Path) -> None:
+    """Copies and means of blocks have the same names, shapes and files."""
+    opened, destination = open_checkpoint(base), tmp_path / "grown"
+    blocks = grown_blocks("averaged", num_layers=4, num_inserted=2)
+    # In the places of the means.
+    copies = [replace(block, sources=block.sources[-1:]) for block in blocks]
+    target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=2**20)
+
+    def killed(phase: str, num_bytes: int) -> Any:
+        if phase == "read back":
+            raise KeyboardInterrupt
+        return lambda number: None
+
+    with pytest.raises(KeyboardInterrupt):
+        unfinished = upscale(opened, blocks, [], name="grown").checkpoint
+        convert(unfinished, FORMATS["megatron-dist"], destination, target, RESOURCES, on_start=killed)
+    found = whole(written(upscale(opened, copies, [], name="grown"), destination).reader)
+    before = whole(opened.reader)
+    for name in ("mlp.linear_fc1.weight", "input_layernorm.weight"):
+        assert torch.equal(found[f"decoder.layers.1.{name}"], before[f"decoder.layers.1.{name}"])
