@@ -20,7 +20,7 @@ from pretrain.costs.stages import Division, Stage, stages_of
 
 
 class MemoryPart(StrEnum):
-    """A part of what a rank's device holds, in the order of a report."""
+    """A part of what a rank's device holds, in the order of a report; and what it holds in host memory."""
 
     WEIGHTS = "weights"
     TABLES = "tables"
@@ -37,6 +37,7 @@ class MemoryPart(StrEnum):
     MESSAGES = "messages between stages"
     BACKWARD = "gradients of activations"
     OTHER = "other"
+    HOST = "host memory"
 
 
 STATE_PARTS = (
@@ -50,6 +51,10 @@ STATE_PARTS = (
 """What is there from the first step to the last; the rest comes and goes within a step."""
 
 _GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
+ITEM_BYTES = 1 << 26
+"""What a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
+WINDOW_ELEMENTS = 1 << 22
+"""Elements that pass through the host at a time: `pretrain.value_offload` has the same."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,18 @@ class StageBytes:
 
     Attributes:
         by_part: bytes on the device at the peak of a step.
-        host: bytes in host memory: tables' optimizer state if it is there, and the buffer of asynchronous saves.
+        host_tables: bytes in host memory: tables' optimizer state if it is there, and its staging memory.
+        save: bytes in host memory that a save takes: the buffer of asynchronous ones, or that of the writing threads.
     """
 
     by_part: dict[MemoryPart, float]
-    host: float
+    host_tables: float
+    save: float
+
+    @property
+    def host(self) -> float:
+        """What a rank takes of its node's memory, while it saves."""
+        return self.host_tables + self.save
 
     @property
     def total(self) -> float:
@@ -86,13 +98,27 @@ def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
         stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
         for stage in stages_of(config)
     )
+    save = _save_bytes(config, total / num_ranks)
     return tuple(
         StageBytes(
             {**_held(config, stage, division), **_activations(config, stage, rank, division)},
-            _host(config, stage, division) + (12 * total / num_ranks if config.checkpoint.asynchronous else 0),
+            _host(config, stage, division),
+            save,
         )
         for rank, stage in enumerate(stages_of(config))
     )
+
+
+def _save_bytes(config: RunConfig, owned: float) -> float:
+    """Host memory for a save of the `owned` parameters that a rank writes: of all, or of an item per writing thread."""
+    if config.checkpoint.asynchronous:
+        return owned * checkpoint_width(config)
+    return config.checkpoint.writer_threads * ITEM_BYTES
+
+
+def checkpoint_width(config: RunConfig) -> int:
+    """Bytes per parameter of a checkpoint: fp32 main weights and moments, and weights if they are asked for."""
+    return _MAIN_WEIGHT + _MOMENTS + (config.train.element_bytes if config.checkpoint.weights_copy else 0)
 
 
 def local_dense(config: RunConfig, stage: Stage) -> float:
@@ -122,10 +148,12 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
 
 
 def _host(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Main weights and moments of the tables that a rank steps, and two windows of gradients and weights."""
     if config.optimizer.value_offload == "none":
         return 0.0
-    state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
-    return state * stage.table_elements / config.parallel.memory / division.table_replicas
+    owned = stage.table_elements / config.parallel.memory / division.table_replicas
+    window = 2 * min(owned, WINDOW_ELEMENTS) * (_GRADIENT + config.train.element_bytes)
+    return (_MAIN_WEIGHT + _MOMENTS) * owned + window
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:
