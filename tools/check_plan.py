@@ -94,7 +94,7 @@ def on_few_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     replicated = 2 * layout.tensor * layout.context
     of_stage = math.lcm(replicated, 2 * layout.memory)
     num_ranks = layout.pipeline * of_stage
-    rounds = max(2, layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1))
+    rounds = layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1)
     batch = rounds * train.micro_batch_size * of_stage // (layout.tensor * layout.context)
     model = config.model if config.model.vocab_size else replace(config.model, vocab_size=_VOCABULARY)
     smaller = replace(config, model=model, train=replace(train, global_batch_size=batch, batch_ramp=None))

@@ -6,6 +6,7 @@ inner width of an expert, e bytes per element.
 
 from __future__ import annotations
 
+from megamem.config import ModelConfig, MoEConfig
 from pretrain.config.schema import RunConfig
 from pretrain.costs.stages import Division, Stage
 
@@ -25,8 +26,21 @@ def dispatched_bytes(config: RunConfig, stage: Stage, division: Division) -> flo
     rows, width = division.rank_tokens * moe.top_k, config.model.hidden_size * config.train.element_bytes
     of_pass = rows * (2 * width + _PROBABILITY) * (group - 1) / group
     counts = forwards * (group - 1) * moe.num_experts * _COUNT
-    return _num_mixtures(stage) * ((forwards + 1) * of_pass + counts)
+    return stage.num_ffns * ((forwards + 1) * of_pass + counts)
 
 
-def _num_mixtures(stage: Stage) -> int:
-    return stage.num_blocks
+def experts_kept(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:
+    """Bytes that backward of one block needs of its mixture.
+
+    Of every token and expert that it is sent to: the input, gate and up, gate's activation twice, their product without
+    and with the router's weight, and where it came from. Of every token: the router's input in fp32, and its logits,
+    probabilities and maps. And the router's weights in fp32.
+    """
+    rows = tokens * moe.top_k
+    of_router = tokens * (4 * model.hidden_size + 22 * moe.num_experts + 4) + 4 * moe.num_experts * model.hidden_size
+    return float(rows * (element * (model.hidden_size + 6 * moe.expert_ffn_hidden_size) + 20) + of_router)
+
+
+def experts_backward(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:
+    """Bytes that its backward pass has at a time on top: gradients of what was sent, before and after each order."""
+    return 4.0 * tokens * moe.top_k * model.hidden_size * element

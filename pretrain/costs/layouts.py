@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -35,8 +36,14 @@ class Estimate:
         """Of the fullest stage."""
         return self.stages[self.fullest_stage].total
 
-    def fits(self, hardware: Hardware) -> bool:
-        return self.peak_bytes <= hardware.usable_bytes
+    @property
+    def host_bytes(self) -> float:
+        """In host memory, of the rank that takes most of it while it saves."""
+        return max(stage.host for stage in self.stages)
+
+    def fits(self, hardware: Hardware, *, share: float = 1.0) -> bool:
+        """Whether device and host memory suffice, with `share` of what tensors may take on the device."""
+        return self.peak_bytes <= share * hardware.usable_bytes and self.host_bytes <= hardware.host_bytes
 
     @property
     def days(self) -> float:
@@ -110,7 +117,9 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
 def _variants(config: RunConfig) -> Iterator[RunConfig]:
     """What a rank does with its part: microbatch, recomputation, where tables are stepped."""
     offloads: tuple[Literal["none", "cpu"], ...] = ("none", "cpu") if config.model.memory is not None else ("none",)
-    recomputes: tuple[Literal["none", "full"], ...] = ("none", "full")
+    # The core of attention alone keeps little more than its inputs, but where it has gathered those of other ranks.
+    selective = config.parallel.context > 1
+    recomputes: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full") if selective else ("none", "full")
     for size in sorted({*_MICRO_BATCHES, config.train.micro_batch_size}):
         for recompute in recomputes:
             for offload in offloads:
@@ -139,6 +148,12 @@ _HELP = {
 def too_large(found: Estimate, hardware: Hardware) -> str:
     """Why a layout does not fit: the fullest stage's largest part, and what makes it smaller."""
     stage = found.stages[found.fullest_stage]
+    if found.fits(replace(hardware, host_memory_gb=math.inf)):
+        return (
+            f"a rank would take {found.host_bytes / 1e9:,.1f} GB of host memory while it saves, and its share of a node's "
+            f"is {hardware.host_bytes / 1e9:,.1f} GB: use more GPUs, optimizer.value_offload: none, or "
+            "checkpoint.asynchronous: false"
+        )
     part, num_bytes = max(stage.by_part.items(), key=lambda item: item[1])
     help_ = _HELP.get(part, "use train.recompute: full or a smaller train.micro_batch_size, or raise parallel.tensor")
     return (

@@ -16,6 +16,7 @@ from megamem.config import ModelConfig
 from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.context import kept_beyond_whole_sequences
+from pretrain.costs.experts import experts_backward, experts_kept
 from pretrain.costs.stages import Division, Stage, stages_of
 
 
@@ -92,7 +93,7 @@ class StageBytes:
 
 
 def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
-    """Of the ranks of every stage, first to last. The formulas of activations are for bf16 without a mixture."""
+    """Of the ranks of every stage, first to last. The formulas of activations are for bf16."""
     division = Division.of(config, num_ranks)
     total = sum(
         stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
@@ -179,6 +180,10 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     else:
         waiting = {part: blocks_in_flight * num for part, num in kept.items()}
         in_block = passing
+        if train.recompute == "selective":
+            # One core's forward pass again, with its outputs, for its backward pass.
+            outputs = tokens * model.num_attention_heads * model.attention_head_dim * element
+            in_block = _sum(passing, {MemoryPart.ATTENTION: _core_kept(config, tokens) + outputs})
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:
         at_loss = {
@@ -204,18 +209,17 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
 def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
     """What backward of one block needs of its forward pass: the mean over the blocks of a stage."""
     model, element = config.model, config.train.element_bytes
-    norm, head = _norm_bytes(element), model.attention_head_dim
+    norm, head, share = _norm_bytes(element), model.attention_head_dim, 1 / max(1, stage.num_blocks)
     heads, groups = model.num_attention_heads, model.query_groups
     # Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs.
     attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
     attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
     parts = {
         MemoryPart.RESIDUAL: 2.0 * norm * tokens * model.hidden_size,
-        MemoryPart.ATTENTION: float(tokens * (attention * head + 4 * heads) + kept_beyond_whole_sequences(config)),
-        # Gate and up, the gate's activation twice, and their product.
-        MemoryPart.FEED_FORWARD: 5.0 * tokens * _ffn_width(model) * element,
+        MemoryPart.ATTENTION: tokens * attention * head
+        + (0.0 if config.train.recompute == "selective" else _core_kept(config, tokens)),
+        MemoryPart.FEED_FORWARD: share * stage.num_ffns * _ffn_kept(model, tokens, element),
     }
-    share = 1 / max(1, stage.num_blocks)
     own = stage.memory
     if not stage.lookups:
         return parts
@@ -223,6 +227,11 @@ def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart,
     memory = tokens * per_token + own.kept_keys * (_norm_bytes(element) + element)
     exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
     return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
+
+
+def _core_kept(config: RunConfig, tokens: int) -> float:
+    """Of the core of one block's attention beyond its inputs and outputs, which others keep: what `selective` drops."""
+    return float(tokens * 4 * config.model.num_attention_heads + kept_beyond_whole_sequences(config))
 
 
 def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
@@ -247,13 +256,12 @@ def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryP
     """What one block's backward pass has at a time on top: the larger of the memory's and the feed-forward's.
 
     Of the memory: gradients of the key scores, and of all ranks' ids as they are sorted: 8 bytes unpacked, 4 of rows and
-    8 of positions. Of the feed-forward: the gradient of gate and up, of their product, and of the weight.
+    8 of positions. Of the feed-forward: see `_ffn_backward`.
     """
     model, element, layout = config.model, config.train.element_bytes, config.parallel
     # The gradient that goes down the residual stream, and what a part adds to it.
     parts = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
-    width = _ffn_width(model)
-    of_ffn = {MemoryPart.BACKWARD: element * (3.0 * tokens * width + 2 * width * model.hidden_size / layout.tensor)}
+    of_ffn = {MemoryPart.BACKWARD: _ffn_backward(config, tokens) if stage.num_ffns else 0.0}
     of_memory: dict[MemoryPart, float] = {}
     if stage.lookups:
         assert model.memory is not None
@@ -267,10 +275,20 @@ def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryP
     return _sum(parts, max(of_ffn, of_memory, key=lambda part: sum(part.values())))
 
 
-def _ffn_width(model: ModelConfig) -> int:
-    if model.moe is None:
-        return model.ffn_hidden_size
-    return model.moe.top_k * model.moe.expert_ffn_hidden_size
+def _ffn_kept(model: ModelConfig, tokens: int, element: int) -> float:
+    """Of one feed-forward: gate and up, the gate's activation twice, and their product."""
+    if model.moe is not None:
+        return experts_kept(model, model.moe, tokens, element)
+    return 5.0 * tokens * model.ffn_hidden_size * element
+
+
+def _ffn_backward(config: RunConfig, tokens: int) -> float:
+    """Of one feed-forward: the gradient of gate and up, of their product, and of the weight."""
+    model, element = config.model, config.train.element_bytes
+    if model.moe is not None:
+        return experts_backward(model, model.moe, tokens, element)
+    width = model.ffn_hidden_size
+    return element * (3.0 * tokens * width + 2 * width * model.hidden_size / config.parallel.tensor)
 
 
 def _norm_bytes(element: int) -> int:

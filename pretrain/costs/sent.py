@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megamem.slots import Slot
 from pretrain.config.schema import RunConfig
 from pretrain.costs.context import context_way, run_costs
 from pretrain.costs.experts import dispatched_bytes
@@ -98,10 +97,7 @@ def tensor_passes(config: RunConfig, stage: Stage) -> int:
     the input again for the weight's gradient. A block has two pairs, unless experts or a memory stand for the second.
     """
     forwards = 2 if config.train.recompute == "full" else 1
-    memory, blocks = config.model.memory, {block for chunk in stage.chunks for block in chunk.layers}
-    slots = [memory.slot_of(span) for span in config.model.memory_spans if span.read in blocks] if memory else []
-    without = sum(slot in (Slot.INSTEAD, Slot.BLOCK) for slot in slots)
-    pairs = stage.num_blocks + (stage.num_blocks - without if config.model.moe is None else 0)
+    pairs = stage.num_blocks + (stage.num_ffns if config.model.moe is None else 0)
     # The embedding scatters, and gathers backward; the output projection scatters backward alone.
     return (2 * forwards + 3) * pairs + 2 * stage.has_embedding + 3 * stage.has_loss
 

@@ -22,6 +22,7 @@ class Stage:
     Attributes:
         chunks: of the depth, in the order of its virtual stages.
         num_blocks: blocks.
+        num_ffns: of these, the ones with a feed-forward.
         split_weights: weights that tensor-parallel ranks split.
         whole_weights: weights that every rank holds.
         table_elements: elements of tables.
@@ -32,6 +33,7 @@ class Stage:
 
     chunks: tuple[ModelChunk, ...]
     num_blocks: int
+    num_ffns: int
     split_weights: int
     whole_weights: int
     table_elements: int
@@ -68,9 +70,10 @@ def _stage(model: ModelConfig, chunks: tuple[ModelChunk, ...]) -> Stage:
     indices = [index for index, span in enumerate(model.memory_spans) if span.read in blocks]
     views = [model.memory_plan.views[index] for index in indices]
     banks = {view.bank for view in views}
-    split = whole = experts = 0
+    split = whole = experts = num_ffns = 0
     for block in blocks:
         slots = [memory.slot_of(span) for span in model.memory_spans if span.read == block] if memory else []
+        num_ffns += Slot.INSTEAD not in slots and Slot.BLOCK not in slots
         of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
         split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
     embedding = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
@@ -87,6 +90,7 @@ def _stage(model: ModelConfig, chunks: tuple[ModelChunk, ...]) -> Stage:
     return Stage(
         chunks=chunks,
         num_blocks=len(blocks),
+        num_ffns=num_ffns,
         split_weights=split,
         whole_weights=whole + has_loss * model.hidden_size + costs.retrieval + costs.projections,
         table_elements=sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks),

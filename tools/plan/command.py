@@ -69,11 +69,6 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.config} leaves model.vocab_size to the tokenizer: set it, as in model.vocab_size=50304"
         )
-    if config.model.moe is not None:
-        raise ConfigError(
-            f"{args.config} has model.moe, and what experts send each other depends on data, for which there is no "
-            "formula: plan a model without, or measure with `megamem bench`"
-        )
     # Whatever of it has nothing to do with its layout must be right.
     validate(replace(config, train=replace(config.train, kernels="auto")), None)
     written = None
