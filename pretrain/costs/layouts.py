@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import batch_problems
+from pretrain.costs.equal_compute import flops_measure, solve_ffn_width
 from pretrain.costs.hardware import Hardware
 from pretrain.costs.memory import MemoryPart, StageBytes, stage_bytes
 from pretrain.costs.timing import StepTime, step_time
@@ -128,6 +129,46 @@ def _variants(config: RunConfig) -> Iterator[RunConfig]:
                     train=replace(config.train, micro_batch_size=size, recompute=recompute),
                     optimizer=replace(config.optimizer, value_offload=offload),
                 )
+
+
+_WORTH = 1.05
+
+
+def recommended(found: Sequence[Estimate], hardware: Hardware) -> Estimate | None:
+    """Of the layouts that fit, the smallest whose step is within 5 % of the fastest's; None if nothing fits.
+
+    Estimated seconds are no better than that, and free memory is what a run meets surprises with.
+    """
+    fitting = [each for each in found if each.fits(hardware)]
+    if not fitting:
+        return None
+    fastest = min(each.time.total_s for each in fitting)
+    return min((e for e in fitting if e.time.total_s <= _WORTH * fastest), key=lambda each: each.peak_bytes)
+
+
+def all_estimates(config: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
+    """Of every layout, the fastest first."""
+    found = [e for layout in possible_layouts(config, num_ranks, hardware) for e in estimates_of(layout, num_ranks, hardware)]
+    return sorted(found, key=lambda each: each.time.total_s)
+
+
+def dense_twin(config: RunConfig) -> RunConfig | None:
+    """The run without its memory, of as many forward FLOPs per token by a wider feed-forward.
+
+    None where there is no memory, or no feed-forward whose width could be solved for.
+    """
+    model = config.model
+    if model.memory is None or model.moe is not None:
+        return None
+    bare = replace(model, memory=None)
+    measure = flops_measure(config.train.sequence_length)
+    width = solve_ffn_width(bare, measure, measure(model)).width
+    return replace(
+        config,
+        model=replace(bare, ffn_hidden_size=width),
+        parallel=replace(config.parallel, memory=1),
+        optimizer=replace(config.optimizer, value_offload="none"),
+    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -30,6 +30,10 @@ LAUNCHES_DENSE = (70, 117)
 """Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
 LAUNCHES_MEMORY = (130, 121)
 """Kernels of a memory layer with a split table, forward and backward, counted alike."""
+LAUNCHES_MIXTURE = (18, 50)
+"""What a mixture's router and dispatcher add to a block, counted alike."""
+LAUNCHES_EXPERT = (7, 22)
+"""What each of a rank's experts adds, one after the other."""
 SECTOR_BYTES = 32
 """What a GPU's memory moves at the least."""
 
@@ -182,7 +186,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     parts[TimePart.MESSAGES] = (
         2 * layout.virtual_pipeline * boundary / hardware.network_bytes_per_s if layout.pipeline > 1 else 0.0
     )
-    launches = forwards * _launches(stage, 0) + _launches(stage, 1)
+    launches = forwards * launches_of(config, stage, 0) + launches_of(config, stage, 1)
     parts[TimePart.LAUNCHES] = max(0.0, launches * hardware.launch_us * 1e-6 - sum(parts.values()))
     return parts
 
@@ -270,8 +274,13 @@ def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
     return (forwards * costs.forward + costs.backward) * stage.num_blocks / link
 
 
-def _launches(stage: Stage, way: int) -> int:
-    return stage.num_blocks * LAUNCHES_DENSE[way] + len(stage.lookups) * LAUNCHES_MEMORY[way]
+def launches_of(config: RunConfig, stage: Stage, way: int) -> int:
+    """Kernels of a stage's pass over a microbatch, forward (0) or backward (1), about."""
+    moe, memories = config.model.moe, len(stage.lookups) * LAUNCHES_MEMORY[way]
+    of_experts = 0
+    if moe is not None:
+        of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]
+    return stage.num_blocks * LAUNCHES_DENSE[way] + stage.num_ffns * of_experts + memories
 
 
 def _after_backward(

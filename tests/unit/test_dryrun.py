@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import SharingConfig
-from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.costs.context import WAYS
 from pretrain.costs.formulas import count_parameters
 from pretrain.costs.memory import StageBytes, stage_bytes
-from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_MEMORY
+from pretrain.costs.sent import stages_sent
+from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
 from pretrain.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.errors import ConfigError
 from tests.deadline import launch_within
@@ -58,7 +59,23 @@ CUT = {
     )
     for way in WAYS
 }
-CONFIGS = {"split": SPLIT, "interleaved": INTERLEAVED, "dense": DENSE, **CUT}
+MIXTURE = replace(
+    SPLIT,
+    model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
+    parallel=ParallelConfig(tensor=2, pipeline=2, memory=4),
+    train=replace(SPLIT.train, recompute="none"),
+)
+OFFLOADED = replace(SPLIT, optimizer=OptimizerConfig(value_offload="cpu"))
+SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
+CONFIGS = {
+    "split": SPLIT,
+    "interleaved": INTERLEAVED,
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "offloaded": OFFLOADED,
+    "selective": SELECTIVE,
+    **CUT,
+}
 REAL = replace(
     SPLIT,
     parallel=ParallelConfig(memory=2),
@@ -71,6 +88,7 @@ ALONE = replace(
 )
 LAUNCHED = {
     "launched": ALONE,
+    "launched, mixture": replace(MIXTURE, parallel=ParallelConfig(memory=4), train=ALONE.train),
     "launched, dense": replace(ALONE, parallel=ParallelConfig(), model=replace(ALONE.model, memory=None)),
 }
 
@@ -98,6 +116,41 @@ def reports() -> dict[str, list[Any]]:
 
     (found,) = launch_within(main, 1, timeout_s=280)
     return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
+    from pretrain.dryrun.agreement import figures
+
+    config = CONFIGS[name]
+    stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
+    for report in reports[name]:
+        found = {figure.name: figure for figure in figures(report, stages[report.stage], sent[report.stage])}
+        assert {"weights", "gradients", "optimizer state", "activations", "sent: messages", "sent: dense"} <= set(found)
+        assert ("sent: memory" in found) == (config.parallel.memory > 1)
+        assert ("sent: tensor" in found) == (config.parallel.tensor > 1)
+        assert ("sent: context" in found) == (config.parallel.context > 1)
+        assert ("host memory" in found) == (config.optimizer.value_offload == "cpu")
+        assert [figure for figure in found.values() if not figure.agrees] == []
+
+
+def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:
+    from pretrain.dryrun.agreement import figures
+
+    (stage, _), (sent, _), report = stage_bytes(SPLIT, WORLD), stages_sent(SPLIT, WORLD), reports["split"][0]
+    off = replace(stage, by_part={part: 1.03 * num_bytes for part, num_bytes in stage.by_part.items()})
+    bad = {figure.name for figure in figures(report, off, replace(sent, memory=sent.memory + 1e4)) if not figure.agrees}
+    assert bad >= {"weights", "tables", "optimizer state of tables", "sent: memory"}
+
+
+def test_what_is_stepped_on_the_host_is_there_and_not_on_the_device(reports: dict[str, list[Any]]) -> None:
+    for split, offloaded in zip(reports["split"], reports["offloaded"], strict=True):
+        by_part = {part.value: num_bytes for part, num_bytes in split.held.by_part.items()}
+        state = by_part["optimizer state of tables"]
+        assert state == split.held.total - offloaded.held.total > 0
+        owned = state / 12
+        # Two windows of gradients in fp32 and weights in bf16.
+        assert offloaded.held.host == pytest.approx(state + 2 * owned * (4 + 2), rel=0.01)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -167,6 +220,9 @@ def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list
     assert of_block["launched, dense"] == pytest.approx(sum(LAUNCHES_DENSE), rel=0.1)
     memory = of_block["launched"] - of_block["launched, dense"]
     assert memory == pytest.approx(sum(LAUNCHES_MEMORY), rel=0.1)
+    # Four experts on each rank.
+    mixture = of_block["launched, mixture"] - of_block["launched, dense"]
+    assert mixture == pytest.approx(sum(LAUNCHES_MIXTURE) + 4 * sum(LAUNCHES_EXPERT), rel=0.1)
 
 
 def allocations_of_a_real_step() -> tuple[int, int]:
