@@ -16,7 +16,6 @@ from pretrain.config.stages import load_stages
 from pretrain.config.validate import validate
 from pretrain.costs.memory import stage_bytes
 from pretrain.costs.sent import stages_sent
-from pretrain.errors import ConfigError
 from tools.parsers import add_command
 
 if TYPE_CHECKING:
@@ -127,7 +126,9 @@ def _line(name: str, num_ranks: int, found: Sequence[Figure], fails: Sequence[Fi
     }
     worst = {kind: max(of_kind, key=lambda f: abs(f.error)) for kind, of_kind in kinds.items() if of_kind}
     cells = "".join(f"  {kind}{_percent(figure)}" for kind, figure in worst.items())
-    bad = "; ".join(f"{figure.name}: {figure.predicted:,.0f} predicted, {figure.counted:,.0f} counted" for figure in fails)
+    bad = "; ".join(
+        f"{figure.name}: {figure.predicted:,.0f} predicted, {figure.counted:,.0f} counted" for figure in fails
+    )
     return f"{name:46}{num_ranks:>5} ranks{cells}  {'OUTSIDE ' + bad if fails else 'ok'}"
 
 

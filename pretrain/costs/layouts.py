@@ -120,7 +120,9 @@ def _variants(config: RunConfig) -> Iterator[RunConfig]:
     offloads: tuple[Literal["none", "cpu"], ...] = ("none", "cpu") if config.model.memory is not None else ("none",)
     # The core of attention alone keeps little more than its inputs, but where it has gathered those of other ranks.
     selective = config.parallel.context > 1
-    recomputes: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full") if selective else ("none", "full")
+    recomputes: tuple[Literal["none", "selective", "full"], ...] = (
+        ("none", "selective", "full") if selective else ("none", "full")
+    )
     for size in sorted({*_MICRO_BATCHES, config.train.micro_batch_size}):
         for recompute in recomputes:
             for offload in offloads:
@@ -148,7 +150,9 @@ def recommended(found: Sequence[Estimate], hardware: Hardware) -> Estimate | Non
 
 def all_estimates(config: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
     """Of every layout, the fastest first."""
-    found = [e for layout in possible_layouts(config, num_ranks, hardware) for e in estimates_of(layout, num_ranks, hardware)]
+    found = [
+        e for layout in possible_layouts(config, num_ranks, hardware) for e in estimates_of(layout, num_ranks, hardware)
+    ]
     return sorted(found, key=lambda each: each.time.total_s)
 
 

@@ -18,9 +18,9 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.context import context_way, run_costs
+from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.formulas import training_flops_per_token
 from pretrain.costs.hardware import Hardware
-from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.memory import block_kept, local_dense, local_tables
 from pretrain.costs.sent import lookup_bytes, tensor_passes
 from pretrain.costs.stages import Division, Stage, stages_of

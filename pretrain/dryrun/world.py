@@ -99,6 +99,4 @@ def without_data(groups: ParallelGroups, *, experts_per_token: int = 0) -> Itera
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for name, answer in _ANSWERS.items():
             stack.enter_context(patch(name, answer))
-        yield stack.enter_context(
-            Recorder(names_of_groups(groups), experts_per_token=experts_per_token).recording()
-        )
+        yield stack.enter_context(Recorder(names_of_groups(groups), experts_per_token=experts_per_token).recording())

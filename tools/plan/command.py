@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import atomic_write
-from pretrain.config.layout_rules import layout_problems
 from pretrain.config.compose import read_with_bases
+from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml, find, to_plain
 from pretrain.config.stages import load_stage, load_stages
@@ -55,8 +55,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to print (default: 10)")
     parser.add_argument("--as-written", action="store_true", help="estimate the layout of CONFIG alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--write", type=Path, metavar="FILE.yaml", help="write the recommended as a configuration over CONFIG")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the recommended: memory by part, and a step's time")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.yaml", help="write the recommended as a configuration over CONFIG"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the recommended: memory by part, and a step's time"
+    )
     parser.set_defaults(func=run_plan)
 
 
@@ -157,7 +161,9 @@ def _write(stages: Sequence[RunConfig], args: argparse.Namespace, hardware: Hard
             for section, keys in layout.items():
                 entry[section] = {**entry.get(section, {}), **keys}
         tree["stages"] = entries
-    said = f"# For {args.gpus} GPUs: megamem plan {args.config} --gpus {args.gpus} --gpu {args.gpu} --write {args.write}\n"
+    said = (
+        f"# For {args.gpus} GPUs: megamem plan {args.config} --gpus {args.gpus} --gpu {args.gpu} --write {args.write}\n"
+    )
     with atomic_write(args.write) as stream:
         stream.write((said + dump_yaml(tree)).encode())
     for config in load_stages(args.write):

@@ -69,19 +69,22 @@ def _of_model(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -
         f"{config.train.tokens_per_step / 1e6:.2f}M tokens per step."
     )
     yield ""
-    yield from _table([["GPUs", *(str(plan.num_gpus) for plan in plans)], *_rows(config, plans, hardware)])
+    yield from markdown_table([["GPUs", *(str(plan.num_gpus) for plan in plans)], *rows_of(config, plans, hardware)])
     for plan in plans:
         yield ""
         yield f"On {plan.num_gpus} GPUs, the fastest layout of each G that fits, and what it sends and takes:"
         yield ""
-        yield from _table(_against_groups(plan, hardware))
+        yield from markdown_table(against_groups(plan, hardware))
 
 
-def _rows(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
+def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
     bests = [plan.best for plan in plans]
     yield ["layout", *(_layout(plan.best, plan.num_gpus) for plan in plans)]
     fastest = [min(e.time.total_s for e in plan.found if e.fits(hardware)) for plan in plans]
-    yield ["s per step; the fastest that fits", *(f"{b.time.total_s:.2f}; {f:.2f}" for b, f in zip(bests, fastest, strict=True))]
+    yield [
+        "s per step; the fastest that fits",
+        *(f"{b.time.total_s:.2f}; {f:.2f}" for b, f in zip(bests, fastest, strict=True)),
+    ]
     yield ["tokens/s", *(f"{b.time.tokens_per_s:,.0f}" for b in bests)]
     yield ["days for 1.6T tokens", *(f"{b.days:.1f}" for b in bests)]
     yield ["MFU", *(f"{100 * b.time.mfu:.1f} %" for b in bests)]
@@ -104,7 +107,7 @@ def _rows(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> It
     yield ["restart, s", *(f"{c.restart_s:.0f}" for c in costs)]
 
 
-def _against_groups(plan: Planned, hardware: Hardware) -> Iterator[Row]:
+def against_groups(plan: Planned, hardware: Hardware) -> Iterator[Row]:
     yield [
         "G", "layout", "GB", "tables' state, GB", "lookups in the node, GB", "to others, GB", "exchange exposed, s",
         "gathers, s", "tables' reductions exposed, s", "s per step",
@@ -132,32 +135,35 @@ def _against_groups(plan: Planned, hardware: Hardware) -> Iterator[Row]:
 
 
 def _outlook(hardware: Hardware) -> Iterator[str]:
-    config = load_config(CONFIGS / MODELS["2.5B/120B-top256"], [f"model.memory.num_keys={OUTLOOK_KEYS}"])
-    counts = count_parameters(config.model)
+    counts = count_parameters(_outlook_config().model)
     yield f"`model.memory.num_keys={OUTLOOK_KEYS}`: {counts.tables / 1e12:.3f}T parameters in tables, all else as above."
     yield ""
-    rows: list[Row] = [["GPUs", "layout, or what breaks first", "GB", "s per step", "largest cost", "checkpoint, TB", "save, s"]]
-    for num_gpus in OUTLOOK_GPUS:
-        plan = planned(config, num_gpus, hardware)
-        if isinstance(plan, str):
-            rows.append([f"{num_gpus}", plan, "", "", "", "", ""])
-            continue
-        best, costs = plan.best, checkpoint_costs(config, num_gpus, hardware)
-        rows.append(
-            [
-                f"{num_gpus}",
-                _layout(best, num_gpus),
-                f"{best.peak_bytes / 1e9:.1f}",
-                f"{best.time.total_s:.2f}",
-                _cost(best, 0),
-                f"{costs.num_bytes / 1e12:.1f}",
-                f"{costs.save_s:.0f}",
-            ]
-        )
-    yield from _table(rows)
+    head = ["GPUs", "layout, or what breaks first", "GB", "s per step", "largest cost", "checkpoint, TB", "save, s"]
+    yield from markdown_table([head, *(outlook_row(num_gpus, hardware) for num_gpus in OUTLOOK_GPUS)])
 
 
-def _table(rows: Sequence[Row] | Iterator[Row]) -> Iterator[str]:
+def _outlook_config() -> RunConfig:
+    return load_config(CONFIGS / MODELS["2.5B/120B-top256"], [f"model.memory.num_keys={OUTLOOK_KEYS}"])
+
+
+def outlook_row(num_gpus: int, hardware: Hardware) -> Row:
+    config = _outlook_config()
+    plan = planned(config, num_gpus, hardware)
+    if isinstance(plan, str):
+        return [f"{num_gpus}", plan, "", "", "", "", ""]
+    best, costs = plan.best, checkpoint_costs(config, num_gpus, hardware)
+    return [
+        f"{num_gpus}",
+        _layout(best, num_gpus),
+        f"{best.peak_bytes / 1e9:.1f}",
+        f"{best.time.total_s:.2f}",
+        _cost(best, 0),
+        f"{costs.num_bytes / 1e12:.1f}",
+        f"{costs.save_s:.0f}",
+    ]
+
+
+def markdown_table(rows: Sequence[Row] | Iterator[Row]) -> Iterator[str]:
     for number, row in enumerate(rows):
         yield "| " + " | ".join(row) + " |"
         if number == 0:

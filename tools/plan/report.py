@@ -44,7 +44,9 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
     stage = best.stages[best.fullest_stage]
     division = Division.of(best.config, num_gpus)
     yield ""
-    yield "Recommended, as the smallest within 5 % of the fastest: " + " ".join(f"{key}={_yaml(value)}" for key, value in best.overrides.items())
+    yield "Recommended, as the smallest within 5 % of the fastest: " + " ".join(
+        f"{key}={_yaml(value)}" for key, value in best.overrides.items()
+    )
     yield f"{division.num_microbatches} microbatches per step and rank; the numbers are of one GPU."
     yield ""
     yield f"Memory of stage {best.fullest_stage}, the fullest of {len(best.stages)} (GB of {hardware.usable_bytes / 1e9:.0f}):"
@@ -96,7 +98,8 @@ def twin_text(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str
     yield ""
     yield (
         f"A dense model of equal FLOPs (ffn_hidden_size {twin.model.ffn_hidden_size:,}): {same.time.total_s:.2f} s per "
-        f"step in this layout" + (f", {own.time.total_s:.2f} s in its own" if own else "")
+        f"step in this layout"
+        + (f", {own.time.total_s:.2f} s in its own" if own else "")
         + f"; the memory's step is {best.time.total_s / same.time.total_s:.1f} times as long."
     )
 
