@@ -62,11 +62,11 @@ def figures(report: RankReport, stage: StageBytes, sent: StageSent) -> Iterator[
         yield Figure(MemoryPart.HOST.value, stage.host_tables, report.held.host, HELD_LIMIT)
     counted_by_field = _counted(report)
     total = sum(counted_by_field.values())
-    for name, counted in counted_by_field.items():
+    for name, num_bytes in counted_by_field.items():
         predicted = getattr(sent, name)
-        if max(predicted, counted) > _SMALL * total:
+        if max(predicted, num_bytes) > _SMALL * total:
             limit = REDUCTIONS_LIMIT if name in ("tables", "dense") else SENT_LIMIT
-            yield Figure(f"sent: {name}", predicted, counted, limit)
+            yield Figure(f"sent: {name}", predicted, num_bytes, limit)
 
 
 def _counted(report: RankReport) -> dict[str, float]:

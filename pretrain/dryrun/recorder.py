@@ -151,7 +151,9 @@ class Recorder(TorchDispatchMode):
 
     def now(self) -> Snapshot:
         """What is held at this moment."""
-        on_device = {part: num for part, num in self._bytes.items() if num and part != MemoryPart.HOST}
+        on_device: dict[MemoryPart, int] = {
+            part: num for part, num in self._bytes.items() if num and part != MemoryPart.HOST
+        }
         return Snapshot(on_device, self._bytes[MemoryPart.HOST])
 
     def restart_peak(self) -> None:

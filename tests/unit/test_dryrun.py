@@ -108,19 +108,25 @@ def of_all_stages(config: RunConfig, world: int) -> list[Any]:
     return list(dry_run(config, world, first_ranks_of_stages(config, world)))
 
 
+class Reports(dict[str, list[Any]]):
+    """Of the first ranks of all stages of a configuration, run when it is first asked for.
+
+    Each in a fork: a process can have but one world.
+    """
+
+    def __missing__(self, name: str) -> list[Any]:
+        def main() -> list[Any]:
+            if name in LAUNCHED:
+                return [of_all_stages(with_blocks(LAUNCHED[name], number), 8)[0] for number in (2, 4)]
+            return of_all_stages(REAL, 2) if name == "real" else of_all_stages(CONFIGS[name], WORLD)
+
+        (self[name],) = launch_within(main, 1, timeout_s=280)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def reports() -> dict[str, list[Any]]:
-    """Of the first ranks of all stages. In a fork: a process can have but one world."""
-
-    def main() -> dict[str, list[Any]]:
-        found = {name: of_all_stages(config, WORLD) for name, config in CONFIGS.items()}
-        found["real"] = of_all_stages(REAL, 2)
-        for name, config in LAUNCHED.items():
-            found[name] = [of_all_stages(with_blocks(config, number), 8)[0] for number in (2, 4)]
-        return found
-
-    (found,) = launch_within(main, 1, timeout_s=280)
-    return found
+def reports() -> Reports:
+    return Reports()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
