@@ -81,6 +81,8 @@ class Ended:
         saved_step: of the newest checkpoint at its end; None without one.
         bad_nodes: on which the run must not train.
         detail: the cause in words.
+        last_step: which it took; None without any.
+        heard_at: when it last wrote of a step or a save, and `at`, when its end was noticed; as ISO 8601 has it.
     """
 
     attempt: Attempt
@@ -88,6 +90,9 @@ class Ended:
     saved_step: int | None
     bad_nodes: tuple[str, ...] = ()
     detail: str = ""
+    last_step: int | None = None
+    heard_at: str | None = None
+    at: str | None = None
 
     @property
     def made_progress(self) -> bool:

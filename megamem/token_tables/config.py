@@ -75,6 +75,11 @@ class MixedValuesConfig(TokenTableConfig):
         return self.rows_per_token + self.gated_standard_path
 
     @property
+    def slot_names(self) -> tuple[str, ...]:
+        standard = ("own value",) if self.gated_standard_path else ()
+        return (*standard, *(str(slot) for slot in range(1, self.rows_per_token + 1)))
+
+    @property
     def tensor_sizes(self) -> Mapping[str, int]:
         return {"num_gate_heads": self.num_gate_heads}
 

@@ -197,6 +197,15 @@ class OptimizerConfig(Config):
     """Whose first token the tables' multiplier counts from: the stage's, or the run's."""
     pre_value_lr_multiplier: NonNegativeFloat | None = None
     """Learning-rate multiplier of the pre-value tables alone, constant; null: they follow the values."""
+    retrieval_lr: NonNegativeFloat | None = None
+    """Learning rate of the memory layers' matrices (queries, keys, projections, cores) at every step, whatever the
+    backbone's, as value_lr is for the tables; null: the backbone's."""
+    retrieval_weight_decay: NonNegativeFloat | None = None
+    """Decoupled weight decay of the memory layers' matrices; null: weight_decay."""
+    trained_layers: tuple[PositiveInt, ...] | None = None
+    """Numbers of the layers that are trained, the first of which is 1. Everything else stays as it is and has neither
+    gradients nor optimizer state: other layers, embedding, final norm, output projection, and tables that no trained
+    layer reads. null: all of the model. See docs/stages.md."""
 
 
 @dataclass(frozen=True)

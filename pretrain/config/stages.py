@@ -126,14 +126,27 @@ def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None
         ConfigError: see `load_stages`; or there is no such stage, or there are several and none is named.
     """
     stages = load_stages(path, overrides)
-    names = [config.stage.name for config in stages if config.stage is not None]
-    if name is None and not names:
-        return stages[0]
+    names = names_of(stages)
+    if name is None and names:
+        raise ConfigError(f"{path}: one of its stages is asked for: name one with --stage: {', '.join(names)}")
+    return stages[0] if name is None else stage_called(stages, name)
+
+
+def names_of(stages: Sequence[RunConfig]) -> list[str]:
+    """What the stages are called; empty for a run without."""
+    return [config.stage.name for config in stages if config.stage is not None]
+
+
+def stage_called(stages: Sequence[RunConfig], name: str) -> RunConfig:
+    """The stage of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = names_of(stages)
     if name not in names:
-        asked = "one of its stages is asked for" if name is None else f"--stage is {name}"
-        raise ConfigError(
-            f"{path}: {asked}: " + (f"name one with --stage: {', '.join(names)}" if names else "it has none")
-        )
+        there_are = f"name one with --stage: {', '.join(names)}" if names else "it has none"
+        raise ConfigError(f"--stage is {name}: {there_are}")
     return stages[names.index(name)]
 
 

@@ -16,6 +16,7 @@ import torch
 
 from pretrain.data.manifest import PreparedDataset
 from pretrain.data.permutation import mixed, permuted
+from pretrain.data.scored import ScoredTokens
 from pretrain.errors import DataError
 
 _OF_PASS, _OF_START, _OF_BLOCK = range(3)
@@ -34,6 +35,9 @@ class ComputedSamples:
         self._file = f"{dataset.prefix(split)}.bin"
         self._vocab_size = dataset.tokenizer.vocab_size
         self._stream = np.memmap(self._file, dataset.tokenizer.token_dtype, mode="r")
+        # The lengths of documents are read where some of their tokens are not scored, and only there.
+        has_prompts = dataset.manifest.splits[split].prompts is not None
+        self._scored = ScoredTokens.of(dataset, split, dataset.open_split(split)) if has_prompts else None
         self._length = sequence_length
         self._key = mixed(seed, number)
         # The last label of a pass is a token too.
@@ -62,11 +66,13 @@ class ComputedSamples:
                 f"{self._vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
             )
         tokens = torch.from_numpy(ids)
+        # Of labels.
+        scored = None if self._scored is None else self._scored.flags(start + 1, start + self._length + 1)
         return {
             "tokens": tokens[:-1].contiguous(),
             "labels": tokens[1:].contiguous(),
             "position_ids": torch.arange(self._length),
-            "loss_mask": torch.ones(self._length),
+            "loss_mask": torch.ones(self._length) if scored is None else torch.from_numpy(scored).float(),
         }
 
 

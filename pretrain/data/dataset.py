@@ -14,7 +14,7 @@ compiled index code and item format, and replace how a data set is ordered and b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class StreamConfig(GPTDatasetConfig):
     """Where index arrays are kept between runs and shared between ranks."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
+    prompt_tokens: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Tokens at the start of each document that do not count in the loss, where a data set has some, by path prefix."""
 
 
 class StreamDataset(GPTDataset):
@@ -62,6 +64,27 @@ class StreamDataset(GPTDataset):
     """
 
     config: StreamConfig
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        """Megatron's sample, whose `loss_mask` is 0 where the label is of a prompt."""
+        sample: dict[str, torch.Tensor] = super().__getitem__(idx)
+        if idx is not None and self.dataset_path in self.config.prompt_tokens:
+            # Those of the sample's ids but the first, as each is the label of the one before it.
+            scored = np.concatenate(list(self._scored(idx)))[1:]
+            sample["loss_mask"] = torch.from_numpy(scored.astype(np.float32))
+        return sample
+
+    def _scored(self, idx: int) -> Iterator[NDArray[np.bool_]]:
+        """Whether each id of a sample is scored, by the documents that it has a part of."""
+        prompts = self.config.prompt_tokens[self.dataset_path]
+        number = self.shuffle_index[idx]
+        (first, start), (last, end) = self.sample_index[number], self.sample_index[number + 1]
+        for place in range(first, last + 1):
+            document = self.document_index[place]
+            low = int(start) if place == first else 0
+            # The sample's last id is the first one of the next.
+            high = int(end) + 1 if place == last else int(self.dataset.sequence_lengths[document])
+            yield np.arange(low, high) >= prompts[document]
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
@@ -183,7 +206,7 @@ def build_train_dataset(
     """The training samples of a blend. Called on every rank when torch.distributed is initialised.
 
     Sample i depends on the blend, the seed, the sequence length, `shuffle` and i, and not on `num_samples` or on the
-    number of ranks. Tokens that end a document count in the loss.
+    number of ranks. Tokens that end a document count in the loss; prompts do not.
 
     Args:
         num_samples: samples that the run consumes in all.
@@ -224,6 +247,11 @@ def build_train_dataset(
         content_fingerprints=dict(
             zip(prefixes, (dataset.manifest.content_fingerprint for dataset in datasets), strict=True)
         ),
+        prompt_tokens={
+            prefix: prompts["tokens"]
+            for prefix, dataset in zip(prefixes, datasets, strict=True)
+            if (prompts := dataset.open_prompts(TRAIN)) is not None
+        },
     )
 
     def stream(number: int, num_samples: int) -> StreamDataset:
