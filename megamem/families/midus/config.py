@@ -41,7 +41,9 @@ class MidusConfig(MemoryConfig):
                 "num_keys or lower top_k"
             )
 
-    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+    def check_backbone(
+        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
+    ) -> None:
         if self.num_heads * head_dim != hidden_size:
             raise ValueError(
                 f"model.memory.num_heads is {self.num_heads}, but hidden_size = {hidden_size} is made of "
