@@ -37,6 +37,7 @@ def test_blocks_stand_where_the_paper_says(path: Path) -> None:
     found = anchors("distributed", num_layers=base_of(model).num_layers, num_inserted=model.num_memory_layers)
     assert model.memory is not None
     assert model.memory.placement.blocks == positions(found, after=False)
+    assert config.optimizer.trained_layers == tuple(block + 1 for block in model.memory.placement.blocks)
     # Half as many as there were.
     assert model.num_memory_layers * 3 == model.num_layers
 
