@@ -24,6 +24,7 @@ from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import SideStream
+from megamem.trained_part import TrainedPart
 from parallel.context_ways import attention_core
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
@@ -111,6 +112,7 @@ def build_unset_chunks(
         )
         built.model_type = ModelType.encoder_or_decoder
         _declare_megatron(built)
+        built.train_only(TrainedPart.of(model, config.optimizer.trained_layers))
         chunks.append(built)
     return chunks
 
