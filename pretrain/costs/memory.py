@@ -15,6 +15,7 @@ from enum import StrEnum
 from megamem.config import ModelConfig
 from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import attention_kept
 from pretrain.costs.context import kept_beyond_whole_sequences
 from pretrain.costs.stages import Division, Stage, stages_of
 
@@ -185,14 +186,10 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
 def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
     """What backward of one block needs of its forward pass: the mean over the blocks of a stage."""
     model, element = config.model, config.train.element_bytes
-    norm, head = _norm_bytes(element), model.attention_head_dim
-    heads, groups = model.num_attention_heads, model.query_groups
-    # Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs.
-    attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
-    attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
+    norm = _norm_bytes(element)
     parts = {
         MemoryPart.RESIDUAL: 2.0 * norm * tokens * model.hidden_size,
-        MemoryPart.ATTENTION: float(tokens * (attention * head + 4 * heads) + kept_beyond_whole_sequences(config)),
+        MemoryPart.ATTENTION: float(tokens * attention_kept(model, element) + kept_beyond_whole_sequences(config)),
         # Gate and up, the gate's activation twice, and their product.
         MemoryPart.FEED_FORWARD: 5.0 * tokens * _ffn_width(model) * element,
     }

@@ -15,6 +15,7 @@ from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import attention_gains, attention_weights, slots_of_memories
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,9 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
 
 def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int, int]:
     """Weights of blocks without their memories, see `_block_weights`."""
-    memory = model.memory
     split = whole = experts = 0
     for block in blocks:
-        slots = [memory.slot_of(span) for span in model.memory_spans if span.read == block] if memory else []
+        slots = slots_of_memories(model, block)
         of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
         split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
     return split, whole, experts
@@ -156,10 +156,9 @@ def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
 
 def _block_weights(model: ModelConfig, has_no_ffn: bool, is_inserted: bool) -> tuple[int, int, int]:
     """Weights of one block that tensor-parallel ranks split, that all hold, and of experts; see `count_parameters`."""
-    width, head = model.hidden_size, model.attention_head_dim
-    projections = 2 * (model.num_attention_heads + model.query_groups) - is_inserted * model.num_attention_heads
-    split = width * head * projections
-    norms = (2 - is_inserted) * width + (2 * head if model.qk_norm else 0)
+    width = model.hidden_size
+    split = attention_weights(model, is_inserted=is_inserted)
+    norms = (2 - is_inserted) * width + attention_gains(model)
     if has_no_ffn or is_inserted:
         return split, norms, 0
     if model.moe is None:
