@@ -6,14 +6,17 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from commands import Megamem, assert_same_tensors, checkpoint, steps
+from commands import Megamem, assert_same_tensors, checkpoint, last_step, steps
 from slurm_cluster import Cluster
 from slurm_site import Site
 
+from pretrain.folder import RunFolder
 from slurm.policy import Cause
+from slurm.records import JobsFolder
 
 _NUM_STEPS = 40
 # Enough for something to happen in between, few enough to be quick.
@@ -161,20 +164,24 @@ def test_a_run_that_never_reaches_a_save_is_stopped(site: Site, cluster: Cluster
     assert "2 starts in a row ended with no checkpoint" in site.command("status", site.run).output
 
 
-@pytest.mark.parametrize("partition", ["low", "grace"])
-def test_a_preempted_run_goes_on_when_the_other_job_is_done(site: Site, cluster: Cluster, partition: str) -> None:
+def test_preempted_runs_go_on_when_the_other_job_is_done(site: Site, cluster: Cluster) -> None:
     """With the seconds of KillWait alone, and with a time of grace, in which the ranks hear of it first."""
-    site.submit(*_SHORT, nodes=1, ranks_per_node=1, partition=partition)
-    site.wait_for_step(3)
+    records = [JobsFolder(RunFolder(site.run.parent / partition)) for partition in ("low", "grace")]
+    for jobs in records:
+        where: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "partition": jobs.run.path.name}
+        # Enough for the second one to begin.
+        site.submit(*_SHORT, "train.num_steps=200", "--run-dir", str(jobs.run.path), **where)
+    site.wait_until(lambda: all(last_step(jobs.run.path) >= 3 for jobs in records), "both to train")
     other = ("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--time=5", "--output=/dev/null")
-    preempting = cluster.run(*other, "--wrap=sleep 1")
-    site.wait_until(lambda: cluster.job(preempting)["JobState"] == "COMPLETED", "the other job")
-    assert site.wait_for_state("COMPLETED", "FAILED")["JobState"] == "COMPLETED", site.told()
-    first, second = site.attempts()
-    assert site.causes() == [Cause.STOPPED, Cause.FINISHED], site.told()
-    # What was done when it was told is saved, and not only what was saved before.
-    assert (second.attempt().saved_step or 0) >= 3
-    assert (first.attempt().job, second.attempt().job) == (site.job, site.job)
+    cluster.run(*other, "--wrap=sleep 1")
+    site.wait_until(lambda: all(len(jobs.ended_attempts(1)) >= 2 for jobs in records), "the end of both")
+    for jobs in records:
+        first, second = jobs.ended_attempts(1)
+        assert (first.cause, second.cause) == (Cause.STOPPED, Cause.FINISHED), site.told()
+        # What was done when it was told is saved, and not only what was saved before.
+        assert first.saved_step == first.last_step
+        assert (first.last_step or 0) >= 3
+        assert jobs.job_ids() == [first.attempt.job] == [second.attempt.job]
 
 
 def test_a_cancelled_run_saves_and_does_not_come_back(site: Site, cluster: Cluster) -> None:
