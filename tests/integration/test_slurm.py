@@ -170,7 +170,7 @@ def test_preempted_runs_go_on_when_the_other_job_is_done(site: Site, cluster: Cl
     for jobs in records:
         where: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "partition": jobs.run.path.name}
         # Enough for the second one to begin.
-        site.submit(*_SHORT, "train.num_steps=200", "--run-dir", str(jobs.run.path), **where)
+        site.submit(*_SHORT, "train.num_steps=100", "--run-dir", str(jobs.run.path), **where)
     site.wait_until(lambda: all(last_step(jobs.run.path) >= 3 for jobs in records), "both to train")
     other = ("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--time=5", "--output=/dev/null")
     cluster.run(*other, "--wrap=sleep 1")
