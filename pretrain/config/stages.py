@@ -190,8 +190,8 @@ def staged(node: Node) -> StagedRun:
 def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]:
     """The stages one behind the other, each with its place.
 
-    A stage goes on in its data where the last stage before it with the same data sets, data seed and sequence length
-    stopped, `start` included; with other data it begins at the first sample.
+    A stage goes on in its data where the last stage before it with the same data sets and the same order stopped, `start`
+    included; with other data it begins at the first sample.
     """
     steps = samples = tokens = 0
     positions: list[tuple[Any, int]] = []
@@ -221,7 +221,7 @@ def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]
 
 def data_order(config: RunConfig) -> tuple[Any, ...]:
     """What decides which sequence is sample i of the training data."""
-    return config.data.datasets, config.data_seed, config.train.sequence_length
+    return config.data.datasets, config.data_seed, config.data.shuffle, config.train.sequence_length
 
 
 def stage_of_step(stages: Sequence[RunConfig], step: int) -> int:

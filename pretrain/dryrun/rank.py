@@ -77,16 +77,6 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int]) -> Iterato
     Raises:
         ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
     """
-    if config.model.moe is not None:
-        raise ConfigError(
-            "model.moe is set: where a mixture sends its tokens, and with it every shape, depends on data, which a dry "
-            "run has none of. Leave the mixture out, or measure with megamem bench"
-        )
-    if config.optimizer.value_offload == "cpu":
-        raise ConfigError(
-            "optimizer.value_offload is cpu: the host's share is computed by megamem plan; dry-run the device's with "
-            "optimizer.value_offload=none, and take the optimizer state of tables off"
-        )
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size is left to the tokenizer, which a dry run does not read: set it")
     if torch.cuda.is_available():
@@ -115,7 +105,8 @@ def _step_of(config: RunConfig, groups: ParallelGroups) -> RankReport:
     # Whole sequences of one document, known to the host.
     positions = torch.arange(train.sequence_length).expand(train.micro_batch_size, -1)
     bounds = document_bounds(positions)
-    with without_data(groups) as recorder:
+    moe = config.model.moe
+    with without_data(groups, experts_per_token=moe.top_k if moe is not None else 0) as recorder:
         chunks, optimizer = _build(config, groups)
         gc.collect()
         _assign_state(recorder, chunks, optimizer)
@@ -160,7 +151,7 @@ def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedD
         chunk.weights_are_set = True
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
-    optimizer.set_num_updates(0)
+    optimizer.set_num_updates(lambda _: 0)
     return chunks, optimizer
 
 
@@ -179,6 +170,11 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         ):
             recorder.assign([b.param_data for b in buffers if b.param_data is not None], weights)
             recorder.assign([b.grad_data for b in buffers], gradients)
+        # What is not trained is in no buffer.
+        tables = {parameter for bank in unwrap(chunk).own_banks for parameter in bank.parameters()}
+        still = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
+        recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)
+        recorder.assign([p for p in still if p not in tables], MemoryPart.WEIGHTS)
     parts = (MemoryPart.OPTIMIZER, MemoryPart.TABLE_OPTIMIZER)
     for part, of_domain in zip(parts, optimizer.chained_optimizers, strict=False):
         if of_domain.is_stub_optimizer:
