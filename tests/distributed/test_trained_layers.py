@@ -408,3 +408,26 @@ def test_the_products_of_a_step_are_those_of_the_formula(run_ranks: Any, layers:
     # Attention's length enters its scores alone, which are no such products: of none, they are linear in it.
     one, two = (training_flops_per_token(model, length, layers) for length in (1, 2))
     assert run_ranks(main, 1) == [tokens * (one - 2 * (two - one))]
+
+
+def test_tables_in_host_memory_are_trained_in_part_alike(run_ranks: Any, tmp_path: Path) -> None:
+    """Through both phases, each gone on with from a checkpoint: a table that was not trained counts its own updates."""
+
+    def main() -> dict[str, list[tuple[float, float]]]:
+        found = {}
+        for place in ("none", "cpu"):
+            config = replace(PRIVATE, optimizer=replace(PRIVATE.optimizer, value_offload=place))
+            rows: list[tuple[float, float]] = []
+            path = None
+            for number, phase in enumerate((training(config, 2), training(config), training(config))):
+                with tiny_run(on(phase, memory=2)) as run:
+                    if path is not None:
+                        run.resume(path)
+                    rows += run.train(2)
+                    path = run.save(tmp_path / f"{place} {number}")
+            found[place] = rows
+        return found
+
+    for of_rank in run_ranks(main, 2):
+        for row, reference in zip(of_rank["cpu"], of_rank["none"], strict=True):
+            assert row == pytest.approx(reference, rel=TOLERANCE)
