@@ -147,8 +147,11 @@ class MemoryConfig(Config, ABC):
             ValueError: with key, value and fix.
         """
 
-    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
-        """Refuse widths, key/value heads and a vocabulary (None: that of the tokenizer) that this memory does not fit.
+    def check_backbone(
+        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
+    ) -> None:
+        """Refuse widths, key/value heads, latents of attention (None: it has none) and a vocabulary (None: that of the
+        tokenizer) that this memory does not fit.
 
         Raises:
             ValueError: with key, value and fix.

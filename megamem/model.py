@@ -99,7 +99,8 @@ class MemoryGPTModel(GPTModel):
             kernels=kernels,
             seed=seed,
             token_group=groups.tp_cp,
-            tensor_group=groups.tp,
+            # Latents are whole tokens': heads are made of them behind a memory.
+            tensor_group=groups.tp if model.latent_attention is None else None,
             stage=stage,
             lent=lent,
         )
@@ -111,6 +112,7 @@ class MemoryGPTModel(GPTModel):
                 implementation=model.implementation,
                 attention_core=attention_core,
                 qk_norm=model.qk_norm,
+                latent=model.latent_attention,
                 sites=sites,
                 groups=groups,
                 side_stream=side_stream,
@@ -121,6 +123,10 @@ class MemoryGPTModel(GPTModel):
             post_process=post_process,
             share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope",
+            # Megatron rounds the turned columns of a head down.
+            rotary_percent=1.0
+            if model.latent_attention is None
+            else (model.rotary_width + 0.5) / model.attention_head_dim,
             rotary_base=model.rotary_base,
             pg_collection=groups,
             vp_stage=vp_stage,
@@ -349,7 +355,7 @@ def _memories(
     kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
-    tensor_group: torch.distributed.ProcessGroup,
+    tensor_group: torch.distributed.ProcessGroup | None,
     stage: Copy,
     lent: Mapping[int, Bank],
 ) -> tuple[dict[int, Bank], dict[int, Site]]:
