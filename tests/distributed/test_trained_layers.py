@@ -17,6 +17,8 @@ from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, random_b
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megamem.families.midus.config import MidusConfig
+from megamem.memory_config import PlacementConfig
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import training_flops_per_token
@@ -349,12 +351,14 @@ def test_both_phases_go_on_on_other_layouts(run_ranks: Any, tmp_path: Path) -> N
 KINDS = {
     **{kind: memory for kind, memory in RETRIEVING.items() if kind != "pkm"},
     **{kind: memory for kind, memory in ADDRESSED.items() if kind in ("move", "lave", "tide")},
+    "midus": MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=8, placement=PlacementConfig(blocks=(1, 3))),
 }
 IN_STAGES: dict[str, Any] = {"pipeline": 2, "micro_batch_size": 1}
 INTERLEAVED: dict[str, Any] = {**IN_STAGES, "virtual_pipeline": 2}
 STAGED: dict[str, dict[str, Any]] = {
     **{kind: {"context": 2} for kind in KINDS},
     "peer": INTERLEAVED,
+    "midus": {**INTERLEAVED, "recompute": "full"},
     "move": {**INTERLEAVED, "recompute": "full"},
     "lave": IN_STAGES,
     "tide": {**IN_STAGES, "recompute": "full"},
