@@ -17,6 +17,8 @@ from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, random_b
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megamem.families.midus.config import MidusConfig
+from megamem.memory_config import PlacementConfig
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import training_flops_per_token
@@ -349,12 +351,14 @@ def test_both_phases_go_on_on_other_layouts(run_ranks: Any, tmp_path: Path) -> N
 KINDS = {
     **{kind: memory for kind, memory in RETRIEVING.items() if kind != "pkm"},
     **{kind: memory for kind, memory in ADDRESSED.items() if kind in ("move", "lave", "tide")},
+    "midus": MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=8, placement=PlacementConfig(blocks=(1, 3))),
 }
 IN_STAGES: dict[str, Any] = {"pipeline": 2, "micro_batch_size": 1}
 INTERLEAVED: dict[str, Any] = {**IN_STAGES, "virtual_pipeline": 2}
 STAGED: dict[str, dict[str, Any]] = {
     **{kind: {"context": 2} for kind in KINDS},
     "peer": INTERLEAVED,
+    "midus": {**INTERLEAVED, "recompute": "full"},
     "move": {**INTERLEAVED, "recompute": "full"},
     "lave": IN_STAGES,
     "tide": {**IN_STAGES, "recompute": "full"},
@@ -408,3 +412,26 @@ def test_the_products_of_a_step_are_those_of_the_formula(run_ranks: Any, layers:
     # Attention's length enters its scores alone, which are no such products: of none, they are linear in it.
     one, two = (training_flops_per_token(model, length, layers) for length in (1, 2))
     assert run_ranks(main, 1) == [tokens * (one - 2 * (two - one))]
+
+
+def test_tables_in_host_memory_are_trained_in_part_alike(run_ranks: Any, tmp_path: Path) -> None:
+    """Through both phases, each gone on with from a checkpoint: a table that was not trained counts its own updates."""
+
+    def main() -> dict[str, list[tuple[float, float]]]:
+        found = {}
+        for place in ("none", "cpu"):
+            config = replace(PRIVATE, optimizer=replace(PRIVATE.optimizer, value_offload=place))
+            rows: list[tuple[float, float]] = []
+            path = None
+            for number, phase in enumerate((training(config, 2), training(config), training(config))):
+                with tiny_run(on(phase, memory=2)) as run:
+                    if path is not None:
+                        run.resume(path)
+                    rows += run.train(2)
+                    path = run.save(tmp_path / f"{place} {number}")
+            found[place] = rows
+        return found
+
+    for of_rank in run_ranks(main, 2):
+        for row, reference in zip(of_rank["cpu"], of_rank["none"], strict=True):
+            assert row == pytest.approx(reference, rel=TOLERANCE)
