@@ -35,6 +35,7 @@ class Stage:
     Attributes:
         chunks: of the depth, in the order of its virtual stages.
         num_blocks: blocks.
+        num_ffns: of these, the ones with a feed-forward.
         split_weights: weights that tensor-parallel ranks split.
         whole_weights: weights that every rank holds.
         table_elements: elements of tables.
@@ -47,6 +48,7 @@ class Stage:
 
     chunks: tuple[ModelChunk, ...]
     num_blocks: int
+    num_ffns: int
     split_weights: int
     whole_weights: int
     table_elements: int
@@ -94,18 +96,21 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
     split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
     costs = sum((_costs(model, view) for view in views), LayerCosts())
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
     lookups = tuple(view.num_bank_rows for view in views)
     if memory is not None and memory.reads_once and views:
         # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
         reading = {span.read for span in model.memory_spans}
         lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
-    whole += has_loss * model.hidden_size + costs.retrieval + costs.projections
+    whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
     trained = TrainedWeights(split, whole, tables, experts) if part.is_whole else _trained_weights(part, blocks)
     return Stage(
         chunks=chunks,
         num_blocks=len(blocks),
+        num_ffns=sum(not {Slot.INSTEAD, Slot.BLOCK} & {*slots_of_memories(model, block)} for block in blocks),
         split_weights=split,
         whole_weights=whole,
         table_elements=tables,
@@ -124,7 +129,8 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
     split, whole, experts = _blocks_weights(model, trained)
     read = [(span.read, view) for span, view in zip(model.memory_spans, model.memory_plan.views, strict=True)]
     costs = sum((_costs(model, view) for block, view in read if block in trained), LayerCosts())
-    whole += costs.retrieval + costs.projections
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
     reads_here = any(block in blocks for block, _ in read)
     if memory is not None and memory.reads_once and reads_here and part.trains(block for block, _ in read):
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)

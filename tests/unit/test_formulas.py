@@ -14,6 +14,7 @@ import pytest
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
@@ -88,6 +89,16 @@ MODELS = {
     "latents, lave": replace(LATENT, memory=LaveConfig(placement=PlacementConfig(every=2), **LATENTS)),
     "latents, memory": replace(LATENT, memory=MEMORY),
     "tide, no gain": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, row_gain=False)),
+    "midus, two blocks": replace(
+        DENSE, memory=MidusConfig(num_heads=4, num_keys=8, value_dim=12, placement=PlacementConfig(blocks=(1, 3)))
+    ),
+    "midus, untied, no qk norm": replace(
+        DENSE,
+        tied_embeddings=False,
+        qk_norm=False,
+        num_query_groups=None,
+        memory=MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=5, placement=PlacementConfig(blocks=(0,))),
+    ),
     "moe": replace(DENSE, moe=MOE),
     "moe with memory": replace(DENSE, moe=MOE, memory=MEMORY),
 }
@@ -216,7 +227,7 @@ def _part_of(name: str) -> str:
         part in name
         for part in (
             *("value_proj", "value_bias", "silu_gate", "output_gate"),
-            *("gate_proj", "memory.router", "shared_read"),
+            *("gate_proj", "memory.router", "memory.expansion", "shared_read"),
         )
     ):
         return "memory_projections"
