@@ -206,6 +206,11 @@ class MemoryConfig(Config, ABC):
         """What usage metrics tell besides rows and outputs."""
         return Observed()
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """What every token weighs in every layer, by name; none where rows are retrieved."""
+        return ()
+
     def width(self, table: str) -> int:
         """Columns of a table; 0 if there is none of that name."""
         return next((each.width for each in self.tables if each.name == table), 0)

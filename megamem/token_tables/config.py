@@ -85,6 +85,11 @@ class MixedValuesConfig(TokenTableConfig):
         return Slot.VALUES if self.mixed_into == "values" else Slot.LATENTS
 
     @property
+    def slot_names(self) -> tuple[str, ...]:
+        standard = ("own value",) if self.gated_standard_path else ()
+        return (*standard, *(str(slot) for slot in range(1, self.rows_per_token + 1)))
+
+    @property
     def tensor_sizes(self) -> Mapping[str, int]:
         # Latents are whole on every rank that makes heads of them.
         return {"num_gate_heads": self.num_gate_heads} if self.mixed_into == "values" else {}

@@ -84,6 +84,12 @@ class MixedValuesLayer(MemoryLayer):
         assert heads is not None
         return every.chunk(heads, 1)[self.tensor_group.rank() // self._ranks_per_head]
 
+    def slot_weights(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """See `MemoryLayer.slot_weights`: gates, averaged over heads."""
+        standard, gates = self.gates(hidden)
+        means = gates.float().mean(2)
+        return means if standard is None else torch.cat((standard.float().mean(1, keepdim=True), means), 1)
+
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`: what is added to the values, [T, V]."""
         return self.lookup.read(

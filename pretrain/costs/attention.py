@@ -17,7 +17,7 @@ def attention_weights(model: ModelConfig, *, is_inserted: bool = False) -> int:
     latent = model.latent_attention
     if latent is None:
         return queries_and_outputs + 2 * width * head * model.query_groups
-    return queries_and_outputs + width * (latent.latent_dim + latent.rotary_dim) + _up_projection(model)
+    return queries_and_outputs + width * (latent.latent_dim + latent.rotary_dim) + up_projection(model)
 
 
 def attention_gains(model: ModelConfig) -> int:
@@ -33,7 +33,7 @@ def projected_twice(model: ModelConfig) -> int:
     memory = model.memory
     if model.latent_attention is None or memory is None:
         return 0
-    return sum(memory.slot_of(span) is Slot.VALUES for span in model.memory_spans) * _up_projection(model)
+    return sum(memory.slot_of(span) is Slot.VALUES for span in model.memory_spans) * up_projection(model)
 
 
 def attention_kept(model: ModelConfig, element: int) -> float:
@@ -48,7 +48,7 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     if (latent := model.latent_attention) is not None:
         latents = latent.latent_dim * (element + (2 * 4 if model.qk_norm else 0))
         projected = 2 * head - latent.rotary_dim
-        projections = 1 + projected_twice(model) / (model.num_layers * _up_projection(model))
+        projections = 1 + projected_twice(model) / (model.num_layers * up_projection(model))
         # Keys are a part of what was projected until rotary columns are joined to them.
         has_own_keys = latent.rotary_dim > 0 or projections > 1
         columns = 2 * head + projections * projected + (head if has_own_keys else 0)
@@ -58,8 +58,8 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     return attention * head + 4 * heads
 
 
-def _up_projection(model: ModelConfig) -> int:
-    """C n (2 d - r)."""
+def up_projection(model: ModelConfig) -> int:
+    """Weights that make keys and values of latents, C n (2 d - r)."""
     latent = model.latent_attention
     assert latent is not None
     return latent.latent_dim * model.num_attention_heads * (2 * model.attention_head_dim - latent.rotary_dim)

@@ -7,14 +7,16 @@ projection; who knows the tokenizer sets it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megamem.config import ModelConfig
 from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
 from megamem.slots import Slot
+from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
-from pretrain.costs.attention import attention_gains, attention_weights, projected_twice
+from pretrain.costs.attention import attention_gains, attention_weights, projected_twice, up_projection
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -148,6 +150,47 @@ def memory_flops(model: ModelConfig) -> float:
     return own.key_flops + own.selection_flops + own.projection_flops + 2.0 * count_parameters(model).read_values
 
 
-def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward: three times the forward pass, without recomputation."""
-    return 3.0 * forward_flops_per_token(model, sequence_length)
+def training_flops_per_token(
+    model: ModelConfig, sequence_length: int, trained_layers: Sequence[int] | None = None
+) -> float:
+    """Forward and backward, without recomputation: three times the forward pass where all of the model is trained.
+
+    Else (`optimizer.trained_layers`) backward has the gradients of inputs, as many operations as forward, of the output
+    projection and of the blocks from the lowest on that something trained is in; and those of weights, as many again, of
+    blocks that are trained. Of attention both operands have gradients, and of a memory what its block has.
+    """
+    part, forward = TrainedPart.of(model, trained_layers), forward_flops_per_token(model, sequence_length)
+    if part.is_whole:
+        return 3.0 * forward
+    flops = forward + 2.0 * _embedding_size(model)
+    attended = 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
+    for block in range(part.first_block, model.num_layers):
+        products = forward_flops_of_block(model, block)
+        flops += products * (2 if part.trains({block}) else 1) + 2 * attended
+    return flops
+
+
+def forward_flops_of_block(model: ModelConfig, block: int) -> float:
+    """A block's share of `forward_flops_per_token`, but for attention's scores and their products with values.
+
+    What the memories of all blocks read together is the first one's.
+    """
+    memory, width = model.memory, model.hidden_size
+    here = [index for index, span in enumerate(model.memory_spans) if span.read == block]
+    slots = [memory.slot_of(model.memory_spans[index]) for index in here] if memory is not None else []
+    weights = attention_weights(model, is_inserted=Slot.BLOCK in slots)
+    if model.latent_attention is not None and Slot.VALUES in slots:
+        weights += up_projection(model)
+    if Slot.INSTEAD not in slots and Slot.BLOCK not in slots:
+        ffn = 3 * width * model.ffn_hidden_size
+        if model.moe is not None:
+            ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)
+        weights += ffn
+    flops = 2.0 * weights
+    if memory is not None:
+        for index in here:
+            own = family_of(memory).costs(memory, model.memory_plan.views[index], width)
+            flops += own.key_flops + own.selection_flops + own.projection_flops
+            if index == 0 or not memory.reads_once:
+                flops += 2.0 * memory.lookup.rows * memory.row_width
+    return flops

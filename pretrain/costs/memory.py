@@ -107,17 +107,22 @@ def local_tables(config: RunConfig, stage: Stage) -> float:
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """(e + 4) bytes per weight, and 12 (in fp32: 8) of optimizer state, split over replicas."""
+    """e bytes per weight; and of what is trained 4 for the gradient, and 12 (in fp32: 8) of optimizer state, split over
+    replicas."""
     element = config.train.element_bytes
     state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
     dense, tables = local_dense(config, stage), local_tables(config, stage)
-    on_device = stage.expert_weights / config.parallel.memory if config.optimizer.value_offload == "cpu" else tables
+    trained = stage.trained
+    trained_dense = trained.split / config.parallel.tensor + trained.whole
+    trained_tables = (trained.table_elements + trained.experts) / config.parallel.memory
+    offloads = config.optimizer.value_offload == "cpu"
+    on_device = trained.experts / config.parallel.memory if offloads else trained_tables
     return {
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
-        MemoryPart.GRADIENTS: dense * _GRADIENT,
-        MemoryPart.TABLE_GRADIENTS: tables * _GRADIENT,
-        MemoryPart.OPTIMIZER: dense * state / (division.replicas * config.parallel.context),
+        MemoryPart.GRADIENTS: trained_dense * _GRADIENT,
+        MemoryPart.TABLE_GRADIENTS: trained_tables * _GRADIENT,
+        MemoryPart.OPTIMIZER: trained_dense * state / (division.replicas * config.parallel.context),
         MemoryPart.TABLE_OPTIMIZER: on_device * state / division.table_replicas,
     }
 
@@ -126,7 +131,7 @@ def _host(config: RunConfig, stage: Stage, division: Division) -> float:
     if config.optimizer.value_offload == "none":
         return 0.0
     state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
-    return state * stage.table_elements / config.parallel.memory / division.table_replicas
+    return state * stage.trained.table_elements / config.parallel.memory / division.table_replicas
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:
@@ -142,10 +147,14 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     model, train = config.model, config.train
     tokens, element = division.rank_tokens, train.element_bytes
     flights = in_flight(config, rank, division)
-    blocks_in_flight = flights * stage.num_blocks / config.parallel.virtual_pipeline
+    # Blocks below what is trained keep nothing.
+    blocks_in_flight = flights * stage.num_blocks_backward / config.parallel.virtual_pipeline
     kept = block_kept(config, stage, tokens)
-    passing = block_backward(config, stage, tokens)
-    if train.recompute == "full":
+    # Without a backward pass, what forward makes of one block; of blocks that are in one and not trained, an upper bound.
+    passing = block_backward(config, stage, tokens) if stage.num_blocks_backward else {}
+    if not stage.num_blocks_backward:
+        waiting, in_block = {}, kept
+    elif train.recompute == "full":
         # Of every block its input; a whole block only while its backward pass runs.
         waiting = {MemoryPart.RESIDUAL: blocks_in_flight * tokens * model.hidden_size * element}
         in_block = _sum(kept, passing)

@@ -16,7 +16,7 @@ from megamem.sharing import SharingConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.costs.context import WAYS
 from pretrain.costs.formulas import count_parameters
-from pretrain.costs.memory import StageBytes, stage_bytes
+from pretrain.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
 from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_MEMORY
 from pretrain.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.errors import ConfigError
@@ -68,6 +68,8 @@ LATENTS = replace(
     ),
     train=replace(SPLIT.train, recompute="none"),
 )
+PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
+"""Of pairs of layers that share a table, the first stage's lower one, or the last stage's upper one."""
 CONFIGS = {"split": SPLIT, "interleaved": INTERLEAVED, "dense": DENSE, "latents": LATENTS, **CUT}
 REAL = replace(
     SPLIT,
@@ -102,6 +104,7 @@ def reports() -> dict[str, list[Any]]:
     def main() -> dict[str, list[Any]]:
         found = {name: of_all_stages(config, WORLD) for name, config in CONFIGS.items()}
         found["real"] = of_all_stages(REAL, 2)
+        found |= {f"layers {layers}": of_all_stages(config, WORLD) for layers, config in PARTS.items()}
         for name, config in LAUNCHED.items():
             found[name] = [of_all_stages(with_blocks(config, number), 8)[0] for number in (2, 4)]
         return found
@@ -120,6 +123,26 @@ def test_the_formulas_give_what_is_counted(reports: dict[str, list[Any]], name: 
         for part, num_bytes in report.held.by_part.items():
             if num_bytes > report.held.total / 50:
                 assert stage.by_part[part] == pytest.approx(num_bytes, rel=0.02), part
+
+
+@pytest.mark.parametrize("layers", PARTS)
+def test_what_is_not_trained_is_held_without_gradients_and_state(
+    reports: dict[str, list[Any]], layers: tuple[int, ...]
+) -> None:
+    """Activations are those of blocks that are trained whole, at most."""
+    trained_stage = 0 if layers == (1,) else 1
+    for rank, (report, stage) in enumerate(
+        zip(reports[f"layers {layers}"], stage_bytes(PARTS[layers], WORLD), strict=True)
+    ):
+        for part in STATE_PARTS:
+            counted = report.held.by_part.get(part, 0)
+            assert (counted > 0) == (rank == trained_stage or part in (MemoryPart.WEIGHTS, MemoryPart.TABLES))
+            assert stage.by_part[part] == pytest.approx(counted, rel=0.02), part
+        assert stage.held == pytest.approx(report.held.total, rel=0.001)
+        assert 0.9 * report.activation_bytes < stage.activations < 2 * report.activation_bytes
+        # Nothing is sent back to a first stage that has nothing to do with it.
+        sends = [call for call in report.collectives if call.op == "send"]
+        assert len(sends) == (report.num_microbatches if rank == 0 or layers == (1,) else 0)
 
 
 def test_attention_sends_what_the_formula_says(reports: dict[str, list[Any]]) -> None:

@@ -26,6 +26,7 @@ from megamem.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import (
     count_parameters,
+    forward_flops_of_block,
     forward_flops_per_token,
     memory_layer_costs,
     training_flops_per_token,
@@ -298,6 +299,34 @@ def test_parameters_of_latents_are_those_of_their_projections() -> None:
     per_layer = 2 * 32 * 32 + 32 * 16 + 12 * 4 * (4 + 8)
     assert count_parameters(LATENT).attention == 4 * per_layer
     assert count_parameters(LATENT).norms == 4 * (2 * 32 + 12) + 32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
+    """With the output projection and attention; and backward of the lowest block upwards to that of the whole model."""
+    model = MODELS[name]
+    length = 100
+    attended = model.num_layers * 4 * model.num_attention_heads * model.attention_head_dim * (length + 1) / 2
+    projection = 2.0 * 304 * model.hidden_size
+    blocks = sum(forward_flops_of_block(model, block) for block in range(model.num_layers))
+    forward = forward_flops_per_token(replace(model, vocab_size=304), length)
+    assert blocks + attended + projection == pytest.approx(forward, rel=1e-12)
+    all_layers = tuple(range(1, model.num_layers + 1))
+    trained = training_flops_per_token(replace(model, vocab_size=304), length, all_layers)
+    # The weights' gradient of the output projection alone is left out.
+    assert trained == pytest.approx(3 * forward - projection, rel=1e-12)
+
+
+def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
+    """Of the third of four blocks: the gradients of its weights, and those of inputs from there on."""
+    forward = forward_flops_per_token(DENSE, 100)
+    block, projection = forward_flops_of_block(DENSE, 2), 2.0 * 304 * 32
+    attended = 4 * 32 * 101 / 2
+    expected = forward + projection + (2 * block + 2 * attended) + (block + 2 * attended)
+    model = replace(DENSE, vocab_size=304)
+    assert training_flops_per_token(model, 100, (3,)) - forward_flops_per_token(model, 100) == pytest.approx(
+        expected - forward
+    )
 
 
 def test_sharing_costs_key_products_and_not_reads() -> None:

@@ -38,6 +38,10 @@ class TideConfig(TokenTableConfig):
     def observed(self) -> Observed:
         return Observed(router=True)
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return (*(str(table) for table in range(1, self.num_tables + 1)), "null")
+
     def plan(self, num_layers: int) -> SharingPlan:
         return common_bank(self.num_rows, num_layers, on_every_stage=True)
 

@@ -135,6 +135,7 @@ LIMITS = [
     *not_negative("optimizer.value_weight_decay", "optimizer.value_clip_grad", "optimizer.value_lr", **MEMORY),
     *not_negative("optimizer.value_lr_multiplier", "optimizer.value_lr_end_multiplier", **MEMORY),
     *not_negative("optimizer.pre_value_lr_multiplier", **MEMORY),
+    *not_negative("optimizer.retrieval_lr", "optimizer.retrieval_weight_decay", **MEMORY),
     *at_least(0, "optimizer.value_lr_decay_tokens", **END_MULTIPLIER),
     # data, and what is done on the way
     *above_zero("data.datasets.0.weight", "data.datasets.0.epochs", data__datasets__0__path="x"),
