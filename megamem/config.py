@@ -144,6 +144,13 @@ class ModelConfig(Config):
                     "model.memory.placement.position is instead in every block, which leaves no feed-forward for "
                     "model.moe: use position: beside, or fewer blocks"
                 )
+            is_inserted = any(self.memory.slot_of(span) is Slot.BLOCK for span in self.memory_spans)
+            if is_inserted and self.num_attention_heads * self.attention_head_dim != self.hidden_size:
+                raise ValueError(
+                    f"model.memory.kind is {self.memory.kind}, whose blocks add what their heads read to the residual "
+                    f"stream, but {self.num_attention_heads} heads of {self.attention_head_dim} columns are not "
+                    f"hidden_size = {self.hidden_size} wide: leave model.head_dim at null"
+                )
             self.memory.check(
                 hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )

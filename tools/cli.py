@@ -31,6 +31,7 @@ COMMAND_MODULES = (
     "tools.generate",
     "tools.tables",
     "tools.checkpoint.command",
+    "tools.upscale",
     "tools.plot",
     "tools.report.command",
     "tools.status",

@@ -66,6 +66,12 @@ class MixedValuesLayer(MemoryLayer):
         parts = values.flatten(2).unflatten(2, (standard.shape[1], -1))
         return (standard.view(*parts.shape[:3], 1) * parts).view(values.shape) + from_rows
 
+    def slot_weights(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """See `MemoryLayer.slot_weights`: gates, averaged over heads."""
+        standard, gates = self.gates(hidden)
+        means = gates.float().mean(2)
+        return means if standard is None else torch.cat((standard.float().mean(1, keepdim=True), means), 1)
+
     @property
     def _ranks_per_head(self) -> int:
         """Tensor-parallel ranks that have the same key/value head, because there are more of them than heads."""
@@ -83,12 +89,6 @@ class MixedValuesLayer(MemoryLayer):
         heads = self.config.num_query_groups
         assert heads is not None
         return every.chunk(heads, 1)[self.tensor_group.rank() // self._ranks_per_head]
-
-    def slot_weights(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:
-        """See `MemoryLayer.slot_weights`: gates, averaged over heads."""
-        standard, gates = self.gates(hidden)
-        means = gates.float().mean(2)
-        return means if standard is None else torch.cat((standard.float().mean(1, keepdim=True), means), 1)
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`: what is added to the values, [T, V]."""

@@ -5,8 +5,18 @@ Legend: D hidden size, n query heads, g key/value heads, d width of a head, C wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megamem.config import ModelConfig
 from megamem.slots import Slot
+
+
+def slots_of_memories(model: ModelConfig, block: int | None = None) -> list[Slot]:
+    """Where the memory layers of a block act, or those of all blocks."""
+    memory = model.memory
+    if memory is None:
+        return []
+    return [memory.slot_of(span) for span in model.memory_spans if block is None or span.read == block]
 
 
 def attention_weights(model: ModelConfig, *, is_inserted: bool = False) -> int:
@@ -17,7 +27,7 @@ def attention_weights(model: ModelConfig, *, is_inserted: bool = False) -> int:
     latent = model.latent_attention
     if latent is None:
         return queries_and_outputs + 2 * width * head * model.query_groups
-    return queries_and_outputs + width * (latent.latent_dim + latent.rotary_dim) + up_projection(model)
+    return queries_and_outputs + width * (latent.latent_dim + latent.rotary_dim) + _up_projection(model)
 
 
 def attention_gains(model: ModelConfig) -> int:
@@ -27,13 +37,10 @@ def attention_gains(model: ModelConfig) -> int:
     return 2 * model.attention_head_dim if model.latent_attention is None else model.latent_attention.latent_dim
 
 
-def projected_twice(model: ModelConfig) -> int:
-    """Weights by which the latents of all blocks are multiplied once more, because keys and values are made of others
-    and one projection makes both: with memories that are mixed into those of values alone."""
-    memory = model.memory
-    if model.latent_attention is None or memory is None:
-        return 0
-    return sum(memory.slot_of(span) is Slot.VALUES for span in model.memory_spans) * up_projection(model)
+def projected_twice(model: ModelConfig, slots: Sequence[Slot]) -> int:
+    """Weights by which the latents of the blocks with memories in these slots are multiplied once more, because keys and
+    values are made of others and one projection makes both: with memories that are mixed into those of values alone."""
+    return 0 if model.latent_attention is None else slots.count(Slot.VALUES) * _up_projection(model)
 
 
 def attention_kept(model: ModelConfig, element: int) -> float:
@@ -48,7 +55,8 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     if (latent := model.latent_attention) is not None:
         latents = latent.latent_dim * (element + (2 * 4 if model.qk_norm else 0))
         projected = 2 * head - latent.rotary_dim
-        projections = 1 + projected_twice(model) / (model.num_layers * up_projection(model))
+        twice = projected_twice(model, slots_of_memories(model))
+        projections = 1 + twice / (model.num_layers * _up_projection(model))
         # Keys are a part of what was projected until rotary columns are joined to them.
         has_own_keys = latent.rotary_dim > 0 or projections > 1
         columns = 2 * head + projections * projected + (head if has_own_keys else 0)
@@ -58,7 +66,7 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     return attention * head + 4 * heads
 
 
-def up_projection(model: ModelConfig) -> int:
+def _up_projection(model: ModelConfig) -> int:
     """Weights that make keys and values of latents, C n (2 d - r)."""
     latent = model.latent_attention
     assert latent is not None

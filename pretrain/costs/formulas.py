@@ -16,7 +16,7 @@ from megamem.families.registry import family_of
 from megamem.slots import Slot
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
-from pretrain.costs.attention import attention_gains, attention_weights, projected_twice, up_projection
+from pretrain.costs.attention import attention_gains, attention_weights, projected_twice, slots_of_memories
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -118,8 +118,7 @@ def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
 
 def _count_memories(model: ModelConfig, *slots: Slot) -> int:
     """Memory layers that act in one of these slots."""
-    memory = model.memory
-    return sum(memory.slot_of(span) in slots for span in model.memory_spans) if memory is not None else 0
+    return sum(slot in slots for slot in slots_of_memories(model))
 
 
 def memory_layer_costs(model: ModelConfig) -> LayerCosts:
@@ -137,9 +136,8 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     grid) and gathers are counted; norms, activations, biases and selections are not.
     """
     counts = count_parameters(model)
-    flops = 2.0 * (
-        counts.attention + projected_twice(model) + counts.ffn - counts.idle_experts + _embedding_size(model)
-    )
+    attention = counts.attention + projected_twice(model, slots_of_memories(model))
+    flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
     flops += model.num_layers * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
     return flops + memory_flops(model)
 
@@ -177,10 +175,8 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
     """
     memory, width = model.memory, model.hidden_size
     here = [index for index, span in enumerate(model.memory_spans) if span.read == block]
-    slots = [memory.slot_of(model.memory_spans[index]) for index in here] if memory is not None else []
-    weights = attention_weights(model, is_inserted=Slot.BLOCK in slots)
-    if model.latent_attention is not None and Slot.VALUES in slots:
-        weights += up_projection(model)
+    slots = slots_of_memories(model, block)
+    weights = attention_weights(model, is_inserted=Slot.BLOCK in slots) + projected_twice(model, slots)
     if Slot.INSTEAD not in slots and Slot.BLOCK not in slots:
         ffn = 3 * width * model.ffn_hidden_size
         if model.moe is not None:

@@ -15,7 +15,7 @@ from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import attention_gains, attention_weights
+from pretrain.costs.attention import attention_gains, attention_weights, slots_of_memories
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,15 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
     split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
     costs = sum((_costs(model, view) for view in views), LayerCosts())
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
     lookups = tuple(view.num_bank_rows for view in views)
     if memory is not None and memory.reads_once and views:
         # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
         reading = {span.read for span in model.memory_spans}
         lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
-    whole += has_loss * model.hidden_size + costs.retrieval + costs.projections
+    whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
     trained = TrainedWeights(split, whole, tables, experts) if part.is_whole else _trained_weights(part, blocks)
     return Stage(
@@ -124,7 +126,8 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
     split, whole, experts = _blocks_weights(model, trained)
     read = [(span.read, view) for span, view in zip(model.memory_spans, model.memory_plan.views, strict=True)]
     costs = sum((_costs(model, view) for block, view in read if block in trained), LayerCosts())
-    whole += costs.retrieval + costs.projections
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
     reads_here = any(block in blocks for block, _ in read)
     if memory is not None and memory.reads_once and reads_here and part.trains(block for block, _ in read):
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
@@ -136,10 +139,9 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
 
 def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int, int]:
     """Weights of blocks without their memories, see `_block_weights`."""
-    memory = model.memory
     split = whole = experts = 0
     for block in blocks:
-        slots = [memory.slot_of(span) for span in model.memory_spans if span.read == block] if memory else []
+        slots = slots_of_memories(model, block)
         of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
         split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
     return split, whole, experts

@@ -192,7 +192,7 @@ def _dense_flops(model: ModelConfig, stage: Stage, sequence_length: int) -> tupl
         if not model.tied_embeddings
         else max(stage.has_embedding, stage.has_loss)
     )
-    weights: float = stage.split_weights - copies * vocabulary
+    weights: float = stage.split_weights - copies * vocabulary - stage.memory.split_by_heads
     if model.moe is not None:
         weights += stage.expert_weights * model.moe.top_k / model.moe.num_experts
     return 2.0 * weights + stage.num_blocks * attention, 2.0 * vocabulary * stage.has_loss

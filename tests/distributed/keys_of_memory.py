@@ -49,11 +49,14 @@ NAMES_OF_KINDS = {
     "move": {"gate_proj"},
     "lave": {"gate_proj"},
     "tide": {"router"},
+    "midus": {"keys", "expansion"},
 }
 
 
 def _enter_kind(kind: Any) -> None:
-    base = replace(BASE, model=replace(BASE.model, memory=UltraMemV2Config(num_keys=12, value_dim=32, top_k=4)))
+    base = replace(
+        BASE, model=replace(BASE.model, memory=UltraMemV2Config(num_keys=12, value_dim=32, top_k=4, num_heads=4))
+    )
 
     @MEMORIES.key("model.memory.kind", kind, base)
     def _(base: Subject, second: Subject) -> None:
@@ -64,7 +67,7 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer", "move", "lave", "tide"):
+for _kind in ("ultramem", "pkm", "memory_plus", "peer", "move", "lave", "tide", "midus"):
     _enter_kind(_kind)
 
 

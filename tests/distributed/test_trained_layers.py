@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_checkpoint_layouts import read_all
+from test_kinds_layouts import KINDS as RETRIEVING
+from test_token_layouts import KINDS as ADDRESSED
 from tiny_runs import PRIVATE, SHARED, VOCAB_SIZE, TinyRun, joined, on, random_batches, tiny_run
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.costs.formulas import training_flops_per_token
 from pretrain.schedule import group_settings
 from pretrain.step import Batch
 
@@ -42,7 +46,10 @@ POOLED = training(SHARED, 4)
 
 
 def naive_steps(
-    config: RunConfig, num_steps: int, read: Callable[..., Iterator[Batch]] = random_batches
+    config: RunConfig,
+    num_steps: int,
+    read: Callable[..., Iterator[Batch]] = random_batches,
+    trained_names: frozenset[str] | None = None,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Losses and norms of steps of one rank, and the weights after them, by autograd and PyTorch's AdamW on the weights
     that are trained: without Megatron's DDP, schedule or optimizer.
@@ -50,7 +57,11 @@ def naive_steps(
     with joined(replace(config, parallel=type(config.parallel)())) as groups:
         whole = replace(config, optimizer=replace(config.optimizer, trained_layers=None))
         (model,) = build_chunks(whole, groups, vocab_size=VOCAB_SIZE)
-        trained = {name: p for name, p in model.named_parameters() if is_trained(name, config)}
+        trained = {
+            name: p
+            for name, p in model.named_parameters()
+            if (is_trained(name, config) if trained_names is None else name in trained_names)
+        }
         adamw = [
             (name, torch.optim.AdamW([p], betas=(0.9, 0.95), eps=config.optimizer.epsilon))
             for name, p in trained.items()
@@ -333,3 +344,67 @@ def test_both_phases_go_on_on_other_layouts(run_ranks: Any, tmp_path: Path) -> N
     for of_rank in run_ranks(main, 2):
         for row, reference in zip(of_rank, expected, strict=True):
             assert row == pytest.approx(reference, rel=TOLERANCE)
+
+
+KINDS = {
+    **{kind: memory for kind, memory in RETRIEVING.items() if kind != "pkm"},
+    **{kind: memory for kind, memory in ADDRESSED.items() if kind in ("move", "lave", "tide")},
+}
+IN_STAGES: dict[str, Any] = {"pipeline": 2, "micro_batch_size": 1}
+INTERLEAVED: dict[str, Any] = {**IN_STAGES, "virtual_pipeline": 2}
+STAGED: dict[str, dict[str, Any]] = {
+    **{kind: {"context": 2} for kind in KINDS},
+    "peer": INTERLEAVED,
+    "move": {**INTERLEAVED, "recompute": "full"},
+    "lave": IN_STAGES,
+    "tide": {**IN_STAGES, "recompute": "full"},
+}
+"""A layout in stages, where the banks can be cut so."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_memory_can_be_trained_in_part(run_ranks: Any, kind: str) -> None:
+    """The second layer, with the tables that it reads: like autograd, and alike on layouts."""
+    config = training(replace(SHARED, model=replace(SHARED.model, memory=KINDS[kind])), 2)
+
+    def alone() -> tuple[list[tuple[float, float]], frozenset[str]]:
+        with tiny_run(on(config, recompute="full")) as run:
+            names = frozenset(name for name, p in run.bare[0].named_parameters() if p.requires_grad)
+            return run.train(3), names
+
+    def main() -> list[list[tuple[float, float]]]:
+        found = []
+        for axes in ({"tensor": 2, "memory": 2}, STAGED[kind]):
+            with tiny_run(on(config, **axes)) as run:
+                initial = [p.detach().clone() for p in parameters(run)]
+                found.append(run.train(3))
+                for before, parameter in zip(initial, parameters(run), strict=True):
+                    assert parameter.requires_grad or torch.equal(before, parameter)
+        return found
+
+    ((rows, names),) = run_ranks(alone, 1)
+    assert all(name.startswith(("decoder.layers.1.", "banks.", "shared_read.")) for name in names)
+    assert any(name.startswith("banks.") for name in names)
+    ((expected, _),) = run_ranks(lambda: naive_steps(config, 3, trained_names=names), 1)
+    for of_layout in [rows, *(each for of_rank in run_ranks(main, 2) for each in of_rank)]:
+        for row, reference in zip(of_layout, expected, strict=True):
+            assert row == pytest.approx(reference, rel=2e-5)
+
+
+@pytest.mark.parametrize("layers", [(3,), (2, 4), (4,)])
+def test_the_products_of_a_step_are_those_of_the_formula(run_ranks: Any, layers: tuple[int, ...]) -> None:
+    """By PyTorch's count of matrix products. The lowest block in backward has all gradients of inputs, for its norms."""
+    dense = replace(PRIVATE, model=replace(PRIVATE.model, memory=None, vocab_size=VOCAB_SIZE))
+    config = training(dense, *layers)
+    config = replace(config, train=replace(config.train, loss_chunk_tokens=None))
+
+    def main() -> int:
+        with tiny_run(on(config)) as run, FlopCounterMode(display=False) as counter:
+            run.train(1)
+            counts = counter.get_flop_counts()["Global"]
+            return sum(num for op, num in counts.items() if op is torch.ops.aten.mm)
+
+    model, tokens = config.model, config.train.tokens_per_step
+    # Attention's length enters its scores alone, which are no such products: of none, they are linear in it.
+    one, two = (training_flops_per_token(model, length, layers) for length in (1, 2))
+    assert run_ranks(main, 1) == [tokens * (one - 2 * (two - one))]

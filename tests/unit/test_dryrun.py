@@ -59,6 +59,8 @@ CUT = {
     )
     for way in WAYS
 }
+PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
+"""Of pairs of layers that share a table, the first stage's lower one, or the last stage's upper one."""
 LATENTS = replace(
     SPLIT,
     model=replace(
@@ -68,8 +70,6 @@ LATENTS = replace(
     ),
     train=replace(SPLIT.train, recompute="none"),
 )
-PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
-"""Of pairs of layers that share a table, the first stage's lower one, or the last stage's upper one."""
 CONFIGS = {"split": SPLIT, "interleaved": INTERLEAVED, "dense": DENSE, "latents": LATENTS, **CUT}
 REAL = replace(
     SPLIT,
@@ -139,7 +139,7 @@ def test_what_is_not_trained_is_held_without_gradients_and_state(
             assert (counted > 0) == (rank == trained_stage or part in (MemoryPart.WEIGHTS, MemoryPart.TABLES))
             assert stage.by_part[part] == pytest.approx(counted, rel=0.02), part
         assert stage.held == pytest.approx(report.held.total, rel=0.001)
-        assert 0.9 * report.activation_bytes < stage.activations < 2 * report.activation_bytes
+        assert 0.9 * report.activation_bytes < stage.activations < 2.5 * report.activation_bytes
         # Nothing is sent back to a first stage that has nothing to do with it.
         sends = [call for call in report.collectives if call.op == "send"]
         assert len(sends) == (report.num_microbatches if rank == 0 or layers == (1,) else 0)

@@ -59,6 +59,7 @@ PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
 MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
+MIDUS: dict[str, Any] = {"model__memory__kind": "midus", "model__memory__top_k": 1, "model__memory__num_heads": 4}
 SKIPPING: dict[str, Any] = {"health__spikes__action": "skip"}
 STAGE: dict[str, Any] = {"stage__name": "x"}
 
@@ -98,6 +99,8 @@ LIMITS = [
     *at_least(1, "model.memory.vocab_size", "model.memory.num_slots", "model.memory.num_gate_heads", **MOVE),
     *at_most(128, "model.memory.num_gate_heads", **MOVE),
     *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
+    *at_least(1, "model.memory.num_keys", "model.memory.value_dim", "model.memory.top_k", **MIDUS),
+    *at_least(4, "model.memory.num_keys", **{**MIDUS, "model__memory__top_k": 4}),
     # As many rows as are to be selected, and as many candidates as values.
     *at_least(16, "model.memory.num_keys", model__memory__top_k=16),
     *at_least(8, "model.memory.num_keys", model__memory__top_k=16, model__memory__key_expansion=2),
