@@ -41,6 +41,7 @@ COMMAND_MODULES = (
     "tools.bench.command",
     "tools.plan.command",
     "tools.dryrun",
+    "tools.check_plan",
     "tools.compare.command",
     "tools.recall",
     "tools.config",

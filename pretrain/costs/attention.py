@@ -44,8 +44,8 @@ def projected_twice(model: ModelConfig, slots: Sequence[Slot]) -> int:
 
 
 def attention_kept(model: ModelConfig, element: int) -> float:
-    """Bytes per token that the backward pass of a block's attention needs of whole sequences, before ranks split heads;
-    the mean over blocks.
+    """Bytes per token that the backward pass of a block's attention needs of whole sequences, beside what its core keeps
+    for itself, before ranks split heads; the mean over blocks.
 
     Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs. With
     latents: queries, keys and outputs of all heads, values with keys as they were projected, the latents, and they in
@@ -60,10 +60,10 @@ def attention_kept(model: ModelConfig, element: int) -> float:
         # Keys are a part of what was projected until rotary columns are joined to them.
         has_own_keys = latent.rotary_dim > 0 or projections > 1
         columns = 2 * head + projections * projected + (head if has_own_keys else 0)
-        return element * heads * columns + latents + 4 * heads
+        return element * heads * columns + latents
     attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
     attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
-    return attention * head + 4 * heads
+    return attention * head
 
 
 def _up_projection(model: ModelConfig) -> int:

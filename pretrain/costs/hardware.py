@@ -47,6 +47,12 @@ class Hardware(Config):
     """Between device and host memory, one direction (optimizer.value_offload)."""
     host_memory_gb_per_s: PositiveFloat = 40.0
     """Of host memory, one GPU's share of its node's."""
+    host_memory_gb: PositiveFloat = 2000.0
+    """Of a node; what is saved and tables that are stepped on the host may take nine tenths of it."""
+    storage_gb_per_s: PositiveFloat = 2.0
+    """Between a node and the file system that checkpoints are on."""
+    start_s: NonNegativeFloat = 120.0
+    """From a job's start to its first collective: imports, rendezvous, process groups, kernels from their cache."""
     gpus_per_node: PositiveInt = 8
     """GPUs that NVLink connects."""
     launch_us: NonNegativeFloat = 5.0
@@ -55,6 +61,11 @@ class Hardware(Config):
     @property
     def usable_bytes(self) -> float:
         return (self.memory_gb - self.reserve_gb) * 1e9
+
+    @property
+    def host_bytes(self) -> float:
+        """Of host memory, what one GPU's rank may take."""
+        return 0.9 * self.host_memory_gb * 1e9 / self.gpus_per_node
 
     @property
     def flops_per_s(self) -> float:

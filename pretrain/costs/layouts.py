@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import batch_problems
+from pretrain.costs.equal_compute import flops_measure, solve_ffn_width
 from pretrain.costs.hardware import Hardware
 from pretrain.costs.memory import MemoryPart, StageBytes, stage_bytes
 from pretrain.costs.timing import StepTime, step_time
@@ -35,8 +37,14 @@ class Estimate:
         """Of the fullest stage."""
         return self.stages[self.fullest_stage].total
 
-    def fits(self, hardware: Hardware) -> bool:
-        return self.peak_bytes <= hardware.usable_bytes
+    @property
+    def host_bytes(self) -> float:
+        """In host memory, of the rank that takes most of it while it saves."""
+        return max(stage.host for stage in self.stages)
+
+    def fits(self, hardware: Hardware, *, share: float = 1.0) -> bool:
+        """Whether device and host memory suffice, with `share` of what tensors may take on the device."""
+        return self.peak_bytes <= share * hardware.usable_bytes and self.host_bytes <= hardware.host_bytes
 
     @property
     def days(self) -> float:
@@ -110,7 +118,11 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
 def _variants(config: RunConfig) -> Iterator[RunConfig]:
     """What a rank does with its part: microbatch, recomputation, where tables are stepped."""
     offloads: tuple[Literal["none", "cpu"], ...] = ("none", "cpu") if config.model.memory is not None else ("none",)
-    recomputes: tuple[Literal["none", "full"], ...] = ("none", "full")
+    # The core of attention alone keeps little more than its inputs, but where it has gathered those of other ranks.
+    selective = config.parallel.context > 1
+    recomputes: tuple[Literal["none", "selective", "full"], ...] = (
+        ("none", "selective", "full") if selective else ("none", "full")
+    )
     for size in sorted({*_MICRO_BATCHES, config.train.micro_batch_size}):
         for recompute in recomputes:
             for offload in offloads:
@@ -119,6 +131,48 @@ def _variants(config: RunConfig) -> Iterator[RunConfig]:
                     train=replace(config.train, micro_batch_size=size, recompute=recompute),
                     optimizer=replace(config.optimizer, value_offload=offload),
                 )
+
+
+_WORTH = 1.05
+
+
+def recommended(found: Sequence[Estimate], hardware: Hardware) -> Estimate | None:
+    """Of the layouts that fit, the smallest whose step is within 5 % of the fastest's; None if nothing fits.
+
+    Estimated seconds are no better than that, and free memory is what a run meets surprises with.
+    """
+    fitting = [each for each in found if each.fits(hardware)]
+    if not fitting:
+        return None
+    fastest = min(each.time.total_s for each in fitting)
+    return min((e for e in fitting if e.time.total_s <= _WORTH * fastest), key=lambda each: each.peak_bytes)
+
+
+def all_estimates(config: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
+    """Of every layout, the fastest first."""
+    found = [
+        e for layout in possible_layouts(config, num_ranks, hardware) for e in estimates_of(layout, num_ranks, hardware)
+    ]
+    return sorted(found, key=lambda each: each.time.total_s)
+
+
+def dense_twin(config: RunConfig) -> RunConfig | None:
+    """The run without its memory, of as many forward FLOPs per token by a wider feed-forward.
+
+    None where there is no memory, or no feed-forward whose width could be solved for.
+    """
+    model = config.model
+    if model.memory is None or model.moe is not None:
+        return None
+    bare = replace(model, memory=None)
+    measure = flops_measure(config.train.sequence_length)
+    width = solve_ffn_width(bare, measure, measure(model)).width
+    return replace(
+        config,
+        model=replace(bare, ffn_hidden_size=width),
+        parallel=replace(config.parallel, memory=1),
+        optimizer=replace(config.optimizer, value_offload="none"),
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -139,6 +193,12 @@ _HELP = {
 def too_large(found: Estimate, hardware: Hardware) -> str:
     """Why a layout does not fit: the fullest stage's largest part, and what makes it smaller."""
     stage = found.stages[found.fullest_stage]
+    if found.fits(replace(hardware, host_memory_gb=math.inf)):
+        return (
+            f"a rank would take {found.host_bytes / 1e9:,.1f} GB of host memory while it saves, and its share of a node's "
+            f"is {hardware.host_bytes / 1e9:,.1f} GB: use more GPUs, optimizer.value_offload: none, or "
+            "checkpoint.asynchronous: false"
+        )
     part, num_bytes = max(stage.by_part.items(), key=lambda item: item[1])
     help_ = _HELP.get(part, "use train.recompute: full or a smaller train.micro_batch_size, or raise parallel.tensor")
     return (

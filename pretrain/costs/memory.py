@@ -17,11 +17,12 @@ from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.attention import attention_kept
 from pretrain.costs.context import kept_beyond_whole_sequences
+from pretrain.costs.experts import experts_backward, experts_kept
 from pretrain.costs.stages import Division, Stage, stages_of
 
 
 class MemoryPart(StrEnum):
-    """A part of what a rank's device holds, in the order of a report."""
+    """A part of what a rank's device holds, in the order of a report; and what it holds in host memory."""
 
     WEIGHTS = "weights"
     TABLES = "tables"
@@ -38,6 +39,7 @@ class MemoryPart(StrEnum):
     MESSAGES = "messages between stages"
     BACKWARD = "gradients of activations"
     OTHER = "other"
+    HOST = "host memory"
 
 
 STATE_PARTS = (
@@ -51,6 +53,10 @@ STATE_PARTS = (
 """What is there from the first step to the last; the rest comes and goes within a step."""
 
 _GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
+ITEM_BYTES = 1 << 26
+"""What a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
+WINDOW_ELEMENTS = 1 << 22
+"""Elements that pass through the host at a time: `pretrain.value_offload` has the same."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,18 @@ class StageBytes:
 
     Attributes:
         by_part: bytes on the device at the peak of a step.
-        host: bytes in host memory: tables' optimizer state if it is there, and the buffer of asynchronous saves.
+        host_tables: bytes in host memory: tables' optimizer state if it is there, and its staging memory.
+        save: bytes in host memory that a save takes: the buffer of asynchronous ones, or that of the writing threads.
     """
 
     by_part: dict[MemoryPart, float]
-    host: float
+    host_tables: float
+    save: float
+
+    @property
+    def host(self) -> float:
+        """What a rank takes of its node's memory, while it saves."""
+        return self.host_tables + self.save
 
     @property
     def total(self) -> float:
@@ -81,19 +94,33 @@ class StageBytes:
 
 
 def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
-    """Of the ranks of every stage, first to last. The formulas of activations are for bf16 without a mixture."""
+    """Of the ranks of every stage, first to last. The formulas of activations are for bf16."""
     division = Division.of(config, num_ranks)
     total = sum(
         stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
         for stage in stages_of(config)
     )
+    save = _save_bytes(config, total / num_ranks)
     return tuple(
         StageBytes(
             {**_held(config, stage, division), **_activations(config, stage, rank, division)},
-            _host(config, stage, division) + (12 * total / num_ranks if config.checkpoint.asynchronous else 0),
+            _host(config, stage, division),
+            save,
         )
         for rank, stage in enumerate(stages_of(config))
     )
+
+
+def _save_bytes(config: RunConfig, owned: float) -> float:
+    """Host memory for a save of the `owned` parameters that a rank writes: of all, or of an item per writing thread."""
+    if config.checkpoint.asynchronous:
+        return owned * checkpoint_width(config)
+    return config.checkpoint.writer_threads * ITEM_BYTES
+
+
+def checkpoint_width(config: RunConfig) -> int:
+    """Bytes per parameter of a checkpoint: fp32 main weights and moments, and weights if they are asked for."""
+    return _MAIN_WEIGHT + _MOMENTS + (config.train.element_bytes if config.checkpoint.weights_copy else 0)
 
 
 def local_dense(config: RunConfig, stage: Stage) -> float:
@@ -128,10 +155,12 @@ def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPar
 
 
 def _host(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Main weights and moments of the tables that a rank steps, and two windows of gradients and weights."""
     if config.optimizer.value_offload == "none":
         return 0.0
-    state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
-    return state * stage.trained.table_elements / config.parallel.memory / division.table_replicas
+    owned = stage.trained.table_elements / config.parallel.memory / division.table_replicas
+    window = 2 * min(owned, WINDOW_ELEMENTS) * (_GRADIENT + config.train.element_bytes)
+    return (_MAIN_WEIGHT + _MOMENTS) * owned + window
 
 
 def in_flight(config: RunConfig, rank: int, division: Division) -> int:
@@ -161,6 +190,10 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     else:
         waiting = {part: blocks_in_flight * num for part, num in kept.items()}
         in_block = passing
+        if train.recompute == "selective":
+            # One core's forward pass again, with its outputs, for its backward pass.
+            outputs = tokens * model.num_attention_heads * model.attention_head_dim * element
+            in_block = _sum(passing, {MemoryPart.ATTENTION: _core_kept(config, tokens) + outputs})
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:
         at_loss = {
@@ -186,14 +219,13 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
 def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
     """What backward of one block needs of its forward pass: the mean over the blocks of a stage."""
     model, element = config.model, config.train.element_bytes
-    norm = _norm_bytes(element)
+    norm, share = _norm_bytes(element), 1 / max(1, stage.num_blocks)
+    core = 0.0 if config.train.recompute == "selective" else _core_kept(config, tokens)
     parts = {
         MemoryPart.RESIDUAL: 2.0 * norm * tokens * model.hidden_size,
-        MemoryPart.ATTENTION: float(tokens * attention_kept(model, element) + kept_beyond_whole_sequences(config)),
-        # Gate and up, the gate's activation twice, and their product.
-        MemoryPart.FEED_FORWARD: 5.0 * tokens * _ffn_width(model) * element,
+        MemoryPart.ATTENTION: tokens * attention_kept(model, element) + core,
+        MemoryPart.FEED_FORWARD: share * stage.num_ffns * _ffn_kept(model, tokens, element),
     }
-    share = 1 / max(1, stage.num_blocks)
     own = stage.memory
     if not stage.lookups:
         return parts
@@ -201,6 +233,11 @@ def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart,
     memory = tokens * per_token + own.kept_keys * (_norm_bytes(element) + element)
     exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
     return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
+
+
+def _core_kept(config: RunConfig, tokens: int) -> float:
+    """Of the core of one block's attention beyond its inputs and outputs, which others keep: what `selective` drops."""
+    return float(tokens * 4 * config.model.num_attention_heads + kept_beyond_whole_sequences(config))
 
 
 def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
@@ -225,13 +262,12 @@ def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryP
     """What one block's backward pass has at a time on top: the larger of the memory's and the feed-forward's.
 
     Of the memory: gradients of the key scores, and of all ranks' ids as they are sorted: 8 bytes unpacked, 4 of rows and
-    8 of positions. Of the feed-forward: the gradient of gate and up, of their product, and of the weight.
+    8 of positions. Of the feed-forward: see `_ffn_backward`.
     """
     model, element, layout = config.model, config.train.element_bytes, config.parallel
     # The gradient that goes down the residual stream, and what a part adds to it.
     parts = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
-    width = _ffn_width(model)
-    of_ffn = {MemoryPart.BACKWARD: element * (3.0 * tokens * width + 2 * width * model.hidden_size / layout.tensor)}
+    of_ffn = {MemoryPart.BACKWARD: _ffn_backward(config, tokens) if stage.num_ffns else 0.0}
     of_memory: dict[MemoryPart, float] = {}
     if stage.lookups:
         assert model.memory is not None
@@ -245,10 +281,20 @@ def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryP
     return _sum(parts, max(of_ffn, of_memory, key=lambda part: sum(part.values())))
 
 
-def _ffn_width(model: ModelConfig) -> int:
-    if model.moe is None:
-        return model.ffn_hidden_size
-    return model.moe.top_k * model.moe.expert_ffn_hidden_size
+def _ffn_kept(model: ModelConfig, tokens: int, element: int) -> float:
+    """Of one feed-forward: gate and up, the gate's activation twice, and their product."""
+    if model.moe is not None:
+        return experts_kept(model, model.moe, tokens, element)
+    return 5.0 * tokens * model.ffn_hidden_size * element
+
+
+def _ffn_backward(config: RunConfig, tokens: int) -> float:
+    """Of one feed-forward: the gradient of gate and up, of their product, and of the weight."""
+    model, element = config.model, config.train.element_bytes
+    if model.moe is not None:
+        return experts_backward(model, model.moe, tokens, element)
+    width = model.ffn_hidden_size
+    return element * (3.0 * tokens * width + 2 * width * model.hidden_size / config.parallel.tensor)
 
 
 def _norm_bytes(element: int) -> int:

@@ -35,6 +35,7 @@ class Stage:
     Attributes:
         chunks: of the depth, in the order of its virtual stages.
         num_blocks: blocks.
+        num_ffns: of these, the ones with a feed-forward.
         split_weights: weights that tensor-parallel ranks split.
         whole_weights: weights that every rank holds.
         table_elements: elements of tables.
@@ -47,6 +48,7 @@ class Stage:
 
     chunks: tuple[ModelChunk, ...]
     num_blocks: int
+    num_ffns: int
     split_weights: int
     whole_weights: int
     table_elements: int
@@ -108,6 +110,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     return Stage(
         chunks=chunks,
         num_blocks=len(blocks),
+        num_ffns=sum(not {Slot.INSTEAD, Slot.BLOCK} & {*slots_of_memories(model, block)} for block in blocks),
         split_weights=split,
         whole_weights=whole,
         table_elements=tables,

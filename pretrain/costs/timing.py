@@ -10,7 +10,6 @@ Legend: T tokens of a microbatch on a rank, G ranks of the memory group, m micro
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -19,16 +18,22 @@ from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.context import context_way, run_costs
+from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.formulas import training_flops_per_token
 from pretrain.costs.hardware import Hardware
 from pretrain.costs.memory import block_kept, local_dense, local_tables
+from pretrain.costs.sent import lookup_bytes, tensor_passes
 from pretrain.costs.stages import Division, Stage, stages_of
-from pretrain.costs.traffic import copies_bytes, follows_heads, lookup_traffic, microbatch_bytes
+from pretrain.costs.traffic import copies_bytes
 
 LAUNCHES_DENSE = (70, 117)
 """Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
 LAUNCHES_MEMORY = (130, 121)
 """Kernels of a memory layer with a split table, forward and backward, counted alike."""
+LAUNCHES_MIXTURE = (18, 50)
+"""What a mixture's router and dispatcher add to a block, counted alike."""
+LAUNCHES_EXPERT = (7, 22)
+"""What each of a rank's experts adds, one after the other."""
 SECTOR_BYTES = 32
 """What a GPU's memory moves at the least."""
 
@@ -46,6 +51,7 @@ class TimePart(StrEnum):
     LAUNCHES = "launches, exposed"
     TENSOR = "tensor-parallel collectives"
     CONTEXT = "context-parallel collectives"
+    EXPERTS = "tokens to experts and back"
     MESSAGES = "messages between stages"
     BUBBLE = "pipeline bubble"
     REDUCTION = "backbone: reductions and gathers, exposed"
@@ -142,11 +148,14 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     model, train, layout = config.model, config.train, config.parallel
     tokens, element = division.rank_tokens, train.element_bytes
     forwards = 2 if train.recompute == "full" else 1
-    dense, loss = _dense_flops(model, stage, train.sequence_length)
+    attention = _attention_flops(model, train.sequence_length)
+    dense, loss = _dense_flops(model, stage, attention)
     kept = sum(block_kept(config, stage, tokens).values()) * stage.num_blocks
     own = stage.memory
     parts = {
-        TimePart.MATMULS: (forwards + 2) * tokens * dense / hardware.flops_per_s,
+        TimePart.MATMULS: tokens
+        * ((forwards + 2) * dense + (train.recompute == "selective") * stage.num_blocks * attention)
+        / hardware.flops_per_s,
         # Forward writes what backward reads once more, and each is read by the next operation.
         TimePart.ELEMENTWISE: (forwards + 1)
         * 2
@@ -165,27 +174,30 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     }
     exchange_s = _exchange_s(config, stage, division, hardware)
     if layout.overlap_memory and layout.memory > 1:
-        beside = 2 * 3 * stage.num_blocks * model.hidden_size * model.ffn_hidden_size / layout.tensor
+        beside = 2 * 3 * stage.num_ffns * model.hidden_size * model.active_ffn_width / layout.tensor
         hidden = (forwards + 2) * tokens * layout.tensor * beside / hardware.flops_per_s
         exchange_s = max(0.0, exchange_s - hidden)
     parts[TimePart.MEMORY_EXCHANGE] = exchange_s
-    # Sequence parallelism gathers before attention and feed-forward and scatters behind them, in every pass.
-    collectives = 2 * 2 * (forwards + 1) * stage.num_blocks
     gathered = (layout.tensor - 1) * tokens * model.hidden_size * element
-    parts[TimePart.TENSOR] = collectives * gathered / hardware.nvlink_bytes_per_s
+    parts[TimePart.TENSOR] = tensor_passes(config, stage) * gathered / hardware.nvlink_bytes_per_s
+    parts[TimePart.EXPERTS] = _dispatch_s(config, stage, division, hardware)
     parts[TimePart.CONTEXT] = _context_s(config, stage, hardware)
     boundary = tokens * model.hidden_size * element
     parts[TimePart.MESSAGES] = (
         2 * layout.virtual_pipeline * boundary / hardware.network_bytes_per_s if layout.pipeline > 1 else 0.0
     )
-    launches = forwards * _launches(stage, 0) + _launches(stage, 1)
+    launches = forwards * launches_of(config, stage, 0) + launches_of(config, stage, 1)
     parts[TimePart.LAUNCHES] = max(0.0, launches * hardware.launch_us * 1e-6 - sum(parts.values()))
     return parts
 
 
-def _dense_flops(model: ModelConfig, stage: Stage, sequence_length: int) -> tuple[float, float]:
+def _attention_flops(model: ModelConfig, sequence_length: int) -> float:
+    """Forward FLOPs per token of the core of one block's attention."""
+    return 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
+
+
+def _dense_flops(model: ModelConfig, stage: Stage, attention: float) -> tuple[float, float]:
     """Forward FLOPs per token of a stage's blocks without memories, and of its output projection."""
-    attention = 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
     vocabulary = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
     copies = (
         (stage.has_embedding + stage.has_loss)
@@ -232,24 +244,23 @@ def _exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: H
 
 def _exchanged(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
     """Bytes that a rank of a stage sends per step for its lookups, to its own node and to others."""
-    memory, group = config.model.memory, config.parallel.memory
-    if memory is None or group == 1:
+    total = division.num_microbatches * lookup_bytes(config, stage, division)
+    return _near_and_far(total, config.parallel.memory, hardware)
+
+
+def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[float, float]:
+    """Of bytes that the members of a group of consecutive ranks send each other alike: in the node, and to others."""
+    if group == 1:
         return 0.0, 0.0
-    total = 0.0
-    for rows, number in Counter(stage.lookups).items():
-        lookup = lookup_traffic(
-            memory,
-            rows,
-            group_size=group,
-            num_tokens=division.rank_tokens,
-            element_bytes=config.train.element_bytes,
-            follows_heads=follows_heads(config),
-        )
-        total += number * microbatch_bytes(config, lookup)
-    total *= division.num_microbatches
-    # A group is consecutive ranks, and its members send each other the same.
-    near = total * (min(group, hardware.gpus_per_node) - 1) / (group - 1)
-    return near, total - near
+    near = num_bytes * (min(group, hardware.gpus_per_node) - 1) / (group - 1)
+    return near, num_bytes - near
+
+
+def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
+    """Of a microbatch's tokens on their way to experts and back, which nothing hides."""
+    sent = dispatched_bytes(config, stage, division)
+    near, far = _near_and_far(sent, config.parallel.memory, hardware)
+    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
 
 
 def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
@@ -263,8 +274,13 @@ def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
     return (forwards * costs.forward + costs.backward) * stage.num_blocks / link
 
 
-def _launches(stage: Stage, way: int) -> int:
-    return stage.num_blocks * LAUNCHES_DENSE[way] + len(stage.lookups) * LAUNCHES_MEMORY[way]
+def launches_of(config: RunConfig, stage: Stage, way: int) -> int:
+    """Kernels of a stage's pass over a microbatch, forward (0) or backward (1), about."""
+    moe, memories = config.model.moe, len(stage.lookups) * LAUNCHES_MEMORY[way]
+    of_experts = 0
+    if moe is not None:
+        of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]
+    return stage.num_blocks * LAUNCHES_DENSE[way] + stage.num_ffns * of_experts + memories
 
 
 def _after_backward(

@@ -9,6 +9,7 @@ from pretrain.costs.memory import MemoryPart
 
 # The ends of paths, the first that matches. Linears and norms are called from everywhere: their callers decide.
 _BY_PATH = (
+    ("/pretrain/value_offload.py", MemoryPart.HOST),
     ("/parallel/exchange.py", MemoryPart.EXCHANGE),
     ("/parallel/sharded_bank.py", MemoryPart.EXCHANGE),
     ("/parallel/packed_rows.py", MemoryPart.EXCHANGE),

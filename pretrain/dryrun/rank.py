@@ -77,16 +77,6 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int]) -> Iterato
     Raises:
         ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
     """
-    if config.model.moe is not None:
-        raise ConfigError(
-            "model.moe is set: where a mixture sends its tokens, and with it every shape, depends on data, which a dry "
-            "run has none of. Leave the mixture out, or measure with megamem bench"
-        )
-    if config.optimizer.value_offload == "cpu":
-        raise ConfigError(
-            "optimizer.value_offload is cpu: the host's share is computed by megamem plan; dry-run the device's with "
-            "optimizer.value_offload=none, and take the optimizer state of tables off"
-        )
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size is left to the tokenizer, which a dry run does not read: set it")
     if torch.cuda.is_available():
@@ -115,7 +105,8 @@ def _step_of(config: RunConfig, groups: ParallelGroups) -> RankReport:
     # Whole sequences of one document, known to the host.
     positions = torch.arange(train.sequence_length).expand(train.micro_batch_size, -1)
     bounds = document_bounds(positions)
-    with without_data(groups) as recorder:
+    moe = config.model.moe
+    with without_data(groups, experts_per_token=moe.top_k if moe is not None else 0) as recorder:
         chunks, optimizer = _build(config, groups)
         gc.collect()
         _assign_state(recorder, chunks, optimizer)

@@ -58,9 +58,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes by part at one moment."""
+    """Bytes at one moment.
+
+    Attributes:
+        by_part: on the device.
+        host: in host memory: of tables that are stepped there.
+    """
 
     by_part: dict[MemoryPart, int]
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -89,14 +95,16 @@ class Recorder(TorchDispatchMode):
         peak: since `restart_peak`.
     """
 
-    def __init__(self, axes: Mapping[str, str], *, answers: bool = True) -> None:
+    def __init__(self, axes: Mapping[str, str], *, answers: bool = True, experts_per_token: int = 0) -> None:
         """Start with nothing seen.
 
         Args:
             axes: a name for readers by PyTorch's name of a group.
             answers: whether tensors have no data.
+            experts_per_token: what a mixture's map, [experts, tokens], selects of each column.
         """
         super().__init__()
+        self._experts_per_token = experts_per_token
         self._axes, self._answers = axes, answers
         self.collectives: list[Collective] = []
         self.num_host_reads = 0
@@ -113,6 +121,9 @@ class Recorder(TorchDispatchMode):
             return 1.0 if args[0].dtype.is_floating_point else 1
         if self._answers and func.namespace == "c10d":
             return self._answer(func, args)
+        if self._answers and func is torch.ops.aten.masked_select.default:
+            # How many there are is data; only a mixture's map selects anything.
+            return self._new(args[0].new_empty(args[1].shape[1] * self._experts_per_token))
         out = func(*args, **(kwargs or {}))
         writes = func._schema.is_mutable
         for tensor in tree_iter(out):
@@ -140,7 +151,10 @@ class Recorder(TorchDispatchMode):
 
     def now(self) -> Snapshot:
         """What is held at this moment."""
-        return Snapshot({part: num for part, num in self._bytes.items() if num})
+        on_device: dict[MemoryPart, int] = {
+            part: num for part, num in self._bytes.items() if num and part != MemoryPart.HOST
+        }
+        return Snapshot(on_device, self._bytes[MemoryPart.HOST])
 
     def restart_peak(self) -> None:
         """Forget the largest moment so far."""
@@ -154,6 +168,10 @@ class Recorder(TorchDispatchMode):
                 self._bytes[live.part] -= live.num_bytes
                 self._bytes[part] += live.num_bytes
                 live.part = part
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        self.num_kernels += self._see(tensor)
+        return tensor
 
     def _see(self, tensor: Tensor) -> bool:
         """Whether its storage is new."""
@@ -173,7 +191,7 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, part: MemoryPart, num_bytes: int) -> None:
         self._bytes[part] += num_bytes
-        self._total += num_bytes
+        self._total += 0 if part == MemoryPart.HOST else num_bytes
         if self._total > self._peak_total:
             self._peak_total, self.peak = self._total, self.now()
 

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
+from pretrain.dryrun.experts import DISPATCHER, balanced
 from pretrain.dryrun.recorder import Recorder
 
 
@@ -24,8 +25,8 @@ def _keep_converted(parameter: Tensor, converted: Tensor) -> None:
     assert parameter.dtype == converted.dtype
 
 
-# What fake tensors cannot answer, beyond the stand-in for CUDA, each with who asks. All are of random states, which
-# nothing in a step reads, but for the last.
+# What fake tensors cannot answer, beyond the stand-in for CUDA, each with who asks. The first are of random states, which
+# nothing in a step reads.
 _ANSWERS: dict[str, Any] = {
     # Recomputation, and tensor-parallel regions.
     "torch.get_rng_state": lambda: None,
@@ -35,6 +36,10 @@ _ANSWERS: dict[str, Any] = {
     "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork": lambda *_: nullcontext(),
     # Megatron's Float16Module: swapping fake tensors is refused where somebody refers to them weakly.
     "torch.utils.swap_tensors": _keep_converted,
+    # Tables that are stepped on the host: by operations of PyTorch's, which know tensors without data.
+    "pretrain.value_offload.has_deepspeed": lambda: False,
+    # A mixture's dispatcher, which counts where the router sends tokens.
+    DISPATCHER: balanced,
 }
 
 
@@ -46,6 +51,7 @@ _AXES = {
     "dp": "data",
     "dp_cp": "data",
     "ep": "memory",
+    "tp_ep": "memory",
     "expt_dp": "table replicas",
     "embd": "embeddings",
     "tp_cp": "tensor x context",
@@ -82,12 +88,15 @@ def fake_rank(rank: int, world_size: int, sizes: ParallelSizes, *, seed: int) ->
 
 
 @contextmanager
-def without_data(groups: ParallelGroups) -> Iterator[Recorder]:
+def without_data(groups: ParallelGroups, *, experts_per_token: int = 0) -> Iterator[Recorder]:
     """Tensors without data, collectives without peers, and a recorder of both; within `fake_rank`, whose groups these
     are.
+
+    Args:
+        experts_per_token: of a mixture, whose every token is sent to as many.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for name, answer in _ANSWERS.items():
             stack.enter_context(patch(name, answer))
-        yield stack.enter_context(Recorder(names_of_groups(groups)).recording())
+        yield stack.enter_context(Recorder(names_of_groups(groups), experts_per_token=experts_per_token).recording())

@@ -297,8 +297,8 @@ def test_what_another_growth_left_unfinished_is_not_taken_for_this_one(base: Pat
             raise KeyboardInterrupt
         return lambda number: None
 
+    unfinished = upscale(opened, blocks, [], name="grown").checkpoint
     with pytest.raises(KeyboardInterrupt):
-        unfinished = upscale(opened, blocks, [], name="grown").checkpoint
         convert(unfinished, FORMATS["megatron-dist"], destination, target, RESOURCES, on_start=killed)
     found = whole(written(upscale(opened, copies, [], name="grown"), destination).reader)
     before = whole(opened.reader)

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import SharingConfig
-from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.costs.context import WAYS
 from pretrain.costs.formulas import count_parameters
 from pretrain.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
-from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_MEMORY
+from pretrain.costs.sent import stages_sent
+from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
 from pretrain.costs.traffic import attention_bytes, exchanged_bytes
 from pretrain.errors import ConfigError
 from tests.deadline import launch_within
@@ -61,6 +62,7 @@ CUT = {
 }
 PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
 """Of pairs of layers that share a table, the first stage's lower one, or the last stage's upper one."""
+TRAINED = {f"layers {layers}": config for layers, config in PARTS.items()}
 LATENTS = replace(
     SPLIT,
     model=replace(
@@ -70,7 +72,29 @@ LATENTS = replace(
     ),
     train=replace(SPLIT.train, recompute="none"),
 )
-CONFIGS = {"split": SPLIT, "interleaved": INTERLEAVED, "dense": DENSE, "latents": LATENTS, **CUT}
+MIXTURE = replace(
+    SPLIT,
+    model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
+    parallel=ParallelConfig(tensor=2, pipeline=2, memory=4),
+    train=replace(SPLIT.train, recompute="none"),
+)
+# Tables of many windows.
+OFFLOADED = replace(
+    SPLIT,
+    model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=2048)),
+    optimizer=OptimizerConfig(value_offload="cpu"),
+)
+SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
+CONFIGS = {
+    "split": SPLIT,
+    "interleaved": INTERLEAVED,
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "offloaded": OFFLOADED,
+    "selective": SELECTIVE,
+    "latents": LATENTS,
+    **CUT,
+}
 REAL = replace(
     SPLIT,
     parallel=ParallelConfig(memory=2),
@@ -83,6 +107,7 @@ ALONE = replace(
 )
 LAUNCHED = {
     "launched": ALONE,
+    "launched, mixture": replace(MIXTURE, parallel=ParallelConfig(memory=4), train=ALONE.train),
     "launched, dense": replace(ALONE, parallel=ParallelConfig(), model=replace(ALONE.model, memory=None)),
 }
 
@@ -97,20 +122,58 @@ def of_all_stages(config: RunConfig, world: int) -> list[Any]:
     return list(dry_run(config, world, first_ranks_of_stages(config, world)))
 
 
+class Reports(dict[str, list[Any]]):
+    """Of the first ranks of all stages of a configuration, run when it is first asked for.
+
+    Each in a fork: a process can have but one world.
+    """
+
+    def __missing__(self, name: str) -> list[Any]:
+        def main() -> list[Any]:
+            if name in LAUNCHED:
+                return [of_all_stages(with_blocks(LAUNCHED[name], number), 8)[0] for number in (2, 4)]
+            return of_all_stages(REAL, 2) if name == "real" else of_all_stages((CONFIGS | TRAINED)[name], WORLD)
+
+        (self[name],) = launch_within(main, 1, timeout_s=280)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def reports() -> dict[str, list[Any]]:
-    """Of the first ranks of all stages. In a fork: a process can have but one world."""
+def reports() -> Reports:
+    return Reports()
 
-    def main() -> dict[str, list[Any]]:
-        found = {name: of_all_stages(config, WORLD) for name, config in CONFIGS.items()}
-        found["real"] = of_all_stages(REAL, 2)
-        found |= {f"layers {layers}": of_all_stages(config, WORLD) for layers, config in PARTS.items()}
-        for name, config in LAUNCHED.items():
-            found[name] = [of_all_stages(with_blocks(config, number), 8)[0] for number in (2, 4)]
-        return found
 
-    (found,) = launch_within(main, 1, timeout_s=280)
-    return found
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
+    from pretrain.dryrun.agreement import figures
+
+    config = CONFIGS[name]
+    stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
+    for report in reports[name]:
+        found = {figure.name: figure for figure in figures(report, stages[report.stage], sent[report.stage])}
+        assert {"weights", "gradients", "optimizer state", "activations", "sent: messages", "sent: dense"} <= set(found)
+        assert ("sent: memory" in found) == (config.parallel.memory > 1)
+        assert ("sent: tensor" in found) == (config.parallel.tensor > 1)
+        assert ("sent: context" in found) == (config.parallel.context > 1)
+        assert ("host memory" in found) == (config.optimizer.value_offload == "cpu")
+        assert [figure for figure in found.values() if not figure.agrees] == []
+
+
+def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:
+    from pretrain.dryrun.agreement import figures
+
+    (stage, _), (sent, _), report = stage_bytes(SPLIT, WORLD), stages_sent(SPLIT, WORLD), reports["split"][0]
+    off = replace(stage, by_part={part: 1.03 * num_bytes for part, num_bytes in stage.by_part.items()})
+    bad = {figure.name for figure in figures(report, off, replace(sent, memory=sent.memory + 1e4)) if not figure.agrees}
+    assert bad >= {"weights", "tables", "optimizer state of tables", "sent: memory"}
+
+
+def test_what_is_stepped_on_the_host_is_there_and_not_on_the_device(reports: dict[str, list[Any]]) -> None:
+    for report in reports["offloaded"]:
+        assert "optimizer state of tables" not in {part.value for part in report.held.by_part}
+        # Two memory groups share each table; two windows of gradients in fp32 and weights in bf16.
+        owned = report.num_table_parameters / 2
+        assert report.held.host == pytest.approx(12 * owned + 2 * 2**22 * (4 + 2), rel=0.001)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -200,6 +263,9 @@ def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list
     assert of_block["launched, dense"] == pytest.approx(sum(LAUNCHES_DENSE), rel=0.1)
     memory = of_block["launched"] - of_block["launched, dense"]
     assert memory == pytest.approx(sum(LAUNCHES_MEMORY), rel=0.1)
+    # Four experts on each rank.
+    mixture = of_block["launched, mixture"] - of_block["launched, dense"]
+    assert mixture == pytest.approx(sum(LAUNCHES_MIXTURE) + 4 * sum(LAUNCHES_EXPERT), rel=0.1)
 
 
 def allocations_of_a_real_step() -> tuple[int, int]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import atomic_write
+from pretrain.config.compose import read_with_bases
 from pretrain.config.layout_rules import layout_problems
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import dump_yaml
-from pretrain.config.stages import load_stage
+from pretrain.config.source import dump_yaml, find, to_plain
+from pretrain.config.stages import load_stage, load_stages
 from pretrain.config.validate import batch_problems, validate
 from pretrain.costs.hardware import Hardware, load_hardware
-from pretrain.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, too_large
+from pretrain.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from pretrain.errors import ConfigError
 from pretrain.progress import Progress
 from tools.parsers import add_command
@@ -54,8 +55,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to print (default: 10)")
     parser.add_argument("--as-written", action="store_true", help="estimate the layout of CONFIG alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--write", type=Path, metavar="FILE.yaml", help="write the best as a configuration over CONFIG")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the best: memory by part, and a step's time")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.yaml", help="write the recommended as a configuration over CONFIG"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the recommended: memory by part, and a step's time"
+    )
     parser.set_defaults(func=run_plan)
 
 
@@ -64,15 +69,26 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.gpus < 1 or args.top < 1:
         raise ConfigError(f"--gpus is {args.gpus} and --top {args.top}: both must be at least 1")
     hardware = load_hardware(args.gpu)
-    config = load_stage(args.config, args.overrides, args.stage)
+    if args.write is not None and args.overrides:
+        raise ConfigError("--write builds on CONFIG as it is: put the overrides into a file of its own, and plan that")
+    if args.write is not None and args.stage is None:
+        # What is written is for the whole run, all stages of it.
+        return _write(load_stages(args.config), args, hardware)
+    if args.write is not None:
+        raise ConfigError("--write gives every stage its layout: leave --stage out")
+    _plan(load_stage(args.config, args.overrides, args.stage), args, hardware)
+    return 0
+
+
+def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Estimate:
+    """Estimates a stage and prints; what is recommended.
+
+    Raises:
+        ConfigError: nothing fits, or the configuration cannot be planned.
+    """
     if config.model.vocab_size is None:
         raise ConfigError(
             f"{args.config} leaves model.vocab_size to the tokenizer: set it, as in model.vocab_size=50304"
-        )
-    if config.model.moe is not None:
-        raise ConfigError(
-            f"{args.config} has model.moe, and what experts send each other depends on data, for which there is no "
-            "formula: plan a model without, or measure with `megamem bench`"
         )
     # Whatever of it has nothing to do with its layout must be right.
     validate(replace(config, train=replace(config.train, kernels="auto")), None)
@@ -86,14 +102,17 @@ def run_plan(args: argparse.Namespace) -> int:
         found = [written]
     else:
         found = _all(config, args.gpus, hardware)
-    fitting = [each for each in found if each.fits(hardware)]
-    if not fitting:
+    best = recommended(found, hardware)
+    if best is None:
         if not found:
             raise ConfigError(f"no layout of {args.config} divides {args.gpus} GPUs: try another number")
         raise ConfigError(f"no layout fits. Of the one that needs least, {too_large(_smallest(found), hardware)}")
-    best = fitting[0]
+    fitting = [each for each in found if each.fits(hardware)]
     if args.json:
-        print(json.dumps([as_json(each, args.gpus, hardware) for each in fitting[: args.top]], indent=2))
+        shown = [as_json(each, args.gpus, hardware) | {"recommended": each is best} for each in fitting[: args.top]]
+        if best not in fitting[: args.top]:
+            shown.append(as_json(best, args.gpus, hardware) | {"recommended": True})
+        print(json.dumps(shown, indent=2))
     else:
         print("\n".join(table(fitting[: args.top], len(found), args.gpus)))
         if written is not None and not written.fits(hardware):
@@ -101,13 +120,11 @@ def run_plan(args: argparse.Namespace) -> int:
         elif written is not None and not args.as_written:
             print(f"\nAs written: {written.time.total_s:.2f} s per step, {written.peak_bytes / 1e9:.1f} GB.")
         print("\n".join(details(best, args.gpus, hardware)))
-    if args.write is not None:
-        _write(best, args)
     if args.plot is not None:
         from tools.plan.picture import save_picture
 
         save_picture(best, hardware, args.plot)
-    return 0
+    return best
 
 
 def _all(config: RunConfig, num_gpus: int, hardware: Hardware) -> list[Estimate]:
@@ -124,19 +141,40 @@ def _smallest(found: list[Estimate]) -> Estimate:
     return min(found, key=lambda each: each.peak_bytes)
 
 
-def _write(best: Estimate, args: argparse.Namespace) -> None:
-    """A configuration that `train` takes: CONFIG as its base, and the layout's keys."""
-    folder = args.write.resolve().parent
-    tree: dict[str, Any] = {"base": os.path.relpath(Path(args.config).resolve(), folder)}
+def _write(stages: Sequence[RunConfig], args: argparse.Namespace, hardware: Hardware) -> int:
+    """A configuration that `train` and `submit` take: CONFIG as its base, and the keys of the recommended layouts.
+
+    Of a run of stages, whose list a file replaces whole, it has all entries again, each with the layout of its own.
+    """
+    layouts = []
+    for config in stages:
+        if config.stage is not None and not args.json:
+            print(f"Stage {config.stage.name}\n")
+        layouts.append(_sections(_plan(config, args, hardware)))
+    tree: dict[str, Any] = {"base": os.path.relpath(Path(args.config).resolve(), args.write.resolve().parent)}
+    listed = find(read_with_bases(Path(args.config)), ["stages"])
+    if listed is None:
+        tree |= layouts[0]
+    else:
+        entries = to_plain(listed)
+        for entry, layout in zip(entries, layouts, strict=True):
+            for section, keys in layout.items():
+                entry[section] = {**entry.get(section, {}), **keys}
+        tree["stages"] = entries
+    said = (
+        f"# For {args.gpus} GPUs: megamem plan {args.config} --gpus {args.gpus} --gpu {args.gpu} --write {args.write}\n"
+    )
+    with atomic_write(args.write) as stream:
+        stream.write((said + dump_yaml(tree)).encode())
+    for config in load_stages(args.write):
+        validate(replace(config, train=replace(config.train, kernels="auto")), args.gpus)
+    return 0
+
+
+def _sections(best: Estimate) -> dict[str, dict[str, Any]]:
+    """The keys of a layout by their sections."""
+    tree: dict[str, dict[str, Any]] = {}
     for key, value in best.overrides.items():
         section, name = key.split(".")
         tree.setdefault(section, {})[name] = value
-    if args.stage is not None:
-        raise ConfigError(
-            "--write sets the layout of a whole run: leave it out, and put the overrides under the stage's `parallel`"
-        )
-    if args.overrides:
-        raise ConfigError("--write builds on CONFIG as it is: put the overrides into a file of its own, and plan that")
-    with atomic_write(args.write) as stream:
-        stream.write(dump_yaml(tree).encode())
-    load_config(args.write)
+    return tree

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pretrain.costs.hardware import Hardware
-from pretrain.costs.layouts import Estimate
-from pretrain.costs.stages import Division
-from pretrain.costs.timing import TimePart
+from pretrain.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended
+from pretrain.costs.stages import Division, stages_of
+from pretrain.costs.timing import TimePart, launches_of
 
 _HEAD = ("TP", "PP", "VP", "CP", "DP", "G", "micro", "recompute", "offload", "GB", "s/step", "tokens/s", "MFU", "days")
 _WIDTHS = (4, 4, 4, 4, 6, 5, 6, 10, 8, 7, 8, 12, 7, 7)
@@ -40,11 +40,13 @@ def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[
 
 
 def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
-    """What the best is made of."""
+    """What the recommended one is made of."""
     stage = best.stages[best.fullest_stage]
     division = Division.of(best.config, num_gpus)
     yield ""
-    yield "The first of them: " + " ".join(f"{key}={_yaml(value)}" for key, value in best.overrides.items())
+    yield "Recommended, as the smallest within 5 % of the fastest: " + " ".join(
+        f"{key}={_yaml(value)}" for key, value in best.overrides.items()
+    )
     yield f"{division.num_microbatches} microbatches per step and rank; the numbers are of one GPU."
     yield ""
     yield f"Memory of stage {best.fullest_stage}, the fullest of {len(best.stages)} (GB of {hardware.usable_bytes / 1e9:.0f}):"
@@ -52,8 +54,9 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
         if num_bytes >= 1e6:
             yield f"  {part.value:52}{num_bytes / 1e9:>9.2f}"
     yield f"  {'in all':52}{stage.total / 1e9:>9.2f}"
-    if stage.host:
-        yield f"  {'in host memory':52}{stage.host / 1e9:>9.2f}"
+    yield f"  {'a save adds on the device':52}{0:>9.2f}"
+    yield f"  {'in host memory: tables stepped there':52}{stage.host_tables / 1e9:>9.2f}"
+    yield f"  {'in host memory: a save':52}{stage.save / 1e9:>9.2f}"
     sent = best.time.sent[best.time.slowest_stage]
     yield ""
     yield f"{'Sent per step (GB):':54}{'in node':>9}{'to others':>11}"
@@ -69,11 +72,36 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
         if seconds >= 0.0005:
             yield f"  {time_part.value:52}{seconds:>9.3f}"
     yield f"  {'in all':52}{best.time.total_s:>9.3f}"
+    yield "  " + launches_text(best)
     if costs := best.time.memory_costs:
         yield ""
         yield "What the memory costs most, and what would lessen it:"
         for cost, seconds, remedy in costs:
-            yield f"  {cost.value.removeprefix('memory: ')}, {100 * seconds / best.time.total_s:.0f} %: {remedy}"
+            share = f"{seconds:.2f} s, {100 * seconds / best.time.total_s:.0f} %"
+            yield f"  {cost.value.removeprefix('memory: ')}, {share}: {remedy}"
+    yield from twin_text(best, num_gpus, hardware)
+
+
+def launches_text(best: Estimate) -> str:
+    """Kernels that the slowest stage launches for a microbatch, per block of it."""
+    stage = stages_of(best.config)[best.time.slowest_stage]
+    forward, backward = (launches_of(best.config, stage, way) / max(1, stage.num_blocks) for way in (0, 1))
+    return f"about {forward:.0f} kernels per block and forward pass, {backward:.0f} backward"
+
+
+def twin_text(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
+    """What a dense model of equal FLOPs takes on as many GPUs."""
+    twin = dense_twin(best.config)
+    if twin is None:
+        return
+    same, own = estimate(twin, num_gpus, hardware), recommended(all_estimates(twin, num_gpus, hardware), hardware)
+    yield ""
+    yield (
+        f"A dense model of equal FLOPs (ffn_hidden_size {twin.model.ffn_hidden_size:,}): {same.time.total_s:.2f} s per "
+        f"step in this layout"
+        + (f", {own.time.total_s:.2f} s in its own" if own else "")
+        + f"; the memory's step is {best.time.total_s / same.time.total_s:.1f} times as long."
+    )
 
 
 def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]:
@@ -87,7 +115,7 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
             {
                 "bytes": {part.value: num_bytes for part, num_bytes in stage.by_part.items()},
                 "total_bytes": stage.total,
-                "host_bytes": stage.host,
+                "host_bytes": {"tables": stage.host_tables, "save": stage.save},
                 "sent_bytes": {
                     name: {"in_node": near, "to_others": far}
                     for name, (near, far) in (
@@ -104,6 +132,9 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
         "tokens_per_s": time.tokens_per_s,
         "mfu": time.mfu,
         "days": each.days,
+        "memory_costs": [
+            {"part": part.value, "seconds": seconds, "remedy": remedy} for part, seconds, remedy in time.memory_costs
+        ],
     }
 
 

@@ -1,0 +1,117 @@
+"""What a rank of every stage sends to others in one optimizer step, by the axis of the group, in closed formulas.
+
+`megamem dryrun` counts the same at the calls themselves. Sums over a group are counted as rings send them.
+
+Legend: B bytes of a microbatch's hidden states on this rank, m microbatches, TP tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pretrain.config.schema import RunConfig
+from pretrain.costs.context import context_way, run_costs
+from pretrain.costs.experts import dispatched_bytes
+from pretrain.costs.held import copied_elements
+from pretrain.costs.memory import local_dense, local_tables
+from pretrain.costs.stages import Division, Stage, stages_of
+from pretrain.costs.traffic import follows_heads, lookup_traffic, microbatch_bytes
+
+_GRADIENT = 4
+
+
+@dataclass(frozen=True)
+class StageSent:
+    """Bytes that one rank of a stage sends per step.
+
+    Attributes:
+        memory: of lookups and of tokens that go to experts.
+        context: of attention across cut sequences.
+        tensor: of tensor parallelism in forward and backward.
+        messages: to neighbouring stages.
+        tables: reductions of gradients and gathers of weights, of tables and experts.
+        dense: the same of all else.
+        copies: sums over the stages of banks that each holds a copy of.
+    """
+
+    memory: float
+    context: float
+    tensor: float
+    messages: float
+    tables: float
+    dense: float
+    copies: float
+
+
+def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
+    """Of the ranks of every stage, first to last."""
+    division = Division.of(config, num_ranks)
+    return tuple(_sent(config, stage, division, num_ranks) for stage in stages_of(config))
+
+
+def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -> StageSent:
+    layout, element, m = config.parallel, config.train.element_bytes, division.num_microbatches
+    hidden = division.rank_tokens * config.model.hidden_size * element
+    # A chunk hands its outputs to the next one and its gradients to the one before.
+    crossings = 2 * layout.virtual_pipeline - stage.has_embedding - stage.has_loss if layout.pipeline > 1 else 0
+    width = _GRADIENT + element
+
+    def ring(elements: float, size: int) -> float:
+        return elements * width * (size - 1) / size
+
+    return StageSent(
+        memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
+        context=m * _context(config, stage),
+        tensor=m * tensor_passes(config, stage) * (layout.tensor - 1) * hidden + _tensor_sums(config, stage, division),
+        messages=m * crossings * hidden,
+        tables=ring(local_tables(config, stage), division.table_replicas),
+        dense=ring(local_dense(config, stage), division.replicas * layout.context),
+        copies=2 * (layout.pipeline - 1) * _GRADIENT * copied_elements(config.model) / num_ranks,
+    )
+
+
+def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Of all lookups of one microbatch, forward and backward."""
+    memory, group = config.model.memory, config.parallel.memory
+    if memory is None or group == 1:
+        return 0.0
+    total = 0
+    for rows, number in Counter(stage.lookups).items():
+        lookup = lookup_traffic(
+            memory,
+            rows,
+            group_size=group,
+            num_tokens=division.rank_tokens,
+            element_bytes=config.train.element_bytes,
+            follows_heads=follows_heads(config),
+        )
+        total += number * microbatch_bytes(config, lookup)
+    return float(total)
+
+
+def tensor_passes(config: RunConfig, stage: Stage) -> int:
+    """Gathers and scatters of a microbatch's hidden states over tensor-parallel ranks: each sends (TP - 1) B.
+
+    A pair of linears gathers its input and scatters its output: twice forward, and three times backward, which gathers
+    the input again for the weight's gradient. A block has two pairs, unless experts or a memory stand for the second.
+    """
+    forwards = 2 if config.train.recompute == "full" else 1
+    pairs = stage.num_blocks + (stage.num_ffns if config.model.moe is None else 0)
+    # The embedding scatters, and gathers backward; the output projection scatters backward alone.
+    return (2 * forwards + 3) * pairs + 2 * stage.has_embedding + 3 * stage.has_loss
+
+
+def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Gradients of weights that all tensor-parallel ranks hold, and three sums over the vocabulary per token."""
+    size = config.parallel.tensor
+    of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches if stage.has_loss else 0
+    return 2 * (size - 1) / size * (_GRADIENT * stage.whole_weights + of_loss)
+
+
+def _context(config: RunConfig, stage: Stage) -> float:
+    if config.parallel.context == 1 or config.model.implementation == "transformer_engine":
+        return 0.0
+    costs = run_costs(config, context_way(config))
+    forwards = 1 if config.train.recompute == "none" else 2
+    return stage.num_blocks * (forwards * costs.forward + costs.backward)

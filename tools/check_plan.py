@@ -1,0 +1,136 @@
+"""`megamem check-plan`: what plans predict of configurations, beside what dry runs of them count."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel.devices import hide_gpus
+from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_stages
+from pretrain.config.validate import validate
+from pretrain.costs.memory import stage_bytes
+from pretrain.costs.sent import stages_sent
+from tools.parsers import add_command
+
+if TYPE_CHECKING:
+    from pretrain.dryrun.agreement import Figure
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+# What has no model by itself: bases of other files, and files of other kinds.
+_NO_MODELS = ("hardware", "clusters", "tuning")
+_VOCABULARY = 4096
+"""Where a configuration leaves it to the tokenizer."""
+
+_EPILOG = """\
+examples:
+  megamem check-plan
+  megamem check-plan configs/ultramemv2/2.5b_120b_top256.yaml --set parallel.tensor=2 --set train.recompute=none
+
+All configurations of configs/ take about TIME minutes on one core. What agrees how well: docs/planning.md.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `check-plan` to the commands of `megamem`."""
+    parser = add_command(
+        subparsers,
+        "check-plan",
+        "whether plans are true: their bytes beside those that dry runs count",
+        _EPILOG,
+        "Dry-run the first and the last stage of every configuration, on the fewest ranks on which each of its axes has "
+        "two, with as many microbatches as fill its pipeline, and compare with the closed formulas of `megamem plan`: "
+        "weights, gradients and optimizer state to 2 %, activations to 10 %, what is exchanged to the byte. A line for "
+        "each; ends with 1 if one is outside of the limits.",
+    )
+    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="YAML files (default: all that are shipped)")
+    parser.add_argument("--set", action="append", default=[], metavar="key=value", dest="overrides", help="set a key")
+    parser.add_argument("--all", action="store_true", help="print every figure, and not the worst ones alone")
+    parser.set_defaults(func=run_check_plan)
+
+
+def run_check_plan(args: argparse.Namespace) -> int:
+    """Compares and prints."""
+    hide_gpus()
+    worst = 0
+    for path in args.configs or shipped_models():
+        for config in load_stages(path, args.overrides):
+            name = f"{path}" + (f" ({config.stage.name})" if config.stage is not None else "")
+            prepared, num_ranks = on_few_ranks(config)
+            found = list(compare(prepared, num_ranks))
+            fails = [figure for figure in found if not figure.agrees]
+            worst += bool(fails)
+            print(_line(name, num_ranks, found, fails), flush=True)
+            if args.all:
+                for figure in found:
+                    print(f"    {figure.name:28}{figure.predicted:>18,.0f}{figure.counted:>18,.0f}{_percent(figure)}")
+    if worst:
+        print(f"{worst} configurations outside of the limits", file=sys.stderr)
+    return int(worst > 0)
+
+
+def shipped_models() -> list[str]:
+    """The files of `configs` that name a model."""
+    return [
+        str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+        for path in sorted(CONFIGS.rglob("*.yaml"))
+        if path.parent.name not in _NO_MODELS and path.stem not in ("base", "recipe", "three_phases")
+    ]
+
+
+def on_few_ranks(config: RunConfig) -> tuple[RunConfig, int]:
+    """The configuration in a world in which every axis has two ranks or more, with few microbatches, and the world.
+
+    Tables and the rest have two replicas at least. Of the batch, as many microbatches are left as a stage can have in
+    flight. A vocabulary that is the tokenizer's is set.
+    """
+    layout, train = config.parallel, config.train
+    replicated = 2 * layout.tensor * layout.context
+    of_stage = math.lcm(replicated, 2 * layout.memory)
+    num_ranks = layout.pipeline * of_stage
+    rounds = layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1)
+    batch = rounds * train.micro_batch_size * of_stage // (layout.tensor * layout.context)
+    model = config.model if config.model.vocab_size else replace(config.model, vocab_size=_VOCABULARY)
+    smaller = replace(config, model=model, train=replace(train, global_batch_size=batch, batch_ramp=None))
+    return smaller, num_ranks
+
+
+def compare(config: RunConfig, num_ranks: int) -> Iterator[Figure]:
+    """All figures of the first and the last stage.
+
+    Raises:
+        ConfigError: the configuration is not valid on so many ranks.
+    """
+    validate(replace(config, train=replace(config.train, kernels="auto")), num_ranks, on_this_machine=False)
+    from pretrain.dryrun.agreement import figures
+    from pretrain.dryrun.rank import dry_run, first_ranks_of_stages
+
+    firsts = first_ranks_of_stages(config, num_ranks)
+    held, sent = stage_bytes(config, num_ranks), stages_sent(config, num_ranks)
+    for report in dry_run(config, num_ranks, sorted({firsts[0], firsts[-1]})):
+        for figure in figures(report, held[report.stage], sent[report.stage]):
+            yield replace(figure, name=f"stage {report.stage}, {figure.name}")
+
+
+def _line(name: str, num_ranks: int, found: Sequence[Figure], fails: Sequence[Figure]) -> str:
+    """Name, ranks, the worst error of each kind, and what is outside of its limit."""
+    kinds = {
+        "held": [f for f in found if "sent" not in f.name and "activations" not in f.name],
+        "activations": [f for f in found if "activations" in f.name],
+        "sent": [f for f in found if "sent" in f.name],
+    }
+    worst = {kind: max(of_kind, key=lambda f: abs(f.error)) for kind, of_kind in kinds.items() if of_kind}
+    cells = "".join(f"  {kind}{_percent(figure)}" for kind, figure in worst.items())
+    bad = "; ".join(
+        f"{figure.name}: {figure.predicted:,.0f} predicted, {figure.counted:,.0f} counted" for figure in fails
+    )
+    return f"{name:46}{num_ranks:>5} ranks{cells}  {'OUTSIDE ' + bad if fails else 'ok'}"
+
+
+def _percent(figure: Figure) -> str:
+    return f"{100 * figure.error:>+8.2f} %"

@@ -1,0 +1,223 @@
+"""The page about the largest models, docs/120b.md: what stands between its marks is computed here.
+
+`python -m tools.plan.page docs/120b.md` writes it anew. No figure of it is typed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pretrain.config.loader import load_config
+from pretrain.config.schema import RunConfig
+from pretrain.costs.checkpoints import checkpoint_costs
+from pretrain.costs.formulas import count_parameters
+from pretrain.costs.hardware import Hardware, load_hardware
+from pretrain.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended, too_large
+from pretrain.costs.memory import STATE_PARTS, MemoryPart
+from pretrain.costs.stages import Division
+from pretrain.costs.timing import TimePart
+
+GPU = "h100-80g"
+GPUS = (64, 256, 512)
+CONFIGS = Path(__file__).parents[2] / "configs" / "ultramemv2"
+MODELS = {"2.5B/120B-top256": "2.5b_120b_top256.yaml", "2.5B/60B-top768": "2.5b_60b_top768.yaml"}
+OUTLOOK_KEYS, OUTLOOK_GPUS = 5704, (64, 128, 256, 512, 1024)
+"""Keys per side with which the tables of the first model hold 1T parameters, and GPUs to try them on."""
+PART = "plans"
+_TABLE_PARTS = (MemoryPart.TABLES, MemoryPart.TABLE_GRADIENTS, MemoryPart.TABLE_OPTIMIZER)
+_MEMORY_TIME = tuple(part for part in TimePart if part.value.startswith("memory"))
+Row = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model on so many GPUs: all layouts, and the one to take."""
+
+    num_gpus: int
+    found: list[Estimate]
+    best: Estimate
+
+
+def planned(config: RunConfig, num_gpus: int, hardware: Hardware) -> Planned | str:
+    """The plan, or why nothing fits."""
+    found = all_estimates(config, num_gpus, hardware)
+    best = recommended(found, hardware)
+    if best is None:
+        return too_large(min(found, key=lambda each: each.peak_bytes), hardware)
+    return Planned(num_gpus, found, best)
+
+
+def body() -> str:
+    """The page between its marks."""
+    hardware = load_hardware(GPU)
+    lines: list[str] = []
+    for name, file in MODELS.items():
+        config = load_config(CONFIGS / file)
+        plans = [plan for n in GPUS if isinstance(plan := planned(config, n, hardware), Planned)]
+        lines += ["", f"## UltraMemV2-{name}", "", *_of_model(config, plans, hardware)]
+    lines += ["", "## Tables of 1T parameters: an outlook", "", *_outlook(hardware)]
+    return "\n".join(lines) + "\n"
+
+
+def _of_model(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> Iterator[str]:
+    counts = count_parameters(config.model)
+    yield (
+        f"{counts.total / 1e9:.1f}B parameters, of which {counts.tables / 1e9:.1f}B in tables; "
+        f"{config.train.tokens_per_step / 1e6:.2f}M tokens per step."
+    )
+    yield ""
+    yield from markdown_table([["GPUs", *(str(plan.num_gpus) for plan in plans)], *rows_of(config, plans, hardware)])
+    for plan in plans:
+        yield ""
+        yield f"On {plan.num_gpus} GPUs, the fastest layout of each G that fits, and what it sends and takes:"
+        yield ""
+        yield from markdown_table(against_groups(plan, hardware))
+
+
+def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
+    bests = [plan.best for plan in plans]
+    yield ["layout", *(_layout(plan.best, plan.num_gpus) for plan in plans)]
+    fastest = [min(e.time.total_s for e in plan.found if e.fits(hardware)) for plan in plans]
+    yield [
+        "s per step; the fastest that fits",
+        *(f"{b.time.total_s:.2f}; {f:.2f}" for b, f in zip(bests, fastest, strict=True)),
+    ]
+    yield ["tokens/s", *(f"{b.time.tokens_per_s:,.0f}" for b in bests)]
+    yield ["days for 1.6T tokens", *(f"{b.days:.1f}" for b in bests)]
+    yield ["MFU", *(f"{100 * b.time.mfu:.1f} %" for b in bests)]
+    yield [f"GB per GPU, of {hardware.usable_bytes / 1e9:.0f}", *(f"{b.peak_bytes / 1e9:.1f}" for b in bests)]
+    yield ["of that, tables with all their state", *(f"{_tables(b) / 1e9:.1f}" for b in bests)]
+    yield ["of that, the rest's state", *(f"{(_state(b) - _tables(b)) / 1e9:.1f}" for b in bests)]
+    yield ["of that, a step", *(f"{b.stages[b.fullest_stage].activations / 1e9:.1f}" for b in bests)]
+    yield ["the memory's part of a step, s", *(f"{_memory_s(b):.2f}" for b in bests)]
+    for place in range(3):
+        yield [f"{('largest', 'second', 'third')[place]} of these", *(_cost(b, place) for b in bests)]
+    yield ["dense twin of equal FLOPs, s per step in its own layout", *(_twin(p, hardware) for p in plans)]
+    costs = [checkpoint_costs(config, plan.num_gpus, hardware) for plan in plans]
+    yield ["checkpoint, GB", *(f"{c.num_bytes / 1e9:,.0f}" for c in costs)]
+    yield ["save, s; of that stalled", *(f"{c.save_s:.0f}; {c.stall_s:.0f}" for c in costs)]
+    copying = replace(config, checkpoint=replace(config.checkpoint, asynchronous=True))
+    behind = [checkpoint_costs(copying, plan.num_gpus, hardware) for plan in plans]
+    yield ["with checkpoint.asynchronous, stalled, s", *(f"{c.stall_s:.1f}" for c in behind)]
+    in_host = [c.num_bytes / plan.num_gpus * hardware.gpus_per_node for c, plan in zip(behind, plans, strict=True)]
+    yield ["and GB of a node's host memory", *(f"{num / 1e9:.0f}" for num in in_host)]
+    yield ["restart, s", *(f"{c.restart_s:.0f}" for c in costs)]
+
+
+def against_groups(plan: Planned, hardware: Hardware) -> Iterator[Row]:
+    yield [
+        "G", "layout", "GB", "tables' state, GB", "lookups in the node, GB", "to others, GB", "exchange exposed, s",
+        "gathers, s", "tables' reductions exposed, s", "s per step",
+    ]  # fmt: skip
+    for group in sorted({each.config.parallel.memory for each in plan.found}):
+        of_group = [e for e in plan.found if e.config.parallel.memory == group and e.fits(hardware)]
+        if not of_group:
+            continue
+        # They are in order of their times.
+        best = of_group[0]
+        near, far = best.time.sent[best.time.slowest_stage].exchange
+        parts = best.time.by_part
+        yield [
+            f"{group}",
+            _layout(best, plan.num_gpus),
+            f"{best.peak_bytes / 1e9:.1f}",
+            f"{_tables(best) / 1e9:.1f}",
+            f"{near / 1e9:.1f}",
+            f"{far / 1e9:.1f}",
+            f"{parts[TimePart.MEMORY_EXCHANGE]:.2f}",
+            f"{parts[TimePart.MEMORY_TABLES]:.2f}",
+            f"{parts[TimePart.MEMORY_REDUCTION]:.2f}",
+            f"{best.time.total_s:.2f}",
+        ]
+
+
+def _outlook(hardware: Hardware) -> Iterator[str]:
+    counts = count_parameters(_outlook_config().model)
+    yield f"`model.memory.num_keys={OUTLOOK_KEYS}`: {counts.tables / 1e12:.3f}T parameters in tables, all else as above."
+    yield ""
+    head = ["GPUs", "layout, or what breaks first", "GB", "s per step", "largest cost", "checkpoint, TB", "save, s"]
+    yield from markdown_table([head, *(outlook_row(num_gpus, hardware) for num_gpus in OUTLOOK_GPUS)])
+
+
+def _outlook_config() -> RunConfig:
+    return load_config(CONFIGS / MODELS["2.5B/120B-top256"], [f"model.memory.num_keys={OUTLOOK_KEYS}"])
+
+
+def outlook_row(num_gpus: int, hardware: Hardware) -> Row:
+    config = _outlook_config()
+    plan = planned(config, num_gpus, hardware)
+    if isinstance(plan, str):
+        return [f"{num_gpus}", plan, "", "", "", "", ""]
+    best, costs = plan.best, checkpoint_costs(config, num_gpus, hardware)
+    return [
+        f"{num_gpus}",
+        _layout(best, num_gpus),
+        f"{best.peak_bytes / 1e9:.1f}",
+        f"{best.time.total_s:.2f}",
+        _cost(best, 0),
+        f"{costs.num_bytes / 1e12:.1f}",
+        f"{costs.save_s:.0f}",
+    ]
+
+
+def markdown_table(rows: Sequence[Row] | Iterator[Row]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        yield "| " + " | ".join(row) + " |"
+        if number == 0:
+            yield "|" + "---|" * len(row)
+
+
+def _layout(each: Estimate, num_gpus: int) -> str:
+    layout, train = each.config.parallel, each.config.train
+    axes = {"TP": layout.tensor, "PP": layout.pipeline, "VP": layout.virtual_pipeline, "CP": layout.context}
+    words = [f"{name} {size}" for name, size in axes.items() if size > 1]
+    words += [f"DP {Division.of(each.config, num_gpus).replicas}", f"G {layout.memory}", f"mb {train.micro_batch_size}"]
+    words += [f"recompute {train.recompute}"] if train.recompute != "none" else []
+    words += ["tables on the host"] if each.config.optimizer.value_offload == "cpu" else []
+    return ", ".join(words)
+
+
+def _state(each: Estimate) -> float:
+    return sum(each.stages[each.fullest_stage].by_part[part] for part in STATE_PARTS)
+
+
+def _tables(each: Estimate) -> float:
+    return sum(each.stages[each.fullest_stage].by_part[part] for part in _TABLE_PARTS)
+
+
+def _memory_s(each: Estimate) -> float:
+    return sum(each.time.by_part[part] for part in _MEMORY_TIME)
+
+
+def _cost(each: Estimate, place: int) -> str:
+    costs = each.time.memory_costs
+    if place >= len(costs):
+        return ""
+    part, seconds, _ = costs[place]
+    return f"{part.value.removeprefix('memory: ')}: {seconds:.2f} s"
+
+
+def _twin(plan: Planned, hardware: Hardware) -> str:
+    twin = dense_twin(plan.best.config)
+    assert twin is not None
+    own = recommended(all_estimates(twin, plan.num_gpus, hardware), hardware)
+    return f"{(own or estimate(twin, plan.num_gpus, hardware)).time.total_s:.2f}"
+
+
+def marks() -> tuple[str, str]:
+    """What stands before and after the computed part."""
+    return f"<!-- {PART} -->", f"<!-- end of {PART} -->"
+
+
+def write(path: Path) -> None:
+    """Computes the part anew, and leaves the rest of the page."""
+    begin, end = marks()
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    path.write_text(f"{before}{begin}\n{body()}{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
