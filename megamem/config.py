@@ -184,11 +184,11 @@ class ModelConfig(Config):
                 "and those of model.latent_attention are turned in part: use ntk, linear or llama3"
             )
         slots = {self.memory.slot_of(span) for span in self.memory_spans} if self.memory is not None else set()
-        if refused := slots & {Slot.HEADS, Slot.BLOCK}:
+        if slots & {Slot.HEADS, Slot.BLOCK}:
             assert self.memory is not None
             raise ValueError(
-                f"model.memory.kind is {self.memory.kind}, whose memories act on attention's {refused.pop().value}: there "
-                "they stand behind projections of keys and values, set model.latent_attention: null"
+                f"model.memory.kind is {self.memory.kind}, whose memories read what heads of plain attention give: set "
+                "model.latent_attention: null, or choose another memory"
             )
 
     @property

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _INPUTS_HELP = (
     "files or directories, or the name python-stdlib (the sources of this Python's standard library) or python-packages "
     "(those of the packages that megamem needs, about 100 MB). Directories are read in full, sorted by path; names that "
-    "start with a dot are left out. *.jsonl and *.json are JSON lines (also .gz and .zst), *.parquet is parquet, and "
-    "every other file is one document of UTF-8 text"
+    "start with a dot are left out. *.jsonl and *.json are JSON lines (also .gz and .zst), *.parquet is parquet, *.npz are "
+    "arrays 'codes' [N, L] and 'classes' [N], a document each row, and every other file is one document of UTF-8 text"
 )
 
 _VALIDATION_FRACTION = 0.01
@@ -31,6 +31,7 @@ examples:
   megamem data prepare python-packages --tokenizer data/stdlib-4096.json --output data/packages
   megamem data prepare corpus/*.jsonl.zst --field content --tokenizer llama/tokenizer.json --output data/web
   megamem data prepare dump.parquet --output data/dump --max-bad 100
+  megamem data prepare digits-codes.npz --tokenizer codes:64,10 --output data/digits
   megamem data prepare book.txt --output data/book --cut-documents 20000
   megamem data prepare questions.jsonl --prompt-field question --answer-field answer --output data/questions
   megamem data prepare corpus/train --validation corpus/held-out --output data/mine
@@ -44,6 +45,15 @@ _TOKENIZER_EPILOG = """\
 examples:
   megamem data tokenizer python-stdlib --vocab-size 4096 --output data/stdlib-4096.json
   megamem data prepare python-stdlib --tokenizer data/stdlib-4096.json --output data/stdlib-4096
+"""
+
+_CODES_EPILOG = """\
+examples:
+  megamem data codes digits.npz --patch 2 --codes 64 --output digits-codes.npz
+  megamem data prepare digits-codes.npz --tokenizer codes:64,10 --output data/digits
+
+Patches are clustered by k-means, the same way every time, and a patch's code is its nearest mean. For images of more than
+a few colours use the codes of a trained quantiser, in the same arrays.
 """
 
 _VERIFY_EPILOG = """\
@@ -76,6 +86,7 @@ def add_parser(subparsers: Any) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_prepare(commands)
     _add_tokenizer(commands)
+    _add_codes(commands)
     _add_inspect(commands)
     _add_verify(commands)
     _add_synthetic(commands)
@@ -108,8 +119,8 @@ def _add_prepare(commands: Any) -> None:
         "--tokenizer",
         default="bytes",
         metavar="SPEC",
-        help="bytes (256 byte values and an end-of-document token; the default), a Hugging Face tokenizer.json, or a "
-        "folder with one",
+        help="bytes (256 byte values and an end-of-document token; the default), codes:NUM_CODES,NUM_CLASSES (of *.npz), a "
+        "Hugging Face tokenizer.json, or a folder with one",
     )
     parser.add_argument(
         "--eod-token",
@@ -157,6 +168,22 @@ def _add_tokenizer(commands: Any) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the output file if it exists")
     parser.set_defaults(func=run_tokenizer)
+
+
+def _add_codes(commands: Any) -> None:
+    parser = add_command(commands, "codes", "cut images into patches and quantise them", _CODES_EPILOG)
+    parser.add_argument(
+        "images",
+        type=Path,
+        metavar="FILE",
+        help=".npz with arrays 'images' [N, H, W] or [N, H, W, C], and 'classes' [N]",
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help=".npz to write: 'codes', 'classes' and 'means'"
+    )
+    parser.add_argument("--patch", type=int, default=2, metavar="N", help="side of a patch, in pixels (default: 2)")
+    parser.add_argument("--codes", type=int, default=64, metavar="N", help="codes of the quantiser (default: 64)")
+    parser.set_defaults(func=run_codes)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -297,6 +324,15 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     if bad_documents.num_bad:
         print(f"Skipped {plural(bad_documents.num_bad, 'bad document')}:")
         print("\n".join(f"  {example}" for example in bad_documents.examples))
+    return 0
+
+
+def run_codes(args: argparse.Namespace) -> int:
+    """`megamem data codes`. Raises DataError."""
+    from pretrain.data.quantise import quantise_file
+
+    codes = quantise_file(args.images, args.output, patch=args.patch, num_codes=args.codes)
+    print(f"Wrote {args.output}: {plural(codes.shape[0], 'image')} of {codes.shape[1]} codes, below {codes.max() + 1}.")
     return 0
 
 

@@ -67,7 +67,7 @@ def attention_kept(model: ModelConfig, element: int) -> float:
 
 
 def _up_projection(model: ModelConfig) -> int:
-    """C n (2 d - r)."""
+    """Weights that make keys and values of latents, C n (2 d - r)."""
     latent = model.latent_attention
     assert latent is not None
     return latent.latent_dim * model.num_attention_heads * (2 * model.attention_head_dim - latent.rotary_dim)

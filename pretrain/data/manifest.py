@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from pretrain.data.indexed_files import IDX_MAGIC, header_problem, prompts_bytes, read_prompts
-from pretrain.data.tokenizer import BYTES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
+from pretrain.data.tokenizer import BYTES, CODES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
 from pretrain.errors import DataError
 from pretrain.progress import Progress
 
@@ -291,9 +291,15 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _open_tokenizer(folder: Path, info: TokenizerInfo) -> Tokenizer:
-    if info.kind not in (BYTES, HUGGING_FACE):
+    # Classes come after the token that ends a document, and it comes after the codes.
+    specs: dict[str, str | Path] = {
+        BYTES: BYTES,
+        CODES: f"{CODES}:{info.eod},{info.vocab_size - info.eod - 1}",
+        HUGGING_FACE: folder / TOKENIZER_FILE,
+    }
+    if info.kind not in specs:
         raise damaged(folder, f"unknown tokenizer kind {info.kind!r}")
-    tokenizer = load_tokenizer(BYTES if info.kind == BYTES else folder / TOKENIZER_FILE, info.eod_token)
+    tokenizer = load_tokenizer(specs[info.kind], info.eod_token)
     if tokenizer.fingerprint != info.fingerprint:
         raise damaged(folder, "its tokenizer is not the one that made the tokens")
     return tokenizer

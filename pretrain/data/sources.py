@@ -1,4 +1,5 @@
-"""Documents from files: plain text, JSON lines (plain, gzip, zstd), parquet, and Python sources of this machine.
+"""Documents from files: plain text, JSON lines (plain, gzip, zstd), parquet, arrays of codes, and Python sources of this
+machine.
 
 Reading is split in two, so that the costly half can run in other processes:
 
@@ -14,13 +15,17 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pretrain.data.installed import INSTALLED
 from pretrain.errors import DataError
@@ -42,7 +47,7 @@ class SourceFile:
 
     path: Path
     input_index: int
-    kind: Literal["text", "json", "parquet"]
+    kind: Literal["text", "json", "parquet", "codes"]
     size_bytes: int
     mtime_ns: int
 
@@ -51,8 +56,8 @@ class SourceFile:
 class Record:
     """An undecoded document.
 
-    `payload` is a line (bytes), a parquet value (str, or None for null) or None for a text file, which `decode` reads
-    itself. `failure` is set instead when the file itself broke at this place. `file_bytes` is the progress through the
+    `payload` is a line (bytes), a parquet value (str, or None for null), a class and codes (str) or None for a text file,
+    which `decode` reads itself. `failure` is set instead when the file itself broke at this place. `file_bytes` is the progress through the
     file that this record stands for.
     """
 
@@ -67,7 +72,7 @@ class Record:
         """Where the record is from, as a person would look it up."""
         if self.row == 0:
             return str(self.file.path)
-        return f"{self.file.path}, {'row' if self.file.kind == 'parquet' else 'line'} {self.row}"
+        return f"{self.file.path}, {'line' if self.file.kind == 'json' else 'row'} {self.row}"
 
 
 @dataclass
@@ -142,11 +147,13 @@ def _source_file(path: Path, input_index: int) -> SourceFile:
             f"{path}: a pipe or a device, which has neither a size nor a second reading: write it to a file first."
         )
     name = path.name.lower()
-    kind: Literal["text", "json", "parquet"] = "text"
+    kind: Literal["text", "json", "parquet", "codes"] = "text"
     if name.endswith(_JSON_SUFFIXES):
         kind = "json"
     elif name.endswith(".parquet"):
         kind = "parquet"
+    elif name.endswith(".npz"):
+        kind = "codes"
     return SourceFile(path, input_index, kind, stat.st_size, stat.st_mtime_ns)
 
 
@@ -177,6 +184,8 @@ def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[Recor
             yield from _json_records(file)
         elif file.kind == "parquet":
             yield from _parquet_records(file, field_name)
+        elif file.kind == "codes":
+            yield from _code_records(file)
         else:
             yield Record(file, 0, None, file.size_bytes)
 
@@ -263,6 +272,36 @@ def _parquet_records(file: SourceFile, field_name: str) -> Iterator[Record]:
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         # A damaged file has no row to point at until one was read.
         yield Record(file, row + 1 if row else 0, None, 0, failure=f"the parquet file cannot be read ({error})")
+
+
+def _code_records(file: SourceFile) -> Iterator[Record]:
+    """A document for every row of codes: its class and its codes, as `CodeTokenizer` reads them."""
+    try:
+        classes, codes = read_codes(file.path)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        yield Record(file, 0, None, 0, failure=f"the arrays cannot be read ({error})")
+        return
+    bytes_per_row = file.size_bytes // max(1, len(codes))
+    for row, (label, sequence) in enumerate(zip(classes.tolist(), codes.tolist(), strict=True), start=1):
+        yield Record(file, row, " ".join([f"c{label}", *map(str, sequence)]), bytes_per_row)
+
+
+def read_codes(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Classes [N] and codes [N, L] of an .npz file.
+
+    Raises:
+        ValueError: they are not there, not whole numbers from 0 on, or of other shapes.
+    """
+    with np.load(path, allow_pickle=False) as arrays:
+        if missing := {"classes", "codes"} - set(arrays.files):
+            raise ValueError(f"it has no array {min(missing)!r}, only {', '.join(sorted(arrays.files))}")
+        classes, codes = arrays["classes"], arrays["codes"]
+    for name, array in (("classes", classes), ("codes", codes)):
+        if not np.issubdtype(array.dtype, np.integer) or (array.size and array.min() < 0):
+            raise ValueError(f"its array {name!r} does not hold whole numbers from 0 on")
+    if classes.ndim != 1 or codes.ndim != 2 or len(classes) != len(codes):
+        raise ValueError(f"classes is {list(classes.shape)} and codes {list(codes.shape)}, not [N] and [N, L]")
+    return classes, codes
 
 
 @dataclass(frozen=True)

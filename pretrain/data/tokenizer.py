@@ -1,4 +1,4 @@
-"""Tokenizers: raw bytes, and any Hugging Face `tokenizer.json`.
+"""Tokenizers: raw bytes, codes of images, and any Hugging Face `tokenizer.json`.
 
 One object serves preparation, Megatron's data sets (`eod`, `pad`, `vocab_size`, `unique_identifiers`), evaluation and
 generation. It is text in and ids out: beginning-of-text tokens, truncation and padding that a `tokenizer.json` may ask
@@ -24,6 +24,8 @@ from pretrain.progress import Progress
 
 BYTES = "bytes"
 """Kind of the built-in byte tokenizer, and its spec."""
+CODES = "codes"
+"""Kind of the tokenizer of images' codes, whose spec is `codes:NUM_CODES,NUM_CLASSES`."""
 HUGGING_FACE = "huggingface"
 """Kind of a tokenizer that a `tokenizer.json` defines."""
 
@@ -38,7 +40,7 @@ class TokenizerInfo:
     """Which tokenizer made the ids."""
 
     kind: str
-    """`bytes` or `huggingface`."""
+    """`bytes`, `codes` or `huggingface`."""
     fingerprint: str
     """sha256 over everything that decides which ids a text becomes."""
     vocab_size: int
@@ -132,6 +134,59 @@ class ByteTokenizer(Tokenizer):
         """Nothing to write: the kind says it all."""
 
 
+class CodeTokenizer(Tokenizer):
+    """Codes of a vector quantiser, written as numbers, and classes, written as c0, c1 and so on, with spaces between.
+
+    Ids are the codes, then the end-of-document token, then the classes. An image of class 3 is the document
+    `c3 17 4 ...`: its class, and its codes row by row.
+    """
+
+    kind = CODES
+
+    def __init__(self, num_codes: int, num_classes: int) -> None:
+        """
+        Raises:
+            DataError: a number that is too small.
+        """
+        if num_codes < 1 or num_classes < 0:
+            raise DataError(f"{CODES}:{num_codes},{num_classes}: give 1 code or more, and 0 classes or more.")
+        self.num_codes, self.num_classes = num_codes, num_classes
+        self.eod, self.vocab_size = num_codes, num_codes + 1 + num_classes
+        self.fingerprint = hashlib.sha256(f"megamem: {num_codes} codes, {num_classes} classes".encode()).hexdigest()
+
+    @staticmethod
+    def of(spec: str) -> CodeTokenizer:
+        """That of `codes:NUM_CODES,NUM_CLASSES`.
+
+        Raises:
+            DataError: it is not written so.
+        """
+        numbers = spec.removeprefix(f"{CODES}:").split(",")
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            raise DataError(f"{spec}: no such tokenizer. Give {CODES}:NUM_CODES,NUM_CLASSES, as in {CODES}:16384,1000.")
+        return CodeTokenizer(int(numbers[0]), int(numbers[1]))
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.array([self._id_of(word) for word in text.split()], dtype=self.token_dtype) for text in texts]
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        words = [f"{id}" if id < self.eod else f"c{id - self.eod - 1}" for id in self.check_ids(ids) if id != self.eod]
+        return "".join(f"{word} " for word in words).encode()
+
+    def save(self, folder: Path) -> None:
+        """Nothing to write: the numbers of codes and of ids say it all."""
+
+    def _id_of(self, word: str) -> int:
+        is_class = word.startswith("c")
+        number, limit = word.removeprefix("c"), self.num_classes if is_class else self.num_codes
+        if not number.isdecimal() or int(number) >= limit:
+            raise DataError(
+                f"{word[:40]!r} is neither one of {self.num_codes} codes (0, 1, ...) nor of {self.num_classes} classes (c0, "
+                f"c1, ...). Give --tokenizer {CODES}:NUM_CODES,NUM_CLASSES with as many as there are, or mend the input."
+            )
+        return self.eod + 1 + int(number) if is_class else int(number)
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`, run by the `tokenizers` package."""
 
@@ -199,18 +254,19 @@ def load_tokenizer(spec: str | Path, eod_token: str | None = None) -> Tokenizer:
     """A tokenizer by name or file.
 
     Args:
-        spec: `bytes`, a `tokenizer.json`, or a folder that holds one.
-        eod_token: token that ends a document (not for `bytes`); None picks a known one.
+        spec: `bytes`, `codes:NUM_CODES,NUM_CLASSES`, a `tokenizer.json`, or a folder that holds one.
+        eod_token: token that ends a document (of a `tokenizer.json` alone); None picks a known one.
 
     Raises:
         DataError: there is no such tokenizer, or it cannot be used.
     """
-    if str(spec) == BYTES:
+    if str(spec) == BYTES or str(spec).startswith(f"{CODES}:"):
         if eod_token is not None:
             raise DataError(
-                f"The byte tokenizer has its own end-of-document token: leave --eod-token {eod_token!r} out."
+                f"The {'byte' if str(spec) == BYTES else 'code'} tokenizer has its own end-of-document token: leave "
+                f"--eod-token {eod_token!r} out."
             )
-        return ByteTokenizer()
+        return ByteTokenizer() if str(spec) == BYTES else CodeTokenizer.of(str(spec))
     path = Path(spec)
     if path.is_dir():
         path = path / TOKENIZER_FILE

@@ -44,11 +44,6 @@ class MidusConfig(MemoryConfig):
     def check_backbone(
         self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
     ) -> None:
-        if latent_dim is not None:
-            raise ValueError(
-                "model.latent_attention is set, and model.memory.kind midus reads what heads of plain attention give: "
-                "remove model.latent_attention, or choose another memory"
-            )
         if self.num_heads * head_dim != hidden_size:
             raise ValueError(
                 f"model.memory.num_heads is {self.num_heads}, but hidden_size = {hidden_size} is made of "

@@ -40,7 +40,10 @@ MOVE = MoveConfig(value_dim=12, num_gate_heads=3)
             {"memory": MoveConfig(value_dim=32, mixed_into="latents"), "latent_attention": None},
             "mixed_into is latents, but model.latent_attention is null: set it, or use mixed_into: values",
         ),
-        ({"memory": MidusConfig(num_heads=4)}, "latent_attention is set, and .* midus reads .*: remove"),
+        (
+            {"memory": MidusConfig(num_heads=4)},
+            "kind is midus, whose memories read what heads of plain attention give: set model.latent_attention: null",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -74,6 +77,6 @@ def test_a_head_behind_latents_is_no_place_for_a_memory() -> None:
             return Slot.HEADS
 
     with pytest.raises(
-        ValueError, match=r"kind is move, whose memories act on attention's heads: .*set model.latent_attention: null"
+        ValueError, match=r"kind is move, whose memories read what heads .*: set model.latent_attention: null"
     ):
         replace(LATENT, memory=OnHeads(value_dim=12, num_gate_heads=3))
