@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megamem.attention import SdpaCoreAttention
 from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock
+from megamem.config import LatentAttentionConfig
+from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules, LatentAttentionWithMemory
 from megamem.moe import moe_spec
 from megamem.norm import RMSNorm
 from megamem.side_stream import SideStream
@@ -36,6 +38,7 @@ def block_spec(
     implementation: Literal["local", "transformer_engine"],
     attention_core: type[SdpaCoreAttention],
     qk_norm: bool,
+    latent: LatentAttentionConfig | None,
     sites: Mapping[int, Site],
     groups: ProcessGroupCollection,
     side_stream: SideStream,
@@ -46,6 +49,7 @@ def block_spec(
         layers: global 0-based numbers of the chunk's layers.
         config: with `num_moe_experts` the feed-forward is a mixture of experts.
         implementation: Megatron's local linears with our norm and `attention_core`, or all of Transformer Engine's.
+        latent: of latent attention; None: keys and values have projections of their own.
         sites: the chunk's memories, by the layer that they read in.
         side_stream: where the memory of a block runs beside its feed-forward.
 
@@ -70,16 +74,30 @@ def block_spec(
         site = sites.get(layer)
         # Megatron's own block; a slot changes what its memory asks for, and nothing else.
         attention: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-        heads = SelfAttentionSubmodules(
-            linear_qkv=provider.column_parallel_linear(),
-            core_attention=core,
-            linear_proj=provider.row_parallel_linear(),
-            q_layernorm=qk,
-            k_layernorm=qk,
-        )
+        heads: SelfAttentionSubmodules | LatentAttentionSubmodules
+        if latent is not None:
+            attention["latent"] = latent
+            heads = LatentAttentionSubmodules(
+                linear=provider.column_parallel_linear(),
+                core_attention=core,
+                linear_proj=provider.row_parallel_linear(),
+                kv_layernorm=qk,
+            )
+        else:
+            heads = SelfAttentionSubmodules(
+                linear_qkv=provider.column_parallel_linear(),
+                core_attention=core,
+                linear_proj=provider.row_parallel_linear(),
+                q_layernorm=qk,
+                k_layernorm=qk,
+            )
         block = TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(module=SelfAttention, params=attention, submodules=heads),
+            self_attention=ModuleSpec(
+                module=SelfAttention if latent is None else LatentAttention,
+                params=attention,
+                submodules=heads,
+            ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
             mlp=ffn,
@@ -90,9 +108,9 @@ def block_spec(
                 case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP:
                     around = {"make_ffn": make_ffn, "site": site, "side_stream": side_stream}
                     block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
-                case Slot.VALUES:
+                case Slot.VALUES | Slot.LATENTS:
                     attention["site"] = site
-                    block.self_attention.module = AttentionWithMemory
+                    block.self_attention.module = AttentionWithMemory if latent is None else LatentAttentionWithMemory
                 case Slot.HEADS:
                     heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
                 case Slot.BLOCK:

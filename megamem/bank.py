@@ -20,6 +20,7 @@ from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
 from megamem.parameters import ONLY_COPY, Copy, ReducedOver, declare, mark_copy
 from megamem.sharing import BankSpec
+from megamem.token_tables.fetched import RowFetch
 
 
 class MakeBank(Protocol):
@@ -106,6 +107,7 @@ class Bank(nn.Module):
         replica_rank: int,
         columns: Columns = Columns(),
         copy: Copy = ONLY_COPY,
+        fetched: RowFetch | None = None,
     ) -> None:
         """Allocate the tables; `megamem.initialisation` fills them.
 
@@ -115,13 +117,14 @@ class Bank(nn.Module):
             replica_rank: this rank among those that hold a copy; only rank 0 writes it into checkpoints.
             columns: that this rank holds; a subclass that holds less than all of them knows how to read.
             copy: which of the stages' copies this one is.
+            fetched: instead of tables, for a bank that is only read.
         """
         super().__init__()
-        self.spec = spec
+        self.spec, self.fetched = spec, fetched
         self.kernels = kernels
         self.activation: Activation = memory.lookup.activation
         self.replica_rank, self.columns, self.copy = replica_rank, columns, copy
-        for table in memory.tables:
+        for table in memory.tables if fetched is None else ():
             setattr(self, table.name, self._table(table, dtype, device))
 
     def _table(self, table: Table, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -144,12 +147,28 @@ class Bank(nn.Module):
         pre_values: str = "pre_values",
     ) -> Tensor:
         """See `TableLookup.read`."""
-        table = self.get_parameter(values)
         if pre_input is None:
-            return self.kernels.gather_sum(table, rows, scores, bins, num_bins)
+            return self.weighted_sum(values, rows, scores, bins, num_bins)
         return self.kernels.gather_pair(
-            self.get_parameter(pre_values), table, rows, pre_input, scores, self.activation, bins, num_bins
+            self.get_parameter(pre_values),
+            self.get_parameter(values),
+            rows,
+            pre_input,
+            scores,
+            self.activation,
+            bins,
+            num_bins,
         )
+
+    def weighted_sum(self, name: str, rows: Tensor, coef: Tensor, bins: Tensor | None, num_bins: int) -> Tensor:
+        """`Kernels.gather_sum` of a table's columns on this rank, resident or fetched."""
+        table, ids = (self.get_parameter(name), rows) if self.fetched is None else self.fetched.table(rows)
+        return self.kernels.gather_sum(table, ids, coef, bins, num_bins)
+
+    def announce(self, token_ids: Tensor) -> None:
+        """Say which tokens are about to be read: rows that are not resident begin to come."""
+        if self.fetched is not None:
+            self.fetched.announce(token_ids)
 
     def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
         """See `TableLookup.read_heads`. Collective over the tensor-parallel group."""

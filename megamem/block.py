@@ -217,7 +217,7 @@ class MemoryBlock(TransformerLayer):
             context_mask: the microbatch as `megamem.inputs.pack` packs it; None where no memory asks for it.
         """
         inputs = Inputs(context_mask, context if self.reads_once else None)
-        if self.slot in (Slot.VALUES, Slot.HEADS, Slot.BLOCK):
+        if self.slot in (Slot.VALUES, Slot.LATENTS, Slot.HEADS, Slot.BLOCK):
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)
         normal = self._forward_pre_mlp_layernorm(hidden)

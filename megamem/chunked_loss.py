@@ -38,7 +38,7 @@ class ChunkedLoss(nn.Module):
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Negative log-likelihoods in nats.
 
-        In backward the gradient of `weight` is the sum over chunks. If the weight has a `main_grad`, as under
+        In backward the gradient of `weight`, if it is trained, is the sum over chunks. If the weight has a `main_grad`, as under
         Megatron's DDP, all chunks but the last add theirs to it, in its precision; that of the last reaches the weight
         by autograd, whose hooks therefore see one gradient per backward pass, as of any other use.
 
@@ -126,11 +126,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         (of_losses,) = gradients
         hidden, weight, targets, largest, total = ctx.saved_tensors
         group = ctx.group
-        of_hidden, of_weight = torch.empty_like(hidden), _WeightGradient(weight)
+        of_hidden = torch.empty_like(hidden)
+        of_weight = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
         for chunk in _chunks(hidden, ctx.rows):
             tokens = _gathered(hidden[chunk], group)
             # softmax - onehot(target), times the gradient of the loss.
@@ -143,9 +144,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             narrow = of_logits.to(weight.dtype)
             del of_logits
             of_hidden[chunk] = _scattered(narrow @ weight, group)
-            of_weight.add(narrow, tokens, is_last=chunk.stop == len(hidden))
+            if of_weight is not None:
+                of_weight.add(narrow, tokens, is_last=chunk.stop == len(hidden))
             del narrow
-        return of_hidden, of_weight.result, None, None, None
+        return of_hidden, None if of_weight is None else of_weight.result, None, None, None
 
 
 class _WeightGradient:

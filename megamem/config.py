@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamem.config_base import Config, EffectiveWhen, LossWeight
 from megamem.identity import Role
 from megamem.memory_config import MemoryConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingPlan
+from megamem.slots import Slot
 from megamem.spans import Span, count_memory_layers, resolve_placement
 
 
@@ -49,6 +50,18 @@ class MoEConfig(Config):
 
 
 @dataclass(frozen=True)
+class LatentAttentionConfig(Config):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one narrow
+    latent per token, and a key that all heads share carries the positions. Queries are not compressed."""
+
+    latent_dim: PositiveInt = 32
+    """d_c: width of a token's latent."""
+    rotary_dim: NonNegativeInt = 16
+    """Of the head_dim columns of queries and keys, how many RoPE turns; those of keys are shared by all heads and made of
+    the hidden state. 0: the causal mask alone tells positions."""
+
+
+@dataclass(frozen=True)
 class ModelConfig(Config):
     """A decoder-only transformer (RMSNorm, SwiGLU, RoPE), with or without memory layers."""
 
@@ -59,9 +72,11 @@ class ModelConfig(Config):
     num_attention_heads: Annotated[PositiveInt, Role.IDENTITY] = 4
     """Query heads."""
     num_query_groups: Annotated[PositiveInt | None, Role.IDENTITY] = None
-    """Key/value heads (grouped-query attention); null: one per query head."""
+    """Key/value heads (grouped-query attention), not with latent_attention; null: one per query head."""
     head_dim: Annotated[PositiveInt | None, Role.IDENTITY] = None
     """Width of one attention head; null: hidden_size / num_attention_heads."""
+    latent_attention: Annotated[LatentAttentionConfig | None, Role.IDENTITY] = None
+    """Keys and values made of one latent per token (multi-head latent attention); null: projections of their own."""
     ffn_hidden_size: Annotated[
         PositiveInt, Role.IDENTITY, EffectiveWhen(lambda c: c.moe is None, "model.moe is null")
     ] = 256
@@ -73,12 +88,18 @@ class ModelConfig(Config):
     tied_embeddings: Annotated[bool, Role.IDENTITY] = True
     """Use the input embedding as the output projection."""
     qk_norm: Annotated[bool, Role.IDENTITY] = True
-    """RMS-normalise queries and keys per head before RoPE."""
+    """RMS-normalise queries and keys per head before RoPE; with model.latent_attention the latents, and neither."""
     norm_epsilon: Annotated[PositiveFloat, Role.IDENTITY] = 1e-5
     """Added to the mean square in every RMSNorm of the backbone and the memory."""
-    rotary_base: Annotated[PositiveInt, Role.RUNNING] = 10000
+    rotary_base: Annotated[
+        PositiveInt, Role.RUNNING, EffectiveWhen(lambda c: c.rotary_width > 0, "latent_attention.rotary_dim is above 0")
+    ] = 10000
     """RoPE base theta."""
-    rotary_scaling: Annotated[RotaryScalingConfig | None, Role.RUNNING] = None
+    rotary_scaling: Annotated[
+        RotaryScalingConfig | None,
+        Role.RUNNING,
+        EffectiveWhen(lambda c: c.rotary_width > 0, "latent_attention.rotary_dim is above 0"),
+    ] = None
     """Lower frequencies of RoPE, for longer sequences than before; null: those of rotary_base."""
     init_std: Annotated[PositiveFloat | None, Role.IDENTITY] = None
     """Standard deviation of the initial linear weights and embeddings; null: sqrt(2 / (5 hidden_size))."""
@@ -96,10 +117,12 @@ class ModelConfig(Config):
                 f"model.hidden_size is {self.hidden_size}, which num_attention_heads = {self.num_attention_heads} does "
                 "not divide: change one, or set model.head_dim"
             )
-        if self.attention_head_dim % 2:
+        if self.latent_attention is not None:
+            self._check_latents(self.latent_attention)
+        elif self.attention_head_dim % 2:
             raise ValueError(f"the width of an attention head is {self.attention_head_dim}: RoPE needs an even one")
         if self.rotary_scaling is not None:
-            if self.rotary_scaling.kind == "ntk" and self.attention_head_dim == 2:
+            if self.rotary_scaling.kind == "ntk" and self.rotary_width == 2:
                 raise ValueError(
                     "model.rotary_scaling.kind is ntk, which keeps the highest frequency and lowers the others, and heads "
                     "of width 2 have no other: use linear"
@@ -121,6 +144,13 @@ class ModelConfig(Config):
                     "model.memory.placement.position is instead in every block, which leaves no feed-forward for "
                     "model.moe: use position: beside, or fewer blocks"
                 )
+            is_inserted = any(self.memory.slot_of(span) is Slot.BLOCK for span in self.memory_spans)
+            if is_inserted and self.num_attention_heads * self.attention_head_dim != self.hidden_size:
+                raise ValueError(
+                    f"model.memory.kind is {self.memory.kind}, whose blocks add what their heads read to the residual "
+                    f"stream, but {self.num_attention_heads} heads of {self.attention_head_dim} columns are not "
+                    f"hidden_size = {self.hidden_size} wide: leave model.head_dim at null"
+                )
             self.memory.check(
                 hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )
@@ -128,12 +158,47 @@ class ModelConfig(Config):
                 hidden_size=self.hidden_size,
                 query_groups=self.query_groups,
                 head_dim=self.attention_head_dim,
+                latent_dim=None if self.latent_attention is None else self.latent_attention.latent_dim,
                 vocab_size=self.vocab_size,
+            )
+
+    def _check_latents(self, latent: LatentAttentionConfig) -> None:
+        if latent.rotary_dim % 2 or latent.rotary_dim >= self.attention_head_dim:
+            raise ValueError(
+                f"model.latent_attention.rotary_dim is {latent.rotary_dim}: RoPE needs an even number of columns, and "
+                f"fewer than the {self.attention_head_dim} of a head"
+            )
+        if self.implementation != "local":
+            raise ValueError(
+                f"model.implementation is {self.implementation}, but model.latent_attention is that of local layers: use "
+                "model.implementation: local"
+            )
+        if self.num_query_groups is not None:
+            raise ValueError(
+                f"model.num_query_groups is {self.num_query_groups}, but model.latent_attention makes a key and a value "
+                "for every head: leave num_query_groups out"
+            )
+        if self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn":
+            raise ValueError(
+                "model.rotary_scaling.kind is yarn, whose attention_factor is for queries and keys that are turned whole, "
+                "and those of model.latent_attention are turned in part: use ntk, linear or llama3"
+            )
+        slots = {self.memory.slot_of(span) for span in self.memory_spans} if self.memory is not None else set()
+        if refused := slots & {Slot.HEADS, Slot.BLOCK}:
+            assert self.memory is not None
+            raise ValueError(
+                f"model.memory.kind is {self.memory.kind}, whose memories act on attention's {refused.pop().value}: there "
+                "they stand behind projections of keys and values, set model.latent_attention: null"
             )
 
     @property
     def attention_head_dim(self) -> int:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Columns of a head's queries and keys that RoPE turns."""
+        return self.attention_head_dim if self.latent_attention is None else self.latent_attention.rotary_dim
 
     @property
     def query_groups(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels.select import select_kernels
-from megamem.bank import Bank
+from megamem.bank import Bank, TableLookup
 from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
 from megamem.distributions import Normal
@@ -87,7 +87,7 @@ def spread(count: int, most: int) -> Sequence[int]:
 @torch.no_grad()
 def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) -> InitialOutput:
     tables = _DrawnTables(memory, model.memory_plan.views[index].bank, seed)
-    layer = _build_layer(model, memory, index, tables, seed)
+    layer = build_layer(model, memory, index, tables, seed)
     for name, parameter in layer.named_parameters():
         if (distribution := distribution_of(f"{layer.name}.{name}", model)) is not None:
             fill(parameter, distribution, seed=seed, name=f"{layer.name}.{name}")
@@ -135,7 +135,8 @@ def _root_mean_square(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def _build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: _DrawnTables, seed: int) -> MemoryLayer:
+def build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: TableLookup, seed: int) -> MemoryLayer:
+    """A memory layer of a model by itself, whole and with unset weights."""
     config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -43,11 +43,18 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
     match name.split("."):
         case [*_, "word_embeddings" | "linear_qkv" | "linear_fc1" | "router", "weight"] | ["output_layer", "weight"]:
             return Normal(std)
+        case [*_, "linear_q_proj" | "linear_kv_down_proj" | "linear_kv_up_proj", "weight"]:
+            return Normal(std)
         case [*_, "linear_proj" | "linear_fc2", "weight"]:
             return Normal(to_residual)
         case [
             *_,
-            "input_layernorm" | "pre_mlp_layernorm" | "final_layernorm" | "q_layernorm" | "k_layernorm",
+            "input_layernorm"
+            | "pre_mlp_layernorm"
+            | "final_layernorm"
+            | "q_layernorm"
+            | "k_layernorm"
+            | "kv_layernorm",
             "weight",
         ]:
             return Constant(1.0)

@@ -147,8 +147,11 @@ class MemoryConfig(Config, ABC):
             ValueError: with key, value and fix.
         """
 
-    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
-        """Refuse widths, key/value heads and a vocabulary (None: that of the tokenizer) that this memory does not fit.
+    def check_backbone(
+        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
+    ) -> None:
+        """Refuse widths, key/value heads, latents of attention (None: it has none) and a vocabulary (None: that of the
+        tokenizer) that this memory does not fit.
 
         Raises:
             ValueError: with key, value and fix.
@@ -202,6 +205,11 @@ class MemoryConfig(Config, ABC):
     def observed(self) -> Observed:
         """What usage metrics tell besides rows and outputs."""
         return Observed()
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """What every token weighs in every layer, by name; none where rows are retrieved."""
+        return ()
 
     def width(self, table: str) -> int:
         """Columns of a table; 0 if there is none of that name."""

@@ -28,10 +28,12 @@ from megamem.layers.shared_read import SharedRead
 from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.parameters import Copy, parameter_device
+from megamem.recomputed_blocks import PartlyTrainedBlocks
 from megamem.rotary import rotary_angles, scaled_frequencies
 from megamem.side_stream import SideStream
 from megamem.slots import Site
 from megamem.spans import Span
+from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
 
 class MemoryGPTModel(GPTModel):
@@ -44,6 +46,8 @@ class MemoryGPTModel(GPTModel):
         reads_tokens: whether this chunk needs the microbatch: it has the embedding, the loss, or a memory that asks for
             tokens, or documents are separate.
         weights_are_set: to be set by whoever fills the weights.
+        input_needs_gradient: whether the backward pass goes on in the chunk before this one.
+        output_needs_gradient: whether there is a backward pass in this chunk, or in one before it.
     """
 
     def __init__(
@@ -95,7 +99,8 @@ class MemoryGPTModel(GPTModel):
             kernels=kernels,
             seed=seed,
             token_group=groups.tp_cp,
-            tensor_group=groups.tp,
+            # Latents are whole tokens': heads are made of them behind a memory.
+            tensor_group=groups.tp if model.latent_attention is None else None,
             stage=stage,
             lent=lent,
         )
@@ -107,6 +112,7 @@ class MemoryGPTModel(GPTModel):
                 implementation=model.implementation,
                 attention_core=attention_core,
                 qk_norm=model.qk_norm,
+                latent=model.latent_attention,
                 sites=sites,
                 groups=groups,
                 side_stream=side_stream,
@@ -117,6 +123,10 @@ class MemoryGPTModel(GPTModel):
             post_process=post_process,
             share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope",
+            # Megatron rounds the turned columns of a head down.
+            rotary_percent=1.0
+            if model.latent_attention is None
+            else (model.rotary_width + 0.5) / model.attention_head_dim,
             rotary_base=model.rotary_base,
             pg_collection=groups,
             vp_stage=vp_stage,
@@ -129,6 +139,8 @@ class MemoryGPTModel(GPTModel):
         self.separate_documents = separate_documents
         self.reads_tokens = pre_process or post_process or self._memory_reads_tokens or separate_documents
         self.weights_are_set = False
+        self.layers = layers
+        self.input_needs_gradient = self.output_needs_gradient = True
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
         self.shared_read: SharedRead | None = None
         # One that an earlier chunk holds is not a module of this one.
@@ -167,6 +179,8 @@ class MemoryGPTModel(GPTModel):
         if self._memory_reads_tokens:
             assert input_ids is not None
             assert position_ids is not None
+            for bank in self.own_banks:
+                bank.announce(input_ids)
             packed = pack(input_ids, position_ids)
             carried = {"context_mask": packed}
             for read in self.read_together:
@@ -202,6 +216,47 @@ class MemoryGPTModel(GPTModel):
         losses: Tensor = self.chunked_loss(hidden_states, self.output_weight, labels)
         return losses
 
+    def train_only(self, part: TrainedPart) -> None:
+        """Leave gradients to a part of the model. To be called before anybody asks which parameters have some.
+
+        What is not in the part keeps its values: no gradient of it is made, and backward ends at the lowest block that
+        something trained is in.
+        """
+        if part.is_whole:
+            return
+        for parameter, served in self.blocks_served().items():
+            parameter.requires_grad_(part.trains(served))
+        self.input_needs_gradient = part.first_block < self.layers.start
+        self.output_needs_gradient = part.first_block < self.layers.stop
+        if self.config.recompute_granularity == "full":
+            # Megatron's GPTModel names the class of its blocks; ours has the same state.
+            self.decoder.__class__ = PartlyTrainedBlocks
+            self.decoder.num_below = max(0, part.first_block - self.layers.start)
+
+    def blocks_served(self) -> dict[nn.Parameter, frozenset[int]]:
+        """The blocks, counted from the model's first, that each of this chunk's parameters serves; see
+        `megamem.trained_part`."""
+        served: dict[nn.Parameter, frozenset[int]] = dict.fromkeys(self.parameters(), NO_BLOCK)
+        for block, layer in zip(self.layers, self.decoder.layers, strict=True):
+            served.update(dict.fromkeys(layer.parameters(), frozenset({block})))
+        for bank in self.own_banks:
+            served.update(dict.fromkeys(bank.parameters(), readers_of_bank(self.model_config, bank.spec)))
+        if self.shared_read is not None:
+            readers = frozenset(span.read for span in self.model_config.memory_spans)
+            served.update(dict.fromkeys(self.shared_read.parameters(), readers))
+        return served
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """What the chunk before this one has made [t, b, D], which Megatron's schedules hand over before `forward`."""
+        (received,) = input_tensor if isinstance(input_tensor, list) else (input_tensor,)
+        if received is not None and not self.input_needs_gradient:
+            if self.config.virtual_pipeline_model_parallel_size is not None and torch.is_grad_enabled():
+                # Interleaved chunks exchange a gradient for every output, wanted or not.
+                received.grad = torch.zeros_like(received)
+            # Backward ends here.
+            received = received.detach()
+        super().set_input_tensor([received])
+
     @property
     def own_banks(self) -> list[Bank]:
         """The banks that this chunk holds."""
@@ -230,10 +285,11 @@ class MemoryGPTModel(GPTModel):
         """The routers of this chunk's mixtures of experts, in order."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
-    def set_memory_enabled(self, enabled: bool) -> None:
-        """Switch the memory's output on or off in every block, for ablation."""
+    def set_memory_enabled(self, enabled: bool, name: str | None = None) -> None:
+        """Switch the memory's output on or off, for ablation: in every block, or of the layer of a global name."""
         for site in self._memory_sites():
-            site.memory_enabled = enabled
+            if name is None or site.memory.name == name:
+                site.memory_enabled = enabled
 
     def serve_memory(self) -> None:
         """Take part, without a token, in the exchanges of a forward pass of other ranks of the memory group."""
@@ -299,7 +355,7 @@ def _memories(
     kernels: Kernels,
     seed: int,
     token_group: torch.distributed.ProcessGroup,
-    tensor_group: torch.distributed.ProcessGroup,
+    tensor_group: torch.distributed.ProcessGroup | None,
     stage: Copy,
     lent: Mapping[int, Bank],
 ) -> tuple[dict[int, Bank], dict[int, Site]]:

@@ -32,7 +32,11 @@ class Slot(Enum):
     SKIP = "skip"
     """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
     VALUES = "values"
-    """`forward(values, inputs, hidden)` returns attention's values [s, b, g, d]; `hidden` is its input [t, b, D]."""
+    """`forward(values, inputs, hidden)` returns attention's values [s, b, g, d]; `hidden` is its input [t, b, D]. In
+    latent attention these are the latents that values are made of, [t, b, d_c]; keys are made of them as they were."""
+    LATENTS = "latents"
+    """`forward(latents, inputs, hidden)` returns the latents [t, b, d_c] that keys and values are made of, of latent
+    attention's own; `hidden` is its input [t, b, D]."""
     HEADS = "heads"
     """`forward(heads, inputs)` returns what is added to the heads' outputs [s, b, n d] before the output projection."""
     BLOCK = "block"
@@ -44,7 +48,7 @@ class Slot(Enum):
     def module(self) -> str:
         """The module of a block that holds the memory."""
         match self:
-            case Slot.VALUES:
+            case Slot.VALUES | Slot.LATENTS:
                 return "self_attention"
             case Slot.HEADS | Slot.BLOCK:
                 return "self_attention.core_attention"

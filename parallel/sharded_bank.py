@@ -6,8 +6,8 @@ coefficients per row and rank, V value dim, P pre-value dim, B bins (sums per to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,12 @@ from megamem.bank import Bank, Columns
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import ONLY_COPY, Copy
 from megamem.sharing import BankSpec
+from megamem.token_tables.fetched import RowFetch
 from parallel.exchange import Exchange, join_columns, split_columns, spread_coefficients, sum_over_ranks
 from parallel.packed_rows import RowFormat
+
+FetchRows: TypeAlias = Callable[[BankSpec, Columns, torch.dtype, torch.device], RowFetch]
+"""What stands in for the tables of a bank: given it, this rank's columns, their dtype, and where rows are wanted."""
 
 
 def make_bank(
@@ -33,17 +37,25 @@ def make_bank(
     copy: Copy,
     kernels: Kernels,
     groups: ProcessGroupCollection,
+    fetch_rows: FetchRows | None = None,
 ) -> Bank:
     """A bank as this layout holds it: whole in a memory group of one rank, else this rank's columns of it.
 
-    Of the groups, `ep` is the memory group, and `expt_dp` the ranks that hold the same columns. See `Bank`.
+    Of the groups, `ep` is the memory group, and `expt_dp` the ranks that hold the same columns. With `fetch_rows` rows
+    come from elsewhere when they are read. See `Bank`.
     """
-    replica_rank = groups.expt_dp.rank()
-    if groups.ep.size() == 1:
-        return Bank(spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, copy=copy)
-    return ShardedBank(
-        spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, copy=copy, group=groups.ep
-    )
+    columns = Columns(groups.ep.rank(), groups.ep.size())
+    fetched = None if fetch_rows is None else fetch_rows(spec, columns, dtype, device)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "replica_rank": groups.expt_dp.rank(),
+        "copy": copy,
+        "fetched": fetched,
+    }
+    if columns.num_parts == 1:
+        return Bank(spec, memory, kernels, **options)
+    return ShardedBank(spec, memory, kernels, **options, group=groups.ep)
 
 
 def announce_tokens(banks: Iterable[nn.Module], counts: tuple[int, ...] | None) -> None:
@@ -77,11 +89,20 @@ class ShardedBank(Bank):
         replica_rank: int,
         group: dist.ProcessGroup,
         copy: Copy = ONLY_COPY,
+        fetched: RowFetch | None = None,
     ) -> None:
         """Allocate this rank's columns; see `Bank`. The size of `group` divides the widths of the tables."""
         columns = Columns(group.rank(), group.size())
         super().__init__(
-            spec, memory, kernels, dtype=dtype, device=device, replica_rank=replica_rank, columns=columns, copy=copy
+            spec,
+            memory,
+            kernels,
+            dtype=dtype,
+            device=device,
+            replica_rank=replica_rank,
+            columns=columns,
+            copy=copy,
+            fetched=fetched,
         )
         self.group = group
         self.token_counts: tuple[int, ...] | None = None
@@ -109,7 +130,7 @@ class ShardedBank(Bank):
             # The activation needs the whole product: it is applied where the token is.
             coef = weighted(scores, sum_over_ranks(products, exchange), self.activation)
         coef = spread_coefficients(coef, exchange)
-        share = self.kernels.gather_sum(self.get_parameter(values), gathered.rows, coef, gathered.bins, num_bins)
+        share = self.weighted_sum(values, gathered.rows, coef, gathered.bins, num_bins)
         out = join_columns(share, exchange, num_bins)
         if out.requires_grad:
             gathered.empty()
@@ -127,10 +148,7 @@ class ShardedBank(Bank):
         if tensor_group is None or tensor_group.size() != self.group.size():
             return super().read_heads(rows, scores, tensor_group)
         exchange = Exchange(self.group, (scores.shape[0],) * self.columns.num_parts)
-        own: Tensor = self.kernels.gather_sum(
-            self.get_parameter("values"), rows, spread_coefficients(scores, exchange), None, 1
-        )
-        return own
+        return self.weighted_sum("values", rows, spread_coefficients(scores, exchange), None, 1)
 
 
 class GatheredRows:

@@ -24,11 +24,12 @@ from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
 from megamem.side_stream import SideStream
+from megamem.trained_part import TrainedPart
 from parallel.context_ways import attention_core
 from parallel.groups import ParallelGroups
 from parallel.layout import padded_size
 from parallel.pipeline_layout import chunks_of_stage
-from parallel.sharded_bank import make_bank
+from parallel.sharded_bank import FetchRows, make_bank
 from pretrain.config.schema import RunConfig
 from pretrain.costs.context import context_way
 from pretrain.errors import ConfigError
@@ -62,6 +63,7 @@ def build_unset_chunks(
     vocab_size: int,
     dtype: torch.dtype | None = None,
     kernels: Kernels | None = None,
+    fetch_rows: FetchRows | None = None,
 ) -> list[MemoryGPTModel]:
     """This rank's bare model chunks without weights: they refuse to train before a checkpoint has filled them.
 
@@ -69,6 +71,7 @@ def build_unset_chunks(
         vocab_size: token ids, before padding.
         dtype: overrides the run's precision (tests run in fp64).
         kernels: instead of those that `train.kernels` chooses for this machine (dry runs are for another one).
+        fetch_rows: instead of tables that are part of the model, for one that is only read.
 
     Raises:
         ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
@@ -96,7 +99,7 @@ def build_unset_chunks(
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             separate_documents=config.data.documents == "separate",
             groups=groups.megatron,
-            make_bank=partial(make_bank, kernels=kernels, groups=groups.megatron),
+            make_bank=partial(make_bank, kernels=kernels, groups=groups.megatron, fetch_rows=fetch_rows),
             attention_core=attention_core(groups.megatron, context_way(config)),
             kernels=kernels,
             side_stream=side_stream,
@@ -109,6 +112,7 @@ def build_unset_chunks(
         )
         built.model_type = ModelType.encoder_or_decoder
         _declare_megatron(built)
+        built.train_only(TrainedPart.of(model, config.optimizer.trained_layers))
         chunks.append(built)
     return chunks
 

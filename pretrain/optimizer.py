@@ -7,7 +7,7 @@ empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from pretrain.weight_gathering import start_gathering
 # reduced over different replicas, so Megatron needs an optimizer for each.
 DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
 SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
+UpdatesOf = Callable[[nn.Parameter], int]
 TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
 
 
@@ -98,12 +99,12 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
         """Update main weights and this rank's shares of the model's, which `MemoryOptimizer` gathers."""
         return bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
 
-    def set_num_updates(self, num_updates: int) -> None:
-        """Tell AdamW how many updates its moments have seen, for bias correction."""
+    def set_num_updates(self, updates_of: UpdatesOf) -> None:
+        """Tell AdamW how many updates the moments of each of the model's parameters have seen, for bias correction."""
         if not self.is_stub_optimizer:
             self._allocate_state()
-            for state in self.optimizer.state.values():
-                state["step"].fill_(num_updates)
+            for parameter in self.model_param_group_index_map:
+                self._count_updates(parameter, updates_of(parameter))
 
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
@@ -119,6 +120,11 @@ class MemoryDistributedOptimizer(DistributedOptimizer):
                     state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
+        index, order = self.model_param_group_index_map[model_parameter]
+        parameter = self.optimizer.param_groups[index]["params"][order]
+        self.optimizer.state[parameter]["step"].fill_(num_updates)
 
     def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's flat share of a parameter's main weights and moments."""
@@ -179,17 +185,19 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
         self._tables.step()
         return stepped
 
-    def set_num_updates(self, num_updates: int) -> None:
-        """See `MemoryDistributedOptimizer.set_num_updates`."""
-        super().set_num_updates(num_updates)
-        self._tables.num_updates = num_updates
-
     @torch.no_grad()
     def set_weights_from_main(self) -> None:
         """See `MemoryDistributedOptimizer.set_weights_from_main`."""
         super().set_weights_from_main()
         for shard in self._shards.values():
             shard.set_weights()
+
+    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
+        shard = self._shards.get(model_parameter)
+        if shard is None:
+            super()._count_updates(model_parameter, num_updates)
+        else:
+            shard.num_updates = num_updates
 
     def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
         shard = self._shards.get(model_parameter)
@@ -286,10 +294,10 @@ class MemoryOptimizer(ChainedOptimizer):
         start_gathering(self.model_chunks)
         return True
 
-    def set_num_updates(self, num_updates: int) -> None:
+    def set_num_updates(self, updates_of: UpdatesOf) -> None:
         """See `MemoryDistributedOptimizer.set_num_updates`."""
         for optimizer in self.chained_optimizers:
-            optimizer.set_num_updates(num_updates)
+            optimizer.set_num_updates(updates_of)
 
     def set_weights_from_main(self) -> None:
         """Round all main weights to this rank's shares of the model's; who reads weights gathers them first."""

@@ -79,23 +79,29 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
         _check_same_run(config, folder)
 
 
-def check_submission(stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder) -> None:
+def check_submission(
+    stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder, gpu_bytes: float | None = None
+) -> None:
     """Look at data, run folder and checkpoint of a run that is to start on other machines, which see the same folders.
 
     Args:
         stages: of the run, or its one configuration.
         num_ranks: of the run.
         folder: of the run.
+        gpu_bytes: of a rank's GPU there; None: not known, or ranks use CPUs.
 
     Raises:
         DataError: a data set is missing or damaged, or they do not go together.
-        ConfigError: layout, batch or vocabulary do not fit, or the folder cannot be written.
+        ConfigError: layout, batch, vocabulary or the GPU's memory do not fit, or the folder cannot be written.
         CheckpointError: the folder holds another run, or no checkpoint in it can be read.
     """
     for config in stages:
         with naming_stage(config):
             validate(config, num_ranks, on_this_machine=False)
-            _check_data(config)
+            vocab_size = _check_data(config)
+            if gpu_bytes is not None:
+                sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
+                check_gpu_memory(sized, num_ranks, gpu_bytes)
     folder.check_writable()
     newest, _ = newest_complete(folder.checkpoints)
     if newest is not None:
@@ -129,7 +135,7 @@ def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None
         )
 
 
-def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: int) -> None:
+def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: float) -> None:
     """Refuse what a GPU cannot hold even without activations.
 
     Args:
@@ -152,7 +158,7 @@ def check_gpu_memory(config: RunConfig, num_ranks: int, gpu_bytes: int) -> None:
     )
 
 
-def _splits_that_fit(config: RunConfig, num_ranks: int, gpu_bytes: int) -> Iterator[tuple[int, float]]:
+def _splits_that_fit(config: RunConfig, num_ranks: int, gpu_bytes: float) -> Iterator[tuple[int, float]]:
     """Larger memory groups that this layout can have, with what a rank would hold."""
     for size in range(config.parallel.memory + 1, num_ranks + 1):
         other = replace(config, parallel=replace(config.parallel, memory=size))

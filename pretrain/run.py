@@ -138,7 +138,8 @@ def open_run(
     train = config.train
     tokenizer = check_blend(config.read_data)
     saved = _checkpoint_to_go_on_from(config, folder, groups, start, checked=checked)
-    state = RunState() if saved is None else saved.run
+    trained = config.optimizer.trained_layers
+    state = RunState().training(trained) if saved is None else saved.run
     check_position(config, state, folder.path if saved is None else saved.path)
     vocab_size = model_vocab_size(config.model, tokenizer)
     model = replace(config.model, vocab_size=vocab_size)
@@ -164,13 +165,11 @@ def open_run(
         chunks=chunks,
         optimizer=build_optimizer(config, chunks, groups),
         state=state,
-        flops_per_token=training_flops_per_token(model, train.sequence_length),
+        flops_per_token=training_flops_per_token(model, train.sequence_length, trained),
     )
     if saved is not None:
-        resets = resets_optimizer(config, saved)
-        restore_run(saved, run.chunks, run.optimizer, with_moments=not resets)
-        if resets:
-            run.state = replace(state, num_updates=0)
+        with_moments = not resets_optimizer(config, saved)
+        run.state = restore_run(saved, run.chunks, run.optimizer, trained_layers=trained, with_moments=with_moments)
         if config.stage is None or saved.path.parent == folder.checkpoints:
             run.last_saved_step = state.step
     _record_config(run)
@@ -186,6 +185,7 @@ def training_samples(config: RunConfig, state: RunState, tokenizer: Tokenizer, f
         seed=config.data_seed,
         tokenizer=tokenizer,
         cache_dir=folder.data_cache,
+        shuffle=config.data.shuffle,
         separate_documents=config.data.documents == "separate",
     )
 

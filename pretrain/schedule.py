@@ -70,11 +70,15 @@ def group_settings(
     if value_lr is None:
         value_lr = lr * value_multiplier(step, optimizer, train, stage)
     pre_multiplier = optimizer.pre_value_lr_multiplier
+    retrieval_lr = lr if optimizer.retrieval_lr is None else optimizer.retrieval_lr
+    retrieval_decay = (
+        optimizer.weight_decay if optimizer.retrieval_weight_decay is None else optimizer.retrieval_weight_decay
+    )
     table_decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
     return {
         "backbone": (lr, optimizer.weight_decay),
         "backbone_no_decay": (lr, 0.0),
-        "retrieval": (lr, optimizer.weight_decay),
+        "retrieval": (retrieval_lr, retrieval_decay),
         "experts": (lr, optimizer.weight_decay),
         "values": (value_lr, table_decay),
         "pre_values": (value_lr if pre_multiplier is None else lr * pre_multiplier, table_decay),

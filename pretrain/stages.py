@@ -32,17 +32,21 @@ def train_stages(
     train_one: Callable[[Run], None],
     stop: StopRequest,
     start: SavedState | None = None,
-) -> None:
+) -> bool:
     """Open the stage in which the run stands, have it trained, and go on with the next one until all are done.
     Collective.
 
     Args:
-        stages: of the run, in order; one without a place is the whole run.
+        stages: of the run, in order; one without a place is the whole run. Of a run whose stages are trained one by one,
+            the one whose turn it is: nothing is done if it is done already.
         folder: of the run.
         groups: of the first stage's layout. Those of other stages' layouts take their place, within the same ranks.
         train_one: trains an opened stage to its end, and saves it. It must not keep the run: its memory is wanted.
         stop: heeded between two stages; within one that is left to `train_one`.
         start: the checkpoint that the run goes on from, while its own folder has none.
+
+    Returns:
+        Whether any was opened: not if the last of `stages` is done and others come after it.
 
     Raises:
         StoppedEarly: a rank was told to stop, between two stages.
@@ -51,6 +55,9 @@ def train_stages(
     saved = newest_checkpoint(folder, groups, check_hashes=stages[0].checkpoint.check_hashes)
     checked = saved is not None
     saved = saved or start
+    last_step = stages[-1].train.num_steps
+    if saved is not None and last_step < stages[-1].run_steps and last_step <= saved.step:
+        return False
     number = 0 if saved is None else stage_of_step(stages, saved.step)
     layout = parallel_sizes(stages[0])
     for config in stages[number:]:
@@ -63,6 +70,7 @@ def train_stages(
             # The next one reads what was written just now.
             saved, checked = checkpoint_of_step(folder, step), True
             _heed(stop, saved, stages[-1].run_steps, groups)
+    return True
 
 
 def _train_one(run: Run, train_one: Callable[[Run], None]) -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+TrainedLayers: TypeAlias = tuple[int, ...] | None
+"""Numbers of layers, the first of which is 1; None: all of the model."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,8 @@ class RunState:
         num_rewinds: times that the run went back to a checkpoint.
         passed_over: first sample, and the one after the last, of what was passed over when the run went back.
         recent: loss and gradient norm of the last steps, as many as the rule of spikes looks at; empty without one.
+        trained: what has been trained, as `num_updates` and `optimizer.trained_layers` whenever the latter changed;
+            empty while it has been all of the model.
     """
 
     step: int = 0
@@ -32,16 +39,44 @@ class RunState:
     num_rewinds: int = 0
     passed_over: tuple[tuple[int, int], ...] = ()
     recent: tuple[tuple[float, float], ...] = ()
+    trained: tuple[tuple[int, TrainedLayers], ...] = ()
 
     def __post_init__(self) -> None:
         # As JSON gives them back, they are lists.
         object.__setattr__(self, "passed_over", tuple((first, end) for first, end in self.passed_over))
         object.__setattr__(self, "recent", tuple((loss, norm) for loss, norm in self.recent))
+        trained = ((first, None if layers is None else tuple(layers)) for first, layers in self.trained)
+        object.__setattr__(self, "trained", tuple(trained))
 
     @property
     def num_passed_over(self) -> int:
         """Samples that were passed over in all."""
         return sum(end - first for first, end in self.passed_over)
+
+    def training(self, layers: TrainedLayers) -> RunState:
+        """The state from which on these layers are trained (`optimizer.trained_layers`)."""
+        if layers == (self.trained[-1][1] if self.trained else None):
+            return self
+        return replace(self, trained=(*self.trained, (self.num_updates, layers)))
+
+    def without_moments(self) -> RunState:
+        """The state whose moments start at zero, of whatever is trained then."""
+        trained = tuple((0, layers) for _, layers in self.trained[-1:] if layers is not None)
+        return replace(self, num_updates=0, trained=trained)
+
+    def updates_of(self, is_trained: Callable[[TrainedLayers], bool]) -> int:
+        """Updates since a parameter has been trained without a break, which its moments have seen.
+
+        Args:
+            is_trained: whether it is, given `optimizer.trained_layers`.
+        """
+        since, before = 0, True
+        for first, layers in self.trained:
+            now = is_trained(layers)
+            if now and not before:
+                since = first
+            before = now
+        return self.num_updates - since
 
     def after_step(
         self,

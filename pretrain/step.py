@@ -26,6 +26,7 @@ from pretrain.build import Chunk, unwrap
 from pretrain.checkpoint.votes import NO_VOTES, SaveVotes
 from pretrain.health.nonfinite import NonFinite, find_non_finite
 from pretrain.optimizer import GradientNorms, MemoryOptimizer
+from pretrain.stage_messages import WithoutGradients
 from pretrain.weight_gathering import wait_for
 
 Batch = dict[str, Tensor]
@@ -209,6 +210,12 @@ def _schedule(
     """Run Megatron's schedule; the result is [loss sum, targets] per microbatch, or what another forward step measures,
     on the last stage only."""
     run = get_forward_backward_func()
+    first = unwrap(chunks[0])
+    messages: dict[str, Any] = {}
+    if not forward_only and not first.output_needs_gradient and len(chunks) == 1 and not first.post_process:
+        # Without interleaving, gradients that nobody wants are not sent.
+        communicator = WithoutGradients(pp_group=first.pg_collection.pp, config=first.config)
+        messages = {"p2p_communicator": communicator, "pg_collection": first.pg_collection}
     results: list[dict[str, Tensor]] = run(
         forward_step_func=forward_step or _forward_step,
         data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
@@ -217,6 +224,7 @@ def _schedule(
         seq_length=sequence_length,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
+        **messages,
     )
     return [result["loss"] for result in results]
 

@@ -137,7 +137,7 @@ def _alone_in_build_folder() -> Iterator[None]:
                 os.environ["TORCH_EXTENSIONS_DIR"] = before
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostShard:
     """One rank's share of a table: E elements, flat.
 
@@ -147,12 +147,14 @@ class HostShard:
         gradient: [E] fp32 on the device, a view of the reduced gradient's buffer.
         state: main weights `param`, and moments `exp_avg` and `exp_avg_sq`: [E] fp32 each in host memory, by their
             names in checkpoints.
+        num_updates: that the moments have seen.
     """
 
     group: dict[str, Any]
     weights: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
+    num_updates: int = 0
 
     @staticmethod
     def of(group: dict[str, Any], weights: Tensor, gradient: Tensor) -> HostShard:
@@ -187,16 +189,11 @@ class _Slot:
 
 
 class HostTables:
-    """This rank's shares of all tables, and the update of them.
-
-    Attributes:
-        num_updates: that the moments have seen.
-    """
+    """This rank's shares of all tables, and the update of them."""
 
     def __init__(self, shards: Sequence[HostShard], adamw: HostAdamW) -> None:
         """Take over the shards, whose weights have one dtype; staging memory is allocated here, once."""
-        self.num_updates = 0
-        self._adamw = adamw
+        self._shards, self._adamw = shards, adamw
         self._windows = [(shard, window) for shard in shards for window in _windows(shard.weights.numel())]
         if self._windows:
             size = max(window.stop - window.start for _, window in self._windows)
@@ -219,7 +216,8 @@ class HostTables:
                 self._update(index)
                 self._send(index)
             torch.cuda.current_stream().wait_stream(self._copies)
-        self.num_updates += 1
+        for shard in self._shards:
+            shard.num_updates += 1
 
     def _fetch(self, index: int) -> None:
         shard, window = self._windows[index]
@@ -239,7 +237,7 @@ class HostTables:
             slot.gradient[:size],
             shard.state["exp_avg"][window],
             shard.state["exp_avg_sq"][window],
-            num_updates=self.num_updates,
+            num_updates=shard.num_updates,
             lr=shard.group["lr"],
             weight_decay=shard.group["weight_decay"],
         )

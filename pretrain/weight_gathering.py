@@ -68,8 +68,9 @@ def wait_for(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter])
 
 
 def _parts(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> list[Any]:
-    """The parts that weights come in, each once, in the order of use."""
-    return list(dict.fromkeys(chunk.param_to_bucket_group[parameter] for parameter in parameters))
+    """The parts that weights come in, each once, in the order of use. Those that are not trained are in none."""
+    of_weight = chunk.param_to_bucket_group
+    return list(dict.fromkeys(of_weight[parameter] for parameter in parameters if parameter in of_weight))
 
 
 def start_gathering(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -103,6 +103,11 @@ def requeue(job: str) -> None:
     run_command("scontrol", "requeue", job)
 
 
+def release(job: str) -> None:
+    """Let a job start that was queued on hold."""
+    run_command("scontrol", "release", job)
+
+
 def cancel(job: str) -> None:
     """End a job."""
     run_command("scancel", job)

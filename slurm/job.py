@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.stages import load_stages
+from pretrain.config.stages import load_stages, stage_called
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.history import now
-from slurm.lead import lead_seconds
+from slurm.lead import last_step, lead_seconds
 from slurm.policy import Action, Attempt, Cause, Decision, Ended, cause_of, decide
 from slurm.profile import ClusterConfig, load_profile
 from slurm.records import AttemptFolder, JobsFolder, Submission
@@ -35,7 +35,7 @@ class Plan:
 
 
 def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mapping[str, str]) -> Plan | None:
-    """Begin an attempt; None if another job has taken this one's place.
+    """Begin an attempt; None if another job has taken this one's place, or its stage is done.
 
     An attempt before it that has left no end was lost with its node, or taken by Slurm: it is concluded here.
 
@@ -49,7 +49,7 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
     """
     submission = _submission(jobs)
     profile = load_profile(jobs.profile)
-    job = environ["SLURM_JOB_ID"]
+    job = job_of(environ)
     newer = [other for other in jobs.job_ids() if _number(other) > _number(job)]
     if newer:
         print(f"job {newer[-1]} goes on with this run, and job {job} has nothing to do", file=sys.stderr)
@@ -57,22 +57,54 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
     if job not in jobs.job_ids():
         jobs.add_job(job, "began before it was recorded")
     _conclude_lost(jobs, submission, profile)
+    stages = stages_of(jobs, submission)
+    saved_step = jobs.newest_saved_step()
+    if submission.stage is not None and not _is_left_to_train(stages[0], saved_step or 0):
+        print(f"stage {submission.stage} is done, and job {job} has nothing to do", file=sys.stderr)
+        return None
     bad = bad_nodes(jobs, submission.number) if profile.elastic else set()
     nodes = [node for node in nodes if node not in bad]
-    num_nodes = usable_nodes(load_stages(jobs.config), profile, len(nodes))
+    num_nodes = usable_nodes(stages, profile, len(nodes))
     attempt = Attempt(
         submission=submission.number,
         job=job,
         restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
         nodes=tuple(nodes[:num_nodes]),
         num_nodes=num_nodes,
-        saved_step=jobs.newest_saved_step(),
+        saved_step=saved_step,
         at=now(),
     )
     lead_s = lead_seconds(jobs.run.metrics, profile.lead_s)
     left_s = seconds(time_left)
     stop_after_s = max(1, left_s - lead_s) if left_s is not None and lead_s > submission.lead_s else None
     return Plan(jobs.begin_attempt(attempt), num_nodes, stop_after_s)
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """The job that a batch script runs in, as it was queued: of an array, with its place there."""
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    return environ["SLURM_JOB_ID"] if array is None else f"{array}_{environ['SLURM_ARRAY_TASK_ID']}"
+
+
+def stages_of(jobs: JobsFolder, submission: Submission) -> tuple[RunConfig, ...]:
+    """The stages that a job trains: one of a chain, or all."""
+    stages = load_stages(jobs.config)
+    return stages if submission.stage is None else (stage_called(stages, submission.stage),)
+
+
+def _is_left_to_train(stage: RunConfig, saved_step: int) -> bool:
+    """Whether a link of a chain has anything to do.
+
+    Raises:
+        ConfigError: its turn has not come.
+    """
+    assert stage.stage is not None
+    if saved_step < stage.stage.steps_before:
+        raise ConfigError(
+            f"stage {stage.stage.name} begins at step {stage.stage.steps_before}, and the newest checkpoint is of step "
+            f"{saved_step}: the job of the stage before it ended too early. `megamem submit --chain` queues what is left"
+        )
+    return saved_step < stage.train.num_steps
 
 
 def _submission(jobs: JobsFolder) -> Submission:
@@ -83,7 +115,8 @@ def _submission(jobs: JobsFolder) -> Submission:
 
 
 def _number(job: str) -> int:
-    return int(job) if job.isdecimal() else 0
+    first = job.partition("_")[0]
+    return int(first) if first.isdecimal() else 0
 
 
 def _conclude_lost(jobs: JobsFolder, submission: Submission, profile: ClusterConfig) -> None:
@@ -106,6 +139,9 @@ def _conclude_lost(jobs: JobsFolder, submission: Submission, profile: ClusterCon
 
 def conclude(jobs: JobsFolder, folder: AttemptFolder, ended: Ended, profile: ClusterConfig) -> Decision:
     """Record how an attempt ended and what follows."""
+    # The next attempt drops the rows of steps that were lost.
+    step, heard_at = last_step(jobs.run.metrics)
+    ended = replace(ended, last_step=step, heard_at=heard_at)
     decision = decide([*jobs.ended_attempts(ended.attempt.submission), ended], profile.retry)
     folder.write_end(ended, decision)
     return decision
@@ -145,6 +181,10 @@ def how_it_ended(
     if exit_code is None:
         detail = f"nothing says how the attempt on {', '.join(attempt.nodes)} ended: a node died, or Slurm took the job"
         return Ended(attempt, Cause.LOST, saved, (), detail)
+    if exit_code and not asked_to_stop and not folder.any_rank_began():
+        # A controller that did not answer, a node that was not ready: what srun says of it is in the job's log.
+        detail = f"srun started no rank, and ended with exit code {exit_code}; see {jobs.log_of(attempt.job)}"
+        return Ended(attempt, Cause.NOT_STARTED, saved, (), detail)
     cause = cause_of(exit_code, asked_to_stop=asked_to_stop)
     # Nobody knows which node it was.
     cause = Cause.CRASHED if cause is Cause.BAD_NODES else cause
@@ -167,11 +207,11 @@ def goes_on_in_place(
     assert ended is not None
     if not profile.elastic or asked_to_stop or decision.action is not Action.REQUEUE or decision.delay_s:
         return False
-    if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES):
+    if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES, Cause.NOT_STARTED):
         return False
     left = [node for node in live_nodes if node not in bad_nodes(jobs, ended.attempt.submission)]
     try:
-        usable_nodes(load_stages(jobs.config), profile, len(left))
+        usable_nodes(stages_of(jobs, _submission(jobs)), profile, len(left))
     except ConfigError:
         return False
     return True

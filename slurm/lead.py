@@ -1,10 +1,11 @@
-"""How long before its time limit a run must be told to save."""
+"""What a run's metrics tell a job: how long before its time limit the run must be told to save, and where it stands."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ def lead_seconds(metrics: Path, default_s: int) -> int:
     steps_s = [row["step_s"] for row in rows if row.get("step_s")]
     needed_s = _SAVES * max(saves_s) + _STEPS * max(steps_s, default=0.0) + _LATE_BY_S
     return max(default_s, math.ceil(needed_s))
+
+
+def last_step(metrics: Path) -> tuple[int | None, str | None]:
+    """The last step, and when it, or the save after it, was written: UTC, as ISO 8601 has it."""
+    if not metrics.exists():
+        return None, None
+    heard_at = datetime.fromtimestamp(metrics.stat().st_mtime, UTC).isoformat(timespec="seconds")
+    return max((row["step"] for row in _rows(metrics) if "loss" in row), default=None), heard_at
 
 
 def _rows(metrics: Path) -> Iterable[dict[str, Any]]:

@@ -14,8 +14,8 @@ RERUN_TO_DISAMBIGUATE = 16
 """Exit code of Megatron's rerun machinery: a result was not reproduced, and a restart from the checkpoint tells why."""
 RESULT_IS_WRONG = 17
 """Exit code of the same: after the restart, this device computes something else than others."""
-_MOST_CHECKS_FAILED = 3
-"""Attempts in a row that found bad nodes, after which the fault is not with single nodes."""
+_MOST_FALSE_STARTS = 3
+"""Attempts in a row in which no rank came to train, after which the fault is not with single nodes or moments."""
 _WILL_REPEAT = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code)
 
 
@@ -30,10 +30,17 @@ class Cause(StrEnum):
     """Configuration, data or checkpoint: the next attempt would meet the same."""
     BAD_NODES = "bad nodes"
     """The check of the nodes named some, or Megatron found one that computes wrongly."""
+    NOT_STARTED = "not started"
+    """No rank began: srun could not start them."""
     RERUN = "rerun"
     CRASHED = "crashed"
     LOST = "lost"
     """Nobody was left to say why: the node died, or Slurm took it."""
+
+
+# Nothing in them has tried to train.
+_FALSE_STARTS = (Cause.BAD_NODES, Cause.NOT_STARTED)
+_FAILURES = (Cause.CRASHED, Cause.LOST, Cause.NOT_STARTED)
 
 
 class Action(StrEnum):
@@ -74,6 +81,8 @@ class Ended:
         saved_step: of the newest checkpoint at its end; None without one.
         bad_nodes: on which the run must not train.
         detail: the cause in words.
+        last_step: which it took; None without any.
+        heard_at: when it last wrote of a step or a save, and `at`, when its end was noticed; as ISO 8601 has it.
     """
 
     attempt: Attempt
@@ -81,6 +90,9 @@ class Ended:
     saved_step: int | None
     bad_nodes: tuple[str, ...] = ()
     detail: str = ""
+    last_step: int | None = None
+    heard_at: str | None = None
+    at: str | None = None
 
     @property
     def made_progress(self) -> bool:
@@ -138,15 +150,13 @@ def decide(attempts: Sequence[Ended], rules: RetryConfig) -> Decision:
         return Decision(Action.STOP, "it was cancelled")
     if last.cause is Cause.MISTAKE:
         return Decision(Action.STOP, f"the next start would meet the same: {last.detail}")
-    checks_failed = list(takewhile(lambda ended: ended.cause is Cause.BAD_NODES, reversed(attempts)))
-    if len(checks_failed) >= _MOST_CHECKS_FAILED:
-        return Decision(
-            Action.STOP, f"{len(checks_failed)} starts in a row found bad nodes, the last one: {last.detail}"
-        )
-    # An attempt that found bad nodes has not tried to train.
-    tried = [ended for ended in attempts if ended.cause is not Cause.BAD_NODES]
+    false_starts = list(takewhile(lambda ended: ended.cause in _FALSE_STARTS, reversed(attempts)))
+    if len(false_starts) >= _MOST_FALSE_STARTS:
+        found = "found bad nodes" if last.cause is Cause.BAD_NODES else "started no rank"
+        return Decision(Action.STOP, f"{len(false_starts)} starts in a row {found}, the last one: {last.detail}")
+    tried = [ended for ended in attempts if ended.cause not in _FALSE_STARTS]
     idle = list(takewhile(lambda ended: not ended.made_progress, reversed(tried)))
-    if last.cause is not Cause.BAD_NODES and len(idle) >= rules.starts_without_checkpoint:
+    if last.cause not in _FALSE_STARTS and len(idle) >= rules.starts_without_checkpoint:
         saved = "no checkpoint" if last.saved_step is None else f"no checkpoint after that of step {last.saved_step}"
         return Decision(
             Action.STOP,
@@ -164,7 +174,7 @@ def decide(attempts: Sequence[Ended], rules: RetryConfig) -> Decision:
 
 def _delay_s(attempts: Sequence[Ended], rules: RetryConfig) -> float:
     """0 after the first failure in a row, then doubled from one to the next."""
-    failures = len(list(takewhile(lambda ended: ended.cause in (Cause.CRASHED, Cause.LOST), reversed(attempts))))
+    failures = len(list(takewhile(lambda ended: ended.cause in _FAILURES, reversed(attempts))))
     if failures < 2:
         return 0.0
     return min(rules.backoff_s * 2.0 ** min(failures - 2, 60), rules.max_backoff_s)

@@ -117,6 +117,11 @@ class ClusterConfig(Config):
     """Time limit of an attempt, as Slurm has it: days-hours:minutes:seconds."""
     gpus_per_node: NonNegativeInt = 0
     """GPUs per node, of which every rank must find one; 0: ranks use CPUs."""
+    gpu_memory_gb: Annotated[
+        PositiveFloat | None, EffectiveWhen(lambda c: c.gpus_per_node > 0, "gpus_per_node is above 0")
+    ] = None
+    """Memory of a GPU: `submit` refuses a run whose weights, gradients and optimizer's state alone need more. null: the
+    ranks find out."""
     gpu_binding: Annotated[
         Literal["all", "single"], EffectiveWhen(lambda c: c.gpus_per_node > 0, "gpus_per_node is above 0")
     ] = "all"

@@ -6,6 +6,7 @@ slurm/job_<id>.log           what the batch script says, over all its restarts
 slurm/code/<hash>/           the code that runs;  config.yaml, profile.yaml, job.sh beside it
 slurm/attempts/0001/         one per start: attempt.json, end.json, rank_<k>.log
 slurm/latest                 the newest attempt
+slurm/chain/2/               the same (but for code) of the job that trains the second stage of a chain
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pretrain.folder import RunFolder
 from pretrain.history import now
 from slurm.policy import Action, Attempt, Cause, Decision, Ended
 
+_CHAIN = "chain"
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -37,6 +40,7 @@ class Submission:
         code: hash of the code that runs.
         lead_s: seconds before the time limit at which Slurm signals.
         at: UTC, as ISO 8601 has it.
+        stage: which the job trains, as a link of a chain; None: the whole run.
     """
 
     number: int
@@ -46,6 +50,7 @@ class Submission:
     code: str
     lead_s: int
     at: str
+    stage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,20 +69,37 @@ class Failure:
 
 
 class JobsFolder:
-    """The records of a run's jobs."""
+    """The records of a run's jobs, or of those that train one stage of it."""
 
-    def __init__(self, run: RunFolder) -> None:
-        self.run = run
-        self.path = run.path / "slurm"
+    def __init__(self, run: RunFolder, link: int | None = None) -> None:
+        """`link`: number of the stage, from 1, whose jobs are a link of a chain."""
+        self.run, self.link = run, link
+        self.path = run.path / "slurm" if link is None else run.path / "slurm" / _CHAIN / str(link)
         self.config = self.path / "config.yaml"
         self.profile = self.path / "profile.yaml"
         self.script = self.path / "job.sh"
-        self.code = self.path / "code"
+        self.code = run.path / "slurm" / "code"
         self.jobs = self.path / "jobs.jsonl"
         self.attempts = self.path / "attempts"
         self.latest = self.path / "latest"
         self.cancelled = self.path / "cancelled"
         self._submission = self.path / "submission.json"
+
+    @classmethod
+    def at(cls, path: Path) -> JobsFolder:
+        """The records in a folder, which the batch script names."""
+        if path.parent.name == _CHAIN:
+            return cls(RunFolder(path.parents[2]), int(path.name))
+        return cls(RunFolder(path.parent))
+
+    def next_link(self) -> JobsFolder | None:
+        """The records of the next stage's jobs, if they were submitted together with these."""
+        submission = self.submission()
+        if self.link is None or submission is None:
+            return None
+        following = JobsFolder(self.run, self.link + 1)
+        theirs = following.submission()
+        return following if theirs is not None and theirs.number == submission.number else None
 
     def submission(self) -> Submission | None:
         """What was asked for last; None if the run was never submitted."""
@@ -95,9 +117,18 @@ class JobsFolder:
 
     def job_ids(self) -> list[str]:
         """The jobs of the run, the newest last."""
+        return [job for job, _ in self.job_times()]
+
+    def job_times(self) -> list[tuple[str, str]]:
+        """The same, with the time at which each was queued."""
         if not self.jobs.exists():
             return []
-        return [json.loads(line)["job"] for line in self.jobs.read_text(encoding="utf-8").splitlines()]
+        rows = map(json.loads, self.jobs.read_text(encoding="utf-8").splitlines())
+        return [(row["job"], row["at"]) for row in rows]
+
+    def log_of(self, job: str) -> Path:
+        """What a job's script says."""
+        return self.path / f"job_{job}.log"
 
     def newest_saved_step(self) -> int | None:
         """Step of the newest checkpoint whose files are all there."""
@@ -124,6 +155,21 @@ class JobsFolder:
         """How the attempts of a submission ended, in order, as far as they are known to have."""
         folders = [folder for folder in self.attempt_folders() if folder.attempt().submission == submission]
         return [ended for folder in folders if (ended := folder.ended()) is not None]
+
+
+def jobs_folders(run: RunFolder) -> list[JobsFolder]:
+    """All records of a run's jobs: those of the whole run, then of its stages."""
+    links = (run.path / "slurm" / _CHAIN).glob("*")
+    numbers = sorted(int(path.name) for path in links if path.name.isdecimal())
+    found = [JobsFolder(run), *(JobsFolder(run, number) for number in numbers)]
+    return [jobs for jobs in found if jobs.submission() is not None]
+
+
+def submitted_last(run: RunFolder) -> list[JobsFolder]:
+    """Those of the last submission: one, or the links of a chain. None if the run was never submitted."""
+    found = [(jobs, submission) for jobs in jobs_folders(run) if (submission := jobs.submission()) is not None]
+    newest = max((submission.number for _, submission in found), default=0)
+    return [jobs for jobs, submission in found if submission.number == newest]
 
 
 class AttemptFolder:
@@ -155,7 +201,14 @@ class AttemptFolder:
         if found is None:
             return None
         return Ended(
-            self.attempt(), Cause(found["cause"]), found["saved_step"], tuple(found["bad_nodes"]), found["detail"]
+            self.attempt(),
+            Cause(found["cause"]),
+            found["saved_step"],
+            tuple(found["bad_nodes"]),
+            found["detail"],
+            found.get("last_step"),
+            found.get("heard_at"),
+            found["at"],
         )
 
     def decision(self) -> Decision | None:
@@ -173,6 +226,8 @@ class AttemptFolder:
             "saved_step": ended.saved_step,
             "bad_nodes": ended.bad_nodes,
             "detail": ended.detail,
+            "last_step": ended.last_step,
+            "heard_at": ended.heard_at,
             "at": now(),
             "decision": asdict(decision),
         }
@@ -204,6 +259,10 @@ class AttemptFolder:
     def log_of(self, rank: int) -> Path:
         """What a rank printed."""
         return self.path / f"rank_{rank}.log"
+
+    def any_rank_began(self) -> bool:
+        """Whether any rank's task was started: its log is opened for it on its node."""
+        return any(self.path.glob("rank_*.log"))
 
     def last_words(self, rank: int) -> str:
         """The last line that a rank printed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from parallel.environment import settle_environment
 from pretrain.config.schema import RunConfig
@@ -18,25 +19,28 @@ _REASONS = {
 }
 
 
-def render(config: RunConfig, profile: ClusterConfig, submission: Submission, jobs: JobsFolder, *, time: str) -> str:
+def render(
+    stages: Sequence[RunConfig], profile: ClusterConfig, submission: Submission, jobs: JobsFolder, *, time: str
+) -> str:
     """The script that `sbatch` gets, and that every requeued attempt runs again.
 
     Args:
-        config: of the run, resolved.
+        stages: that the job trains, resolved.
         submission: nodes, code and lead.
         jobs: where it lies. No other path enters but those of the profile.
         time: limit of an attempt, as Slurm has it.
     """
+    name = job_name(stages[0], submission)
     blocks = [
         [
             "#!/bin/bash",
-            f"# {config.name} on {submission.nodes} x {submission.ranks_per_node} ranks, cluster {submission.cluster}. "
+            f"# {name} on {submission.nodes} x {submission.ranks_per_node} ranks, cluster {submission.cluster}. "
             "Written by `megamem submit`, and anew by the next one.",
-            *_sbatch(config, profile, submission, jobs, time),
+            *directives(name, profile, submission, jobs, time),
         ],
-        ["set -u", f"run={_quote(jobs.run.path)}", "export SLURM_EXPORT_ENV=ALL  # steps get what this script sets"],
+        ["set -u", f"records={_quote(jobs.path)}", "export SLURM_EXPORT_ENV=ALL  # steps get what this script sets"],
         list(_modules(profile)),
-        list(_environment(config, profile)),
+        list(_environment(stages, profile)),
         list(_python(profile, jobs)),
         (_LIVE_NODES if profile.elastic else _ALL_NODES).splitlines(),
         (_BEGIN if profile.elastic else _BEGIN.replace(" node_list ", " _ ")).splitlines(),
@@ -44,6 +48,46 @@ def render(config: RunConfig, profile: ClusterConfig, submission: Submission, jo
         _END.splitlines(),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def render_array(
+    name: str,
+    runs: Sequence[JobsFolder],
+    profile: ClusterConfig,
+    submission: Submission,
+    folder: Path,
+    at_once: int | None,
+) -> str:
+    """The script of a job array, whose members run the scripts of their runs.
+
+    Args:
+        name: of the array.
+        runs: in the order of their numbers. They differ in nothing that sbatch reads.
+        profile, submission: of any of them.
+        folder: where it lies.
+        at_once: most of them that run at the same time; None: no limit.
+    """
+    limit = "" if at_once is None else f"%{at_once}"
+    given = list(directives(name, profile, submission, runs[0], profile.time))
+    own = ("#SBATCH --output=", "#SBATCH --chdir=")
+    blocks = [
+        [
+            "#!/bin/bash",
+            f"# {len(runs)} runs on {submission.nodes} x {submission.ranks_per_node} ranks each, cluster "
+            f"{submission.cluster}. Written by `megamem submit --sweep`.",
+            *(line for line in given if not line.startswith(own)),
+            f"#SBATCH --array=0-{len(runs) - 1}{limit}",
+            f"#SBATCH --output={_in_directive(folder / 'array_%A_%a.log')}",
+            f"#SBATCH --chdir={_in_directive(folder)}",
+        ],
+        ["runs=(", *(f"  {_quote(records.path)}" for records in runs), ")"],
+        [
+            "records=${runs[$SLURM_ARRAY_TASK_ID]}",
+            f'cd "$records/code/{submission.code}" || exit',
+            'exec bash "$records/job.sh" >>"$records/job_${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.log" 2>&1',
+        ],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def _quote(text: object) -> str:
@@ -55,9 +99,13 @@ def _in_quotes(text: str) -> str:
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
-def _sbatch(
-    config: RunConfig, profile: ClusterConfig, submission: Submission, jobs: JobsFolder, time: str
-) -> Iterator[str]:
+def job_name(config: RunConfig, submission: Submission) -> str:
+    """What a job is called: as its run, and the stage of it that it trains."""
+    return config.name if submission.stage is None else f"{config.name}-{submission.stage}"
+
+
+def directives(name: str, profile: ClusterConfig, submission: Submission, jobs: JobsFolder, time: str) -> Iterator[str]:
+    """What sbatch reads of a script."""
     optional = {
         "partition": profile.partition,
         "account": profile.account,
@@ -66,7 +114,7 @@ def _sbatch(
         "mem": profile.memory_per_node,
     }
     options = {
-        "job-name": config.name,
+        "job-name": name,
         **{name: value for name, value in optional.items() if value is not None},
         "nodes": submission.nodes,
         "ntasks-per-node": submission.ranks_per_node,
@@ -106,7 +154,7 @@ def _modules(profile: ClusterConfig) -> Iterator[str]:
         yield f"module load {' '.join(map(_quote, profile.modules))} || exit"
 
 
-def _environment(config: RunConfig, profile: ClusterConfig) -> Iterator[str]:
+def _environment(stages: Sequence[RunConfig], profile: ClusterConfig) -> Iterator[str]:
     """Everything that libraries read when they start, in the order of who asked for it."""
     yield "# What the ranks' libraries read when they start."
     yield f"export OMP_NUM_THREADS={profile.cpus_per_rank}  # cores of a rank"
@@ -117,12 +165,11 @@ def _environment(config: RunConfig, profile: ClusterConfig) -> Iterator[str]:
     )
     given = {entry.name for entry in profile.environment}
     settled: dict[str, str] = dict.fromkeys(("TRITON_CACHE_DIR",), "")
-    layout = config.parallel
     if profile.gpus_per_node:
         settle_environment(
-            tensor=layout.tensor,
-            context=layout.context,
-            deterministic=config.train.deterministic,
+            tensor=max(config.parallel.tensor for config in stages),
+            context=max(config.parallel.context for config in stages),
+            deterministic=stages[0].train.deterministic,
             environ=settled,
         )
     for name, value in settled.items():
@@ -181,7 +228,7 @@ def _ranks(profile: ClusterConfig) -> Iterator[str]:
     options += [_quote(option) for option in profile.srun_options]
     yield "if [[ -z $asked ]]; then"
     yield f"  srun {_wrapped(options)} \\"
-    yield '    "${in_container[@]}" "${python[@]}" -m tools.job rank "$run" "$attempt" &'
+    yield '    "${in_container[@]}" "${python[@]}" -m tools.job rank "$records" "$attempt" &'
     yield "  ranks=$!"
     yield "fi"
 
@@ -205,7 +252,7 @@ nodes_of_job() {
 
 _BEGIN = """\
 # The time limit, or preemption: the ranks finish their step, save, and end.
-asked='' ranks=none
+asked='' ranks=none timer=''
 stop() {
   asked=--asked-to-stop
   [[ $ranks == none ]] || kill -USR1 "$ranks" 2>/dev/null
@@ -213,13 +260,14 @@ stop() {
 trap stop USR1 TERM
 
 # An attempt of its own, or the reason why there must be none.
-plan=$("${once[@]}" -m tools.job begin "$run" --nodes "$(nodes_of_job)" \\
+plan=$("${once[@]}" -m tools.job begin "$records" --nodes "$(nodes_of_job)" \\
   --time-left "$(squeue -h -j "$SLURM_JOB_ID" -o %L)") || exit
 [[ -n $plan ]] || exit 0
 read -r attempt nodes stop_after_s node_list <<<"$plan"
 if [[ $stop_after_s != never ]]; then
   # Saves were measured to take longer than Slurm's signal leaves.
   (sleep "$stop_after_s" && kill -USR1 $$) &
+  timer=$!
 fi"""
 
 _END = """\
@@ -232,18 +280,23 @@ if [[ $ranks != none ]]; then
   while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done
   wait "$ranks"
   code=$?
+  ranks=none
 fi
+[[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 
-verdict=$("${once[@]}" -m tools.job end "$run" "$attempt" --exit-code "$code" $asked \\
+verdict=$("${once[@]}" -m tools.job end "$records" "$attempt" --exit-code "$code" $asked \\
   --state "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" --nodes "$(nodes_of_job)") || exit
-read -r action delay_s exclude <<<"$verdict"
+read -r action delay_s exclude next <<<"$verdict"
 case $action in
   done) exit 0 ;;
-  again) exec bash "$run/slurm/job.sh" ;;
+  again) exec bash "$records/job.sh" ;;
   requeue) scontrol requeue "$SLURM_JOB_ID" ;;
   resubmit)
     # Slurm changes neither start nor nodes of a job that runs.
-    job=$(sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$run/slurm/job.sh") &&
-      "${once[@]}" -m tools.job queued "$run" "${job%%;*}" ;;
+    [[ $exclude != none ]] || exclude=''
+    job=$(sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$records/job.sh") || exit
+    # The next stage's job waits for the success of this one, which from now on is that one's.
+    [[ $next == none ]] || scontrol update JobId="$next" Dependency="afterok:${job%%;*}" || exit
+    "${once[@]}" -m tools.job queued "$records" "${job%%;*}" ;;
   *) exit "$((code == 0 ? 1 : code))" ;;
 esac"""

@@ -8,14 +8,14 @@ from pretrain.errors import UserError
 from pretrain.folder import RunFolder
 from slurm.commands import is_there, job_state
 from slurm.policy import Action
-from slurm.records import JobsFolder
+from slurm.records import AttemptFolder, JobsFolder, submitted_last
 
 
 @dataclass(frozen=True)
 class JobsStanding:
     """Attributes:
     waits: a job of the run is queued, or being started.
-    detail: job, state, attempts and the last decision, in words.
+    detail: jobs, state, attempts and the last decision, in words.
     """
 
     waits: bool
@@ -28,21 +28,40 @@ def jobs_standing(folder: RunFolder) -> JobsStanding | None:
     Raises:
         ConfigError: a record is damaged.
     """
-    jobs = JobsFolder(folder)
-    submission, ids = jobs.submission(), jobs.job_ids()
-    if submission is None or not ids:
+    links = [jobs for jobs in submitted_last(folder) if jobs.job_ids()]
+    if not links:
         return None
-    state, waits = _asked(ids[-1])
-    words = [f"job {ids[-1]} {state}".rstrip()]
-    last = next(
-        (each for each in reversed(jobs.attempt_folders()) if each.attempt().submission == submission.number), None
-    )
-    if last is not None:
-        words.append(f"attempt {int(last.path.name)}")
-        if (decision := last.decision()) is not None and not waits:
+    asked = [_asked(jobs.job_ids()[-1]) for jobs in links]
+    words = [_job_in_words(jobs, state) for jobs, (state, _) in zip(links, asked, strict=True)]
+    runs = any(state == "running" for state, _ in asked)
+    waits = not runs and any(waits for _, waits in asked)
+    begun = [(jobs, last) for jobs in links if (last := _last_attempt(jobs)) is not None]
+    if begun:
+        # The links of a chain come one after the other.
+        jobs, last = begun[-1]
+        words.append(f"attempt {int(last.path.name)}" + _of_stage(jobs))
+        if (decision := last.decision()) is not None and not waits and not runs:
             ended = decision.action is Action.STOP
             words.append(f"{'not started again' if ended else decision.action.value}: {decision.reason}")
     return JobsStanding(waits, ", ".join(words))
+
+
+def _job_in_words(jobs: JobsFolder, state: str) -> str:
+    return f"job {jobs.job_ids()[-1]}{_of_stage(jobs)} {state}".rstrip()
+
+
+def _of_stage(jobs: JobsFolder) -> str:
+    submission = jobs.submission()
+    return "" if submission is None or submission.stage is None else f" of stage {submission.stage}"
+
+
+def _last_attempt(jobs: JobsFolder) -> AttemptFolder | None:
+    """Of the last submission."""
+    submission = jobs.submission()
+    assert submission is not None
+    return next(
+        (each for each in reversed(jobs.attempt_folders()) if each.attempt().submission == submission.number), None
+    )
 
 
 def _asked(job: str) -> tuple[str, bool]:

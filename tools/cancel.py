@@ -9,12 +9,14 @@ from typing import Any
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from slurm.commands import cancel, job_state
-from slurm.records import JobsFolder
+from slurm.records import jobs_folders
 from tools.parsers import add_command
+from tools.standing import find_runs
 
 _EPILOG = """\
 examples:
   megamem cancel runs/mine
+  megamem cancel runs/a-sweep
 
 A run that trains is told to stop: it finishes its step and saves, as far as the cluster's KillWait lets it. It is not
 requeued; `megamem submit` goes on with it.
@@ -24,22 +26,25 @@ requeued; `megamem submit` goes on with it.
 def add_parser(subparsers: Any) -> None:
     """Adds `cancel` to the commands of `megamem`."""
     parser = add_command(subparsers, "cancel", "end the Slurm jobs of a run", _EPILOG)
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, or one that holds runs")
     parser.set_defaults(func=run_cancel)
 
 
 def run_cancel(args: argparse.Namespace) -> int:
-    """Cancels every job that is not over."""
-    jobs = JobsFolder(RunFolder(args.run))
-    if not jobs.job_ids():
+    """Cancels every job that is not over, of all stages and of all runs below the folder."""
+    records = {path: jobs_folders(RunFolder(path)) for path in find_runs(args.run)}
+    if not any(records.values()):
         raise ConfigError(f"{args.run} has no Slurm jobs: `megamem status {args.run}` says what it does")
-    # Before the job hears of it, so that it does not queue itself again.
-    jobs.cancelled.touch()
-    states = {job: job_state(job) for job in jobs.job_ids()}
-    live = [job for job, state in states.items() if state is not None and not state.is_over]
-    for job in live:
-        cancel(job)
-        print(f"cancelled job {job}")
-    if not live:
-        print(f"no job of {args.run} is left")
+    for path, folders in records.items():
+        for jobs in folders:
+            # Before the job hears of it, so that it does not queue itself again.
+            jobs.cancelled.touch()
+        # Those first that wait for others.
+        ids = [job for jobs in reversed(folders) for job in reversed(jobs.job_ids())]
+        live = [job for job in ids if (state := job_state(job)) is not None and not state.is_over]
+        for job in live:
+            cancel(job)
+            print(f"cancelled job {job} of {path}")
+        if folders and not live:
+            print(f"no job of {path} is left")
     return 0

@@ -27,8 +27,11 @@ COMMAND_MODULES = (
     "tools.data",
     "tools.evaluate",
     "tools.probe.command",
+    "tools.analyse.command",
     "tools.generate",
+    "tools.tables",
     "tools.checkpoint.command",
+    "tools.upscale",
     "tools.plot",
     "tools.report.command",
     "tools.status",
@@ -48,7 +51,7 @@ COMMAND_MODULES = (
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
 when that is called, so that `--help` is fast."""
 
-TWO_WORD_COMMANDS = ("bench step", "bench kernels", "bench context", "bench hardware")
+TWO_WORD_COMMANDS = ("bench step", "bench kernels", "bench context", "bench hardware", "bench tables")
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

@@ -14,6 +14,7 @@ from tools.words import plural
 
 if TYPE_CHECKING:
     from pretrain.data.manifest import PreparedDataset
+    from pretrain.data.sources import PairFields
 
 _INPUTS_HELP = (
     "files or directories, or the name python-stdlib (the sources of this Python's standard library) or python-packages "
@@ -23,6 +24,7 @@ _INPUTS_HELP = (
 )
 
 _VALIDATION_FRACTION = 0.01
+_FIELD = "text"
 _PREPARE_EPILOG = """\
 examples:
   megamem data prepare python-stdlib --output data/stdlib --validation-fraction 0.05
@@ -30,6 +32,7 @@ examples:
   megamem data prepare corpus/*.jsonl.zst --field content --tokenizer llama/tokenizer.json --output data/web
   megamem data prepare dump.parquet --output data/dump --max-bad 100
   megamem data prepare book.txt --output data/book --cut-documents 20000
+  megamem data prepare questions.jsonl --prompt-field question --answer-field answer --output data/questions
   megamem data prepare corpus/train --validation corpus/held-out --output data/mine
 
 The output is a folder that `data.datasets` of a run configuration names by its path. It appears when it is complete: a
@@ -80,7 +83,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=_INPUTS_HELP)
-    parser.add_argument("--field", default="text", help="JSON field or parquet column with the text (default: text)")
+    parser.add_argument("--field", default=_FIELD, help="JSON field or parquet column with the text (default: text)")
     parser.add_argument(
         "--max-bad",
         type=int,
@@ -94,6 +97,12 @@ def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_prepare(commands: Any) -> None:
     parser = add_command(commands, "prepare", "tokenise documents into a data set to train on", _PREPARE_EPILOG)
     _add_input_arguments(parser)
+    parser.add_argument(
+        "--prompt-field",
+        metavar="KEY",
+        help="JSON lines are pairs: this field is the prompt, whose tokens are read and not scored",
+    )
+    parser.add_argument("--answer-field", metavar="KEY", help="and this field its answer, which is scored")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
     parser.add_argument(
         "--tokenizer",
@@ -199,6 +208,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         args.output,
         load_tokenizer(args.tokenizer, args.eod_token),
         field_name=args.field,
+        pair=_pair(args),
         validation_fraction=args.validation_fraction,
         validation_inputs=args.validation,
         cut_documents=args.cut_documents,
@@ -215,6 +225,19 @@ def run_prepare(args: argparse.Namespace) -> int:
         print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(_summary(result.dataset))
     return 0
+
+
+def _pair(args: argparse.Namespace) -> PairFields | None:
+    """The fields of prompts and answers, if they are asked for."""
+    from pretrain.data.sources import PairFields
+
+    if args.prompt_field is None and args.answer_field is None:
+        return None
+    if args.prompt_field is None or args.answer_field is None:
+        raise DataError("--prompt-field and --answer-field name the two fields of one line: give both.")
+    if args.field != _FIELD:
+        raise DataError("--field has no effect beside --prompt-field and --answer-field: leave it out.")
+    return PairFields(args.prompt_field, args.answer_field)
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -311,6 +334,7 @@ def _summary(dataset: PreparedDataset) -> str:
         lines.append(
             f"  {name:<11} {plural(split.num_documents, 'document')}, {plural(split.num_tokens, 'token')}, "
             f"{plural(split.num_bytes, 'byte')} of text{per_token}"
+            + ("" if split.prompts is None else f"; scored are {plural(split.num_scored_tokens, 'token')} of answers")
         )
     lines.append(f"  left out    {plural(manifest.num_empty, 'empty document')}, {manifest.num_skipped:,} bad")
     lines += [f"    {example}" for example in manifest.skipped_examples]

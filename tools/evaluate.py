@@ -18,12 +18,14 @@ from pretrain.errors import ConfigError, DataError
 from pretrain.folder import RunFolder
 from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
+from tools.tables import compare_tables_rank, form_of, token_tables
 
 _EPILOG = """\
 examples:
   megamem eval runs/quickstart
   megamem eval runs/quickstart --ablate
   megamem eval runs/quickstart --without-memory
+  megamem eval runs/tide --tables full,int8,int4,cut:30,rank:64
   megamem eval runs/quickstart --step 200 --nproc 2 --json
   megamem eval runs/quickstart --data data/other --data data/third train.sequence_length=512
   megamem eval runs/quickstart model.rotary_scaling.kind=ntk model.rotary_scaling.factor=4 train.sequence_length=1024
@@ -34,6 +36,10 @@ or with --own-layout have that one (for models that do not fit). Of the configur
 keys under data, evaluation.datasets, train.sequence_length, train.micro_batch_size, train.kernels and how rotary
 positions are computed (model.rotary_base, model.rotary_scaling) can be overridden. With several data sets there is a
 line for each domain: the name of its entry, or the end of its path.
+
+--tables is for memories whose rows the token addresses (docs/token-tables.md). A form is full (as they are), int8, int4
+(a scale per row), rank:R (factors of rank R) or cut:P (of the rank that is left when P percent are cut off), or a folder
+that `megamem tables` made. The first one is what the others are set against.
 """
 
 _OVERRIDABLE = (
@@ -72,6 +78,11 @@ def add_parser(subparsers: Any) -> None:
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--without-memory", action="store_true", help="switch the memory's output off in every block")
     memory.add_argument("--ablate", action="store_true", help="evaluate with and without the memory's output")
+    memory.add_argument(
+        "--tables",
+        metavar="FORM,FORM",
+        help="evaluate with the memory's tables in each of these forms, one after the other, see below",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(func=run_eval)
 
@@ -92,6 +103,11 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.own_layout:
         validate(config, num_ranks)
     check_data(config, folder, moved=not args.data)
+    if args.tables is not None:
+        words = args.tables.split(",")
+        for word in words:
+            form_of(word, token_tables(config, "--tables"))
+        return run_on_ranks(lambda: compare_tables_rank(config, saved.path, words, args.json), num_ranks)
     return run_on_ranks(lambda: evaluate_rank(config, saved.path, with_memory, args.json), num_ranks)
 
 

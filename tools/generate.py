@@ -19,6 +19,7 @@ from pretrain.folder import RunFolder
 from pretrain.sampling import Sampling
 from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
+from tools.tables import form_of, token_tables
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
@@ -31,6 +32,10 @@ examples:
   megamem generate runs/quickstart --prompt-file prompt.txt
   git log -1 --format=%B | megamem generate runs/quickstart --prompt-file -
   megamem generate runs/large --prompt 'import os' --nproc 8
+  megamem generate runs/tide --prompt 'import os' --tables runs/tide-int4
+
+--tables is for memories whose rows the token addresses (docs/token-tables.md): a folder that `megamem tables` made, from
+whose files rows come as they are read, or a form (full, int8, int4, rank:R, cut:P) that is made in host memory.
 """
 
 
@@ -79,6 +84,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
+    parser.add_argument("--tables", metavar="DIR", help="read the memory's tables from here, see below")
     add_nproc(parser, "1", what="ranks to start here, over which the memory tables are split", default=1)
     parser.set_defaults(func=run_generate)
 
@@ -92,12 +98,14 @@ class Request:
         max_tokens: the most tokens of a sample.
         samplings: one per sample.
         stops: texts that end a sample, and are no part of it.
+        tables: a folder or form that the memory's rows come from; None: they are part of the model.
     """
 
     prompt: str
     max_tokens: int
     samplings: Sequence[Sampling]
     stops: Sequence[str] = ()
+    tables: str | None = None
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -108,6 +116,8 @@ def run_generate(args: argparse.Namespace) -> int:
     num_ranks = started_world_size() or args.nproc
     config = saved_config(saved, ParallelConfig(memory=num_ranks))
     note_edited_config(folder, saved)
+    if request.tables is not None:
+        form_of(request.tables, token_tables(config, "--tables"))
     problems = list(layout_problems(config, num_ranks))
     if config.model.moe is not None and num_ranks > 1:
         problems.append("model.moe is set, whose experts would be split too: generate on one rank")
@@ -126,7 +136,7 @@ def _request(args: argparse.Namespace) -> Request:
     first = Sampling(args.temperature, args.top_p, args.seed, args.top_k)
     samplings = [replace(first, seed=first.seed + number) for number in range(args.samples)]
     prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
-    return Request(prompt, args.max_tokens, samplings, args.stop)
+    return Request(prompt, args.max_tokens, samplings, args.stop, args.tables)
 
 
 def _read_prompt(file: str) -> str:
@@ -143,10 +153,14 @@ def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, r
     from pretrain.generate import generate
     from pretrain.restore import restore_model
     from pretrain.session import session
+    from pretrain.stored_tables import open_tables
 
     with session(config) as groups:
         tokenizer = open_saved_tokenizer(tokenizer_folder)
-        (model,) = restore_model(config, checkpoint, tokenizer, groups)
+        tables = None
+        if request.tables is not None:
+            tables = open_tables(request.tables, checkpoint, token_tables(config, "--tables"))
+        (model,) = restore_model(config, checkpoint, tokenizer, groups, fetch_rows=tables)
         ids = tokenizer.tokenize(request.prompt)
         write = _write if groups.is_main else _ignore
         # The end of the document before is in the context too.

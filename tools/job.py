@@ -13,7 +13,6 @@ from parallel.atomic_write import atomic_write
 from parallel.devices import hide_gpus
 from parallel.ranks import RankEnvironment, current_ranks
 from pretrain.errors import StoppedEarly, UserError
-from pretrain.folder import RunFolder
 from pretrain.stop import StopRequest
 from slurm.job import begin, end, goes_on_in_place
 from slurm.policy import Action, Decision
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One of the script's questions. What it reads is the last line of stdout; people are told on stderr."""
     args = _parser().parse_args(argv)
     try:
-        return int(args.func(JobsFolder(RunFolder(args.run)), args))
+        return int(args.func(JobsFolder.at(args.records), args))
     except UserError as error:
         print(ending(error, error.exit_code), file=sys.stderr)
         return error.exit_code
@@ -46,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, func: object) -> argparse.ArgumentParser:
         command = commands.add_parser(name)
-        command.add_argument("run", type=Path)
+        command.add_argument("records", type=Path)
         command.set_defaults(func=func)
         return command
 
@@ -76,7 +75,7 @@ def _begin(jobs: JobsFolder, args: argparse.Namespace) -> int:
 
 
 def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
-    """Prints what to do, after how many seconds, and without which nodes."""
+    """Prints what to do, after how many seconds, without which nodes, and which job waits for the success of this one."""
     folder = AttemptFolder(args.attempt)
     decision = end(jobs, folder, args.exit_code, asked_to_stop=args.asked_to_stop, state=args.state)
     print(f"attempt {folder.path.name} has ended, {decision.action}: {decision.reason}", file=sys.stderr)
@@ -87,8 +86,15 @@ def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
     elif goes_on_in_place(jobs, folder, decision, _names(args.nodes), asked_to_stop=args.asked_to_stop):
         print("again")
     else:
-        print(_in_script(decision))
+        print(_in_script(decision, _waiting_job(jobs)))
     return 0
+
+
+def _waiting_job(jobs: JobsFolder) -> str:
+    """Of the next link of a chain."""
+    following = jobs.next_link()
+    ids = [] if following is None else following.job_ids()
+    return ids[-1] if ids else "none"
 
 
 def _names(nodes: str) -> list[str]:
@@ -96,10 +102,10 @@ def _names(nodes: str) -> list[str]:
     return [node for node in nodes.split(",") if node]
 
 
-def _in_script(decision: Decision) -> str:
+def _in_script(decision: Decision, waiting: str) -> str:
     changes = decision.delay_s > 0 or bool(decision.exclude)
     action = "resubmit" if decision.action is Action.REQUEUE and changes else decision.action.value
-    return f"{action} {decision.delay_s:.0f} {','.join(decision.exclude)}".rstrip()
+    return f"{action} {decision.delay_s:.0f} {','.join(decision.exclude) or 'none'} {waiting}"
 
 
 def _queued(jobs: JobsFolder, args: argparse.Namespace) -> int:
@@ -128,16 +134,16 @@ def _rank(jobs: JobsFolder, args: argparse.Namespace) -> int:
 def _check_and_train(
     jobs: JobsFolder, folder: AttemptFolder, profile: ClusterConfig, rank: int, stop: StopRequest
 ) -> int:
-    num_ranks = int(os.environ["SLURM_NTASKS"])
+    num_ranks, submission = int(os.environ["SLURM_NTASKS"]), jobs.submission()
+    assert submission is not None
     timeout_s = _START_TIMEOUT_S if profile.check is None else profile.check.timeout_s
     at = meeting_point(folder.rendezvous, rank, timeout_s)
     os.environ |= {"MASTER_ADDR": at.host, "MASTER_PORT": str(at.port)}
     if profile.check is not None and num_ranks > 1:
         from slurm.node_check import check_nodes
 
-        ranks, submission = current_ranks(), jobs.submission()
+        ranks = current_ranks()
         assert isinstance(ranks, RankEnvironment)
-        assert submission is not None
         bad = check_nodes(ranks, at, folder.attempt().nodes, folder.path, profile, submission.code)
         if bad:
             if rank == 0:
@@ -148,8 +154,12 @@ def _check_and_train(
             return _BAD_NODES_FOUND
     if stop.requested:
         return StoppedEarly.exit_code
-    alone = ["--nproc", "1"] if num_ranks == 1 else []
-    return cli.main(["train", str(jobs.config), "--run-dir", str(jobs.run.path), *alone])
+    if num_ranks == 1:
+        # A step of one task says of itself that it is no rank, and ranks that the command would start take a second
+        # signal for impatience. Slurm sends one to all tasks, and the script sends another.
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    stage = [] if submission.stage is None else ["--stage", submission.stage]
+    return cli.main(["train", str(jobs.config), "--run-dir", str(jobs.run.path), *stage])
 
 
 if __name__ == "__main__":

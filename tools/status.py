@@ -16,6 +16,7 @@ from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from slurm.standing import jobs_standing
+from slurm.times import AttemptTimes, attempt_times
 from tools.parsers import add_command
 from tools.standing import State, duration, find_runs, metrics_age_s, standing_of
 from tools.words import count_in_millions
@@ -25,6 +26,7 @@ examples:
   megamem status
   megamem status runs/mine runs/other
   megamem status runs/recall --json
+  megamem status runs/mine --attempts
 
 A folder that is no run stands for all runs below it. States: running; silent (its owner is on another machine and has
 not beaten for a minute); queued (its Slurm job waits); finished; stopped (as it was asked to, with a checkpoint);
@@ -79,12 +81,19 @@ def add_parser(subparsers: Any) -> None:
         default=[Path("runs")],
         help="run folders, or folders that hold some (default: runs)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+    parser.add_argument(
+        "--attempts",
+        action="store_true",
+        help="of runs on a Slurm cluster: how long every attempt waited and took to start, and which steps it lost",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run, or per attempt")
     parser.set_defaults(func=run_status)
 
 
 def run_status(args: argparse.Namespace) -> int:
     """Looks, and prints."""
+    if args.attempts:
+        return _print_attempts([path for named in args.runs for path in find_runs(named)], as_json=args.json)
     lines: list[Line] = []
     problems: list[str] = []
     for path in [path for named in args.runs for path in find_runs(named)]:
@@ -101,6 +110,29 @@ def run_status(args: argparse.Namespace) -> int:
         # After the others, which one damaged run must not hide.
         raise ConfigError("; ".join(problems))
     return 0
+
+
+def _print_attempts(paths: Sequence[Path], *, as_json: bool) -> int:
+    found = [(path, each) for path in paths for each in attempt_times(RunFolder(path))]
+    if as_json:
+        for path, each in found:
+            print(json.dumps({"run": str(path), **asdict(each)}))
+    else:
+        head = ("run", "attempt", "job", "nodes", "ended", "waited", "to first step", "without steps", "steps lost")
+        print(_aligned([head, *(_attempt_cells(path, each) for path, each in found)]))
+    return 0
+
+
+def _attempt_cells(path: Path, times: AttemptTimes) -> tuple[str, ...]:
+    return (
+        str(path) if times.stage is None else f"{path} ({times.stage})",
+        str(times.number),
+        times.job,
+        str(times.num_nodes),
+        times.cause or "-",
+        *("-" if each is None else duration(each) for each in (times.waited_s, times.start_s, times.down_s)),
+        "-" if times.lost_steps is None else f"{times.lost_steps:,}",
+    )
 
 
 def line_of(path: Path) -> Line:
@@ -187,8 +219,11 @@ def _newest_checkpoint(folder: Path) -> int | None:
 def table(lines: Sequence[Line]) -> str:
     """The runs for a terminal, a line each."""
     header = ("run", "step", "tokens", "loss", "validation", "saved", "heard of", "state")
-    rows = [header, *(_cells(line) for line in lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return _aligned([header, *(_cells(line) for line in lines)])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )

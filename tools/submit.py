@@ -8,28 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import dump_yaml
-from pretrain.config.stages import load_stages, to_entries
+from pretrain.config.stages import load_stages, name_of_run, names_of
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from pretrain.history import now
-from pretrain.owner import look
 from pretrain.preflight import check_submission
-from slurm.commands import job_state, submit
-from slurm.lead import lead_seconds
 from slurm.profile import ClusterConfig, find_profile, load_profile
-from slurm.records import JobsFolder, Submission
-from slurm.script import render
-from slurm.snapshot import code_hash, take_snapshot
+from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job
+from slurm.records import JobsFolder, jobs_folders
+from slurm.script import render_array
 from tools.parsers import add_command
 from tools.ranks import at_least_one_rank
+from tools.sweep import axis, grid
 
 _EPILOG = """\
 examples:
   megamem submit configs/quickstart.yaml --cluster local --dry-run
   megamem submit CONFIG --cluster example-h100 --nodes 64 --time 2-00:00:00 train.num_steps=200000
+  megamem submit configs/stages/2.5b_25b.yaml --cluster example-h100 --chain --nodes 32 --nodes long=64
+  megamem submit CONFIG --cluster example-h100 --sweep optimizer.lr=1e-3,2e-3 --sweep seed=1,2,3 --at-once 4
 
 The configuration, the code and the script go into RUN/slurm, so later edits do not reach a job that waits or is
 requeued. The same command again, when no job of the run is left, goes on from its newest checkpoint. See docs/slurm.md.
@@ -44,65 +41,216 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="PROFILE", help="a profile of configs/clusters by name, or a YAML file"
     )
-    parser.add_argument("--nodes", type=at_least_one_rank, metavar="N", help="nodes (default: the profile's)")
-    parser.add_argument("--time", metavar="LIMIT", help="time limit of an attempt (default: the profile's)")
+    parser.add_argument(
+        "--nodes",
+        action="append",
+        default=[],
+        metavar="[STAGE=]N",
+        help="nodes (default: the profile's); with --chain also those of one stage",
+    )
+    parser.add_argument(
+        "--time",
+        action="append",
+        default=[],
+        metavar="[STAGE=]LIMIT",
+        help="time limit of an attempt (default: the profile's); with --chain also that of one stage",
+    )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="the run's folder (default: <name> in the profile's runs_path)"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the script, queue nothing")
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
+        "--chain", action="store_true", help="a job for each stage, which begins when the one before it is done"
+    )
+    several.add_argument(
+        "--sweep",
+        type=axis,
+        action="append",
+        default=[],
+        metavar="key=a,b,c",
+        help="a run for each value, as a job array; given several times: for each combination",
+    )
+    parser.add_argument(
+        "--at-once", type=at_least_one_rank, metavar="N", help="most runs of a sweep at the same time (default: all)"
+    )
     parser.set_defaults(func=run_submit)
 
 
 def run_submit(args: argparse.Namespace) -> int:
     """Checks, renders, and queues."""
     path = find_profile(args.cluster)
-    profile = load_profile(path)
-    profile = asked_for(profile, args.nodes, args.time)
-    stages = tuple(absolute_data(config) for config in load_stages(args.config, args.overrides))
-    config = stages[0]
-    folder = RunFolder((args.run_dir or Path(profile.runs_path) / config.name).absolute())
-    jobs = JobsFolder(folder)
-    check_seen_by_nodes(stages, folder, profile)
-    check_submission(stages, profile.nodes * profile.ranks_per_node, folder)
-    last = jobs.submission()
-    submission = Submission(
-        number=1 if last is None else last.number + 1,
-        cluster=path.stem,
-        nodes=profile.nodes,
-        ranks_per_node=profile.ranks_per_node,
-        code=code_hash(),
-        lead_s=lead_seconds(folder.metrics, profile.lead_s),
-        at=now(),
-    )
-    script = render(config, profile, submission, jobs, time=profile.time)
+    profile, cluster = load_profile(path), path.stem
+    if args.at_once is not None and not args.sweep:
+        raise ConfigError(f"--at-once is {args.at_once}, and there is no --sweep: remove it")
+    base = (args.run_dir or Path(profile.runs_path) / name_of_run(args.config, args.overrides)).absolute()
+    if args.sweep:
+        return _submit_sweep(args, profile, cluster, base)
+    stages = load_absolute(args.config, args.overrides)
+    run = RunFolder(base)
+    if args.chain:
+        return _submit_chain(args, links_of(stages, run, profile, cluster, args.nodes, args.time))
+    job = job_of_run(JobsFolder(run), stages, asked_for(profile, args.nodes, args.time), cluster)
+    check(job)
     if args.dry_run:
-        print(script, end="")
+        print(job.script, end="")
         return 0
-    _check_free(jobs)
-    _write(jobs, stages, profile, submission, script)
-    job = submit(jobs.script)
-    jobs.add_job(job, "submitted")
-    ranks = submission.nodes * submission.ranks_per_node
-    print(
-        f"job {job}: {config.name} on {submission.nodes} nodes, {ranks} ranks; told to save {submission.lead_s} s before "
-        f"its time limit\n"
-        f"follow it:  megamem status {folder.path}\n"
-        f"            tail -F {jobs.path}/job_{job}.log {jobs.latest}/rank_0.log\n"
-        f"end it:     megamem cancel {folder.path}"
-    )
+    check_free(jobs_folders(run))
+    print(_queued(job, queue_job(job)))
+    print(_what_next(run.path, job))
     return 0
 
 
-def asked_for(profile: ClusterConfig, nodes: int | None, time: str | None) -> ClusterConfig:
-    """The profile with what the command line says instead.
+def _submit_chain(args: argparse.Namespace, links: Sequence[Job]) -> int:
+    for link in links:
+        check(link)
+    if args.dry_run:
+        print("\n".join(link.script for link in links), end="")
+        return 0
+    run = links[0].records.run
+    check_free(jobs_folders(run))
+    for link, number in zip(links, queue_chain(links), strict=True):
+        print(_queued(link, number))
+    print(_what_next(run.path, links[0]))
+    return 0
+
+
+def links_of(
+    stages: Sequence[RunConfig],
+    run: RunFolder,
+    profile: ClusterConfig,
+    cluster: str,
+    nodes: Sequence[str],
+    time: Sequence[str],
+) -> list[Job]:
+    """The jobs of a chain: of the stages that are not done.
 
     Raises:
-        ConfigError: the profile cannot have it.
+        ConfigError: the run has no stages, or none is left.
     """
+    names = names_of(stages)
+    if not names:
+        raise ConfigError("--chain queues a job for each stage, and the run has no `stages`: leave it out")
+    saved_step = JobsFolder(run).newest_saved_step() or 0
+    links = [
+        job_of_run(JobsFolder(run, number), stages, asked_for(profile, nodes, time, name, names), cluster, name)
+        for number, (name, config) in enumerate(zip(names, stages, strict=True), start=1)
+        if saved_step < config.train.num_steps
+    ]
+    if not links:
+        raise ConfigError(
+            f"{run.path} has a checkpoint of step {saved_step}, and its stages end there: add a stage to go on"
+        )
+    return links
+
+
+def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str, base: Path) -> int:
+    if RunFolder(base).config.exists():
+        raise ConfigError(f"{base} is the folder of a run, and a sweep wants one for its runs: use another --run-dir")
+    profile = asked_for(profile, args.nodes, args.time)
+    swept = name_of_run(args.config, args.overrides)
+    jobs = []
+    for point in grid(args.sweep):
+        name = f"{swept}-{point.name}"
+        stages = load_absolute(args.config, [*args.overrides, *point.overrides, f"name={name}"])
+        jobs.append(job_of_run(JobsFolder(RunFolder(base / name)), stages, profile, cluster))
+        check(jobs[-1])
+    # They are one script to Slurm.
+    lead_s = max(job.submission.lead_s for job in jobs)
+    jobs = [replace(job, submission=replace(job.submission, lead_s=lead_s)) for job in jobs]
+    if args.dry_run:
+        first = jobs[0]
+        records = [job.records for job in jobs]
+        print(render_array(swept, records, profile, first.submission, base, args.at_once))
+        print(first.script, end="")
+        return 0
+    for job in jobs:
+        check_free(jobs_folders(job.records.run))
+    number = queue_array(jobs, swept, base, args.at_once)
+    for place, job in enumerate(jobs):
+        print(_queued(job, f"{number}_{place}"))
+    print(_what_next(base, None))
+    return 0
+
+
+def load_absolute(config: str, overrides: Sequence[str]) -> tuple[RunConfig, ...]:
+    """The stages of a run, with data sets that are found from any folder."""
+    return tuple(absolute_data(stage) for stage in load_stages(config, overrides))
+
+
+def check(job: Job) -> None:
+    """Look at all that a job will meet, as far as this machine can see it.
+
+    Raises:
+        UserError: what it would fail for.
+    """
+    check_seen_by_nodes(job.trained, job.records.run, job.profile)
+    profile = job.profile
+    gpu_bytes = None if profile.gpu_memory_gb is None else 1e9 * profile.gpu_memory_gb
+    check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes)
+
+
+def _queued(job: Job, number: str) -> str:
+    asked = job.submission
+    stage = "" if asked.stage is None else f", stage {asked.stage}"
+    return (
+        f"job {number}: {job.stages[0].name}{stage} on {asked.nodes} nodes, {asked.nodes * asked.ranks_per_node} ranks; "
+        f"told to save {asked.lead_s} s before its time limit"
+    )
+
+
+def _what_next(path: Path, first: Job | None) -> str:
+    """What to type to follow, and to end, what was queued."""
+    follow = f"follow it:  megamem status {path}\n"
+    if first is not None:
+        records = first.records
+        follow += f"            tail -F {records.path}/job_*.log {records.latest}/rank_0.log\n"
+    return f"{follow}end it:     megamem cancel {path}"
+
+
+def asked_for(
+    profile: ClusterConfig,
+    nodes: Sequence[str],
+    time: Sequence[str],
+    stage: str | None = None,
+    names: Sequence[str] = (),
+) -> ClusterConfig:
+    """The profile with what the command line says instead.
+
+    Args:
+        nodes, time: as given, with the name of a stage and = before what is meant for it alone.
+        stage: whose job it is; None: of the whole run.
+        names: of all stages.
+
+    Raises:
+        ConfigError: the profile cannot have it, or there is no such stage.
+    """
+    asked_nodes, asked_time = _of_stage("--nodes", nodes, stage, names), _of_stage("--time", time, stage, names)
+    if asked_nodes is not None and (not asked_nodes.isdecimal() or not int(asked_nodes)):
+        raise ConfigError(f"--nodes is {asked_nodes!r}: give 1 or more")
     try:
-        return replace(profile, nodes=nodes or profile.nodes, time=time or profile.time)
+        return replace(
+            profile,
+            nodes=profile.nodes if asked_nodes is None else int(asked_nodes),
+            time=profile.time if asked_time is None else asked_time,
+        )
     except ValueError as error:
         raise ConfigError(f"the command line does not fit the profile: {error}") from error
+
+
+def _of_stage(option: str, given: Sequence[str], stage: str | None, names: Sequence[str]) -> str | None:
+    """What an option says for a stage: what is meant for it alone, else for all; None if it says nothing."""
+    for_all, for_it = None, None
+    for text in given:
+        name, sign, value = text.rpartition("=")
+        if not sign:
+            for_all = value
+        elif name not in names:
+            there_are = f"the stages are {', '.join(names)}" if names else "only jobs of a --chain have one"
+            raise ConfigError(f"{option} is {text}, and there is no stage {name}: {there_are}")
+        elif name == stage:
+            for_it = value
+    return for_it if for_it is not None else for_all
 
 
 def absolute_data(config: RunConfig) -> RunConfig:
@@ -140,36 +288,3 @@ def check_seen_by_nodes(stages: Sequence[RunConfig], folder: RunFolder, profile:
                 f"{what} is {path}, which lies in none of the folders that all nodes see (shared_paths: "
                 f"{', '.join(profile.shared_paths)}): move it there, or add its folder to the profile"
             )
-
-
-def _check_free(jobs: JobsFolder) -> None:
-    """Refuse a run that runs, or waits to."""
-    for job in reversed(jobs.job_ids()):
-        state = job_state(job)
-        if state is not None and not state.is_over:
-            raise ConfigError(
-                f"job {job} of {jobs.run.path} is {state.state.lower()}: `megamem status {jobs.run.path}` shows it, "
-                f"and `megamem cancel {jobs.run.path}` ends it"
-            )
-    presence = look(jobs.run)
-    if presence is not None and not presence.ended and presence.alive:
-        raise ConfigError(f"{jobs.run.path} is in use by {presence.claim}: stop it, or use another --run-dir")
-
-
-def _write(
-    jobs: JobsFolder, stages: Sequence[RunConfig], profile: ClusterConfig, submission: Submission, script: str
-) -> None:
-    """Put down all that the job reads, the script last."""
-    jobs.run.make()
-    jobs.path.mkdir(exist_ok=True)
-    jobs.cancelled.unlink(missing_ok=True)
-    take_snapshot(jobs.code)
-    staged = stages[0].stage is not None
-    jobs.config.write_text(dump_yaml(to_entries(stages)) if staged else to_yaml(stages[0]), encoding="utf-8")
-    if not jobs.run.config.exists():
-        # So that `megamem status` finds a run that still waits.
-        jobs.run.config.write_text(to_yaml(stages[0]), encoding="utf-8")
-    jobs.profile.write_text(to_yaml(profile), encoding="utf-8")
-    jobs.write_submission(submission)
-    jobs.script.write_text(script, encoding="utf-8")
-    jobs.script.chmod(0o755)

@@ -15,7 +15,7 @@ from parallel.devices import num_visible_gpus
 from pretrain.config.advice import advice
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
-from pretrain.config.stages import load_stages, name_of_run, to_entries
+from pretrain.config.stages import load_stages, name_of_run, names_of, stage_called, to_entries
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.preflight import check_stages
@@ -36,6 +36,7 @@ examples:
   megamem train configs/quickstart.yaml
   megamem train configs/quickstart.yaml train.num_steps=50 model.memory=null --run-dir runs/dense
   megamem train configs/quickstart.yaml data.datasets.0.path=data/mine --run-dir runs/mine --nproc 2
+  megamem train configs/stages/2.5b_25b.yaml --stage decay --run-dir runs/staged
   megamem train continued.yaml --from runs/mine --run-dir runs/continued
   torchrun --nproc-per-node 8 -m tools.cli train CONFIG
 
@@ -77,6 +78,11 @@ def add_parser(subparsers: Any) -> None:
         help="start a new run from the weights, moments and counters of a checkpoint: a run's folder, or one of its "
         "checkpoints/step_XXXXXXXX",
     )
+    parser.add_argument(
+        "--stage",
+        metavar="NAME",
+        help="train this stage of a run of stages alone, which must be the next one: it may have ranks of its own number",
+    )
     parser.set_defaults(func=run_train)
 
 
@@ -88,27 +94,34 @@ def run_train(args: argparse.Namespace) -> int:
     folder = RunFolder(args.run_dir or Path("runs") / name_of_run(args.config, args.overrides))
     start = starting_checkpoint(args.start, folder)
     stages = load_stages(args.config, args.overrides, None if start is None else starting_point(start))
-    num_ranks = started or args.nproc or ranks_for_stages(stages)
-    check_stages(stages, num_ranks, folder, local=started is None)
+    trained = stages if args.stage is None else (stage_called(stages, args.stage),)
+    num_ranks = started or args.nproc or ranks_for_stages(trained)
+    check_stages(trained, num_ranks, folder, local=started is None)
     if start is not None:
         check_resumable(stages[0], start, as_new_run=True)
     if num_visible_gpus() and current_rank_is_first():
-        for sentence in dict.fromkeys(sentence for config in stages for sentence in advice(config)):
+        for sentence in dict.fromkeys(sentence for config in trained for sentence in advice(config)):
             print(f"note: {sentence}", file=sys.stderr)
     if started is None:
         # Of ranks that were started elsewhere, rank 0 does so when it takes the folder.
         folder.make()
-    return run_on_ranks(lambda: train_rank(stages, folder, start), num_ranks, log_dir=folder.logs)
+    return run_on_ranks(lambda: train_rank(stages, folder, start, trained), num_ranks, log_dir=folder.logs)
 
 
 def train_rank(
-    stages: Sequence[RunConfig], folder: RunFolder, start: SavedState | None = None, *, quiet: bool = False
+    stages: Sequence[RunConfig],
+    folder: RunFolder,
+    start: SavedState | None = None,
+    trained: Sequence[RunConfig] | None = None,
+    *,
+    quiet: bool = False,
 ) -> None:
     """What one rank does.
 
     Args:
         stages: of the run, or the one configuration of a run without stages.
         folder: the run's.
+        trained: those of the stages that are to be trained now; None: all.
         start: the checkpoint that the run goes on from while it has none of its own.
         quiet: leave out what is said before and after.
     """
@@ -121,7 +134,8 @@ def train_rank(
     from pretrain.session import session
     from pretrain.stages import train_stages
 
-    with session(*stages) as groups, owning(folder, groups) as owner:
+    trained = trained or stages
+    with session(*trained) as groups, owning(folder, groups) as owner:
         speaks = groups.is_main and not quiet
 
         def train_one(run: Run) -> None:
@@ -135,7 +149,8 @@ def train_rank(
 
         if owner is not None:
             _record(stages, folder, start)
-        train_stages(stages, folder, groups, train_one, stop, start)
+        if not train_stages(trained, folder, groups, train_one, stop, start) and speaks:
+            print(f"stage {', '.join(names_of(trained))} of {folder.path} is finished.", flush=True)
 
 
 def _record(stages: Sequence[RunConfig], folder: RunFolder, start: SavedState | None) -> None:

@@ -38,6 +38,7 @@ class LayerCosts:
         kept_ids: the same of int64 numbers.
         kept_keys: elements of keys that are normalised, once per forward pass.
         backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
+        split_by_heads: of the parameters, those that tensor-parallel ranks split with attention's heads.
     """
 
     retrieval: int = 0
@@ -51,6 +52,7 @@ class LayerCosts:
     kept_ids: int = 0
     kept_keys: int = 0
     backward_wide: int = 0
+    split_by_heads: int = 0
 
     def __add__(self, other: LayerCosts) -> LayerCosts:
         return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -7,6 +7,7 @@ from typing import Any
 from megamem.families.family import Family
 from megamem.families.lave.family import LAVE
 from megamem.families.memory_plus.family import MEMORY_PLUS
+from megamem.families.midus.family import MIDUS
 from megamem.families.move.family import MOVE
 from megamem.families.peer.family import PEER
 from megamem.families.pkm.family import PKM
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family[Any]] = {
         MOVE,
         LAVE,
         TIDE,
+        MIDUS,
     )
 }
 """By `model.memory.kind`."""

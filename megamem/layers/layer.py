@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -99,6 +99,11 @@ class MemoryLayer(MegatronModule):
         """
         if self.usage is not None and torch.is_grad_enabled():
             self.usage.record(rows, scores, out, router)
+
+    def slot_weights(self, *arguments: Any) -> Tensor:
+        """[T, slots], how each token weighs the slots that the family names (`MemoryConfig.slot_names`), given what
+        `forward` is given."""
+        raise AssertionError(f"{type(self).__name__} names no slots")
 
     def calibrate(self, seed: int) -> ScoreCalibration | None:
         """Set what depends on other weights, once these are drawn; returns what it measured of its scores, if so."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
 from megamem.memory_config import Lookup, MemoryConfig, Table
 from megamem.slots import Slot
+from megamem.spans import Span
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class TokenTableConfig(MemoryConfig):
         """Rows of a bank."""
         return self.vocab_size * self.rows_per_token
 
-    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+    def check_backbone(
+        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
+    ) -> None:
         if vocab_size is not None and vocab_size != self.vocab_size:
             raise ValueError(
                 f"model.memory.vocab_size is {self.vocab_size}, but model.vocab_size is {vocab_size}: every token id "
@@ -64,8 +67,12 @@ class MixedValuesConfig(TokenTableConfig):
     slot: ClassVar[Slot | None] = Slot.VALUES
     """The values of attention."""
 
+    mixed_into: Literal["values", "latents"] = "values"
+    """What the rows are mixed into. values: attention's values; with model.latent_attention the latents that values are
+    made of, while keys are made of latents as they are. latents: of latent attention, those of keys and values both
+    (Eq. 7), which then are all that a cache holds."""
     num_gate_heads: PositiveInt = 4
-    """Equal parts of a value's columns with gates of their own; one per key/value head is the paper's."""
+    """Equal parts of the columns with gates of their own; one per key/value head is the paper's."""
     gated_standard_path: bool = True
     """Gate the attention's own value too; false: it enters as it is."""
 
@@ -74,25 +81,52 @@ class MixedValuesConfig(TokenTableConfig):
         """Gates per key/value head, with that of the standard path if it has one."""
         return self.rows_per_token + self.gated_standard_path
 
+    def slot_of(self, span: Span) -> Slot:
+        return Slot.VALUES if self.mixed_into == "values" else Slot.LATENTS
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        standard = ("own value",) if self.gated_standard_path else ()
+        return (*standard, *(str(slot) for slot in range(1, self.rows_per_token + 1)))
+
     @property
     def tensor_sizes(self) -> Mapping[str, int]:
-        return {"num_gate_heads": self.num_gate_heads}
+        # Latents are whole on every rank that makes heads of them.
+        return {"num_gate_heads": self.num_gate_heads} if self.mixed_into == "values" else {}
 
     @property
     def lookup(self) -> Lookup:
         return Lookup(self.rows_per_token, scores=self.num_gate_heads)
 
-    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+    def check_backbone(
+        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
+    ) -> None:
         super().check_backbone(
-            hidden_size=hidden_size, query_groups=query_groups, head_dim=head_dim, vocab_size=vocab_size
+            hidden_size=hidden_size,
+            query_groups=query_groups,
+            head_dim=head_dim,
+            latent_dim=latent_dim,
+            vocab_size=vocab_size,
         )
-        if self.value_dim != query_groups * head_dim:
+        if self.mixed_into == "latents" and latent_dim is None:
+            raise ValueError(
+                "model.memory.mixed_into is latents, but model.latent_attention is null: set it, or use mixed_into: values"
+            )
+        if latent_dim is not None and self.value_dim != latent_dim:
+            raise ValueError(
+                f"model.memory.value_dim is {self.value_dim}, but a token's latent has {latent_dim} columns: set "
+                f"model.memory.value_dim: {latent_dim}"
+            )
+        if latent_dim is None and self.value_dim != query_groups * head_dim:
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, but a token's {query_groups} values of {head_dim} columns "
                 f"have {query_groups * head_dim}: set model.memory.value_dim: {query_groups * head_dim}"
             )
         if self.value_dim % self.num_gate_heads:
+            divisor = (
+                f"attention's {query_groups} key/value heads do" if latent_dim is None else "use one of its divisors"
+            )
             raise ValueError(
                 f"model.memory.num_gate_heads is {self.num_gate_heads}, which does not divide value_dim = "
-                f"{self.value_dim}: attention's {query_groups} key/value heads do"
+                f"{self.value_dim}: {divisor}"
             )

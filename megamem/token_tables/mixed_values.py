@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
+from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megamem.inputs import Inputs
@@ -26,7 +26,9 @@ class MixedValuesLayer(MemoryLayer):
     mixed values, and those are what a cache of keys and values would hold.
 
     Each tensor-parallel rank makes the gates of its own tokens, for all heads, and needs the mixed values of all tokens
-    for its own heads: `TableLookup.read_heads`.
+    for its own heads: `TableLookup.read_heads`. Where there are more ranks than key/value heads it has one that others
+    have too, and gathers it. Latents, in latent attention, are cut into n parts and mixed the same way
+    (Eq. 7), and each rank has all columns of its own tokens'.
     """
 
     memory: MixedValuesConfig
@@ -43,19 +45,50 @@ class MixedValuesLayer(MemoryLayer):
         return gates[:, :, 0], gates[:, :, 1:].transpose(1, 2)
 
     def forward(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        """The mixed values [s, b, g, d]; `values` are those of attention and `hidden` [t, b, D] its input."""
+        """The mixed values [s, b, g, d], or latents [t, b, V]; `values` are those of attention and `hidden` [t, b, D] its
+        input."""
         standard, gates = self.gates(hidden)
         rows = rows_of_tokens(inputs.token_ids, self.memory.rows_per_token)
-        from_rows = self.lookup.read_heads(rows, gates.contiguous(), self.tensor_group).view(values.shape)
         # Of all heads' tokens, those that this rank answers for.
         rank, size = (0, 1) if self.tensor_group is None else (self.tensor_group.rank(), self.tensor_group.size())
-        self.observe(rows.chunk(size)[rank] if size > 1 else rows, None, from_rows.flatten(0, 1).flatten(1))
+        own = rows.chunk(size)[rank] if size > 1 else rows
+        if self._ranks_per_head > 1:
+            from_rows = self._of_shared_head(self.lookup.read(own, gates.contiguous(), None)).view(values.shape)
+        else:
+            from_rows = self.lookup.read_heads(rows, gates.contiguous(), self.tensor_group).view(values.shape)
+        self.observe(own, None, from_rows.flatten(0, 1).flatten(1))
         if standard is None:
             return values + from_rows
-        if size > 1:
+        if self._ranks_per_head > 1:
+            standard = self._of_shared_head(standard)
+        elif size > 1:
             standard = all_to_all_sp2hp(standard.contiguous(), self.tensor_group)
         parts = values.flatten(2).unflatten(2, (standard.shape[1], -1))
         return (standard.view(*parts.shape[:3], 1) * parts).view(values.shape) + from_rows
+
+    def slot_weights(self, values: Tensor, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """See `MemoryLayer.slot_weights`: gates, averaged over heads."""
+        standard, gates = self.gates(hidden)
+        means = gates.float().mean(2)
+        return means if standard is None else torch.cat((standard.float().mean(1, keepdim=True), means), 1)
+
+    @property
+    def _ranks_per_head(self) -> int:
+        """Tensor-parallel ranks that have the same key/value head, because there are more of them than heads."""
+        groups = self.config.num_query_groups
+        assert groups is not None
+        return 1 if self.tensor_group is None else max(1, self.tensor_group.size() // groups)
+
+    def _of_shared_head(self, own: Tensor) -> Tensor:
+        """[S, columns of one head] for the tokens of all ranks, of all heads' columns of this rank's own [T, columns].
+
+        In backward the ranks that have a head add up its gradients.
+        """
+        assert self.tensor_group is not None
+        every: Tensor = gather_from_sequence_parallel_region(own, group=self.tensor_group)
+        heads = self.config.num_query_groups
+        assert heads is not None
+        return every.chunk(heads, 1)[self.tensor_group.rank() // self._ranks_per_head]
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`: what is added to the values, [T, V]."""

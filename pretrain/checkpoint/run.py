@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,21 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamem.model import MemoryGPTModel
 from megamem.shards import walk_shards
+from megamem.trained_part import TrainedPart
 from pretrain.build import unwrap
 from pretrain.checkpoint import folder as folders
-from pretrain.checkpoint.derived import MAIN_PREFIX, STATE_PREFIX, derived_weights
+from pretrain.checkpoint.derived import MAIN_PREFIX, STATE_PREFIX, derived_weights, main_name
 from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.loading import Target, load
 from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
 from pretrain.optimizer import MemoryOptimizer
-from pretrain.state import RunState
+from pretrain.state import RunState, TrainedLayers
 from pretrain.weight_gathering import complete_weights, start_gathering
 
 
@@ -65,7 +66,8 @@ def entries_to_save(
 
 
 def is_trained(tensor: Tensor) -> bool:
-    """Whether a model's tensor has fp32 main weights: `pretrain.optimizer` steps all parameters that want gradients."""
+    """Whether a model's tensor has fp32 main weights: `pretrain.optimizer` steps all parameters that want gradients,
+    which those outside of `optimizer.trained_layers` do not."""
     return tensor.requires_grad
 
 
@@ -74,13 +76,21 @@ def restore_run(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MemoryOptimizer,
     *,
+    trained_layers: TrainedLayers = None,
     with_moments: bool = True,
-) -> None:
+) -> RunState:
     """Load weights and optimizer state in place, whatever layout wrote them. Collective.
 
-    The weights come from the main weights, each rank's share of them, and are gathered as after an update. Of a
-    checkpoint that holds weights alone, they are the main weights, and the moments start at zero; so they do without
-    `with_moments`, and their updates are counted anew.
+    The weights come from the main weights, each rank's share of them, and are gathered as after an update. Where a
+    checkpoint has weights and no main weights, because it holds weights alone or they were not trained, the weights are
+    the main weights, the moments start at zero, and their updates are counted anew. Without `with_moments` those of all
+    start at zero.
+
+    Args:
+        trained_layers: the run's `optimizer.trained_layers`, by which the chunks were built.
+
+    Returns:
+        The counters to go on with.
 
     Raises:
         CheckpointError: on every rank: the checkpoint cannot be read, or is of another model.
@@ -91,22 +101,41 @@ def restore_run(
     state = [shard for _, shard in walk_shards(optimizer.sharded_state_dict(model))]
     if not with_moments:
         state = [shard for shard in state if shard.key.startswith(MAIN_PREFIX)]
-    load(saved.path, lambda index: [*map(_target, untrained), *_state_targets(state, index)])
-    optimizer.set_num_updates(saved.run.num_updates if with_moments else 0)
+    load(
+        saved.path,
+        lambda index: [*_weight_targets(untrained, index, saved.weights_dtype), *_state_targets(state, index)],
+    )
+    run = saved.run.training(trained_layers)
+    if not with_moments:
+        run = run.without_moments()
+    optimizer.set_num_updates(_updates_of(run, bare))
     optimizer.set_weights_from_main()
     start_gathering(chunks)
     complete_weights(chunks)
     for chunk in bare:
         chunk.weights_are_set = True
+    return run
+
+
+def _updates_of(run: RunState, chunks: Sequence[MemoryGPTModel]) -> Callable[[nn.Parameter], int]:
+    """How many updates the moments of a parameter have seen."""
+    served = {parameter: blocks for chunk in chunks for parameter, blocks in chunk.blocks_served().items()}
+    model = chunks[0].model_config
+
+    def updates_of(parameter: nn.Parameter) -> int:
+        return run.updates_of(lambda layers: TrainedPart.of(model, layers).trains(served[parameter]))
+
+    return updates_of
 
 
 def _state_targets(shards: Sequence[ShardedTensor], index: Index) -> Iterator[Target]:
-    weights_alone = not any(name.startswith(STATE_PREFIX) for name in index.tensors)
+    """Of main weights and moments; of those that were not trained, the weights are the main weights."""
     for shard in shards:
-        if not weights_alone:
+        weight = shard.key.removeprefix(STATE_PREFIX).partition(".")[2]
+        if weight not in index.tensors or main_name(weight) in index.tensors:
             yield _target(shard)
-        elif shard.key.startswith(MAIN_PREFIX):
-            yield _target(shard, shard.key.removeprefix(MAIN_PREFIX))
+        elif shard.key == main_name(weight):
+            yield _target(shard, weight)
 
 
 def load_weights(path: Path, chunks: Sequence[MemoryGPTModel]) -> None:

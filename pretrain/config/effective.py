@@ -58,6 +58,8 @@ _OF_MEMORY = (
     "optimizer.value_lr_multiplier",
     "optimizer.value_lr_end_multiplier",
     "optimizer.value_lr_decay_tokens",
+    "optimizer.retrieval_lr",
+    "optimizer.retrieval_weight_decay",
 )
 RUN_RULES: tuple[CrossRule, ...] = (
     CrossRule("parallel.memory", _has_split_parameters, "model.memory or model.moe is set"),

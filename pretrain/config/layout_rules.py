@@ -58,13 +58,24 @@ def _tensor(config: RunConfig) -> Iterator[str]:
         **({"model.ffn_hidden_size": config.model.ffn_hidden_size} if config.model.moe is None else {}),
         "model.vocab_size_multiple": config.model.vocab_size_multiple,
     }
-    if config.model.memory is not None:
-        sizes |= {f"model.memory.{key}": size for key, size in config.model.memory.tensor_sizes.items()}
+    if (latent := config.model.latent_attention) is not None:
+        sizes["model.latent_attention.latent_dim + rotary_dim"] = latent.latent_dim + latent.rotary_dim
+    groups = config.model.query_groups
     for key, size in sizes.items():
-        is_repeated = key == "model.num_query_groups" and config.model.num_query_groups is None
-        if size % tensor and not is_repeated:
+        # Repeated where it is null; and of fewer key/value heads than ranks, equally many ranks have each, and make equal
+        # parts of all their columns.
+        shared = tensor % groups == 0 and 2 * groups * config.model.attention_head_dim % tensor == 0
+        fits = key == "model.num_query_groups" and (config.model.num_query_groups is None or shared)
+        if size % tensor and not fits:
             yield (
                 f"{key} is {size}, which parallel.tensor {tensor} does not divide: "
+                "each tensor-parallel rank holds an equal part"
+            )
+    memory_sizes = config.model.memory.tensor_sizes if config.model.memory is not None else {}
+    for key, size in memory_sizes.items():
+        if size % min(tensor, groups):
+            yield (
+                f"model.memory.{key} is {size}, which parallel.tensor {tensor} does not divide: "
                 "each tensor-parallel rank holds an equal part"
             )
 

@@ -22,6 +22,7 @@ Seed = Annotated[
 ]
 Beta = Annotated[NonNegativeFloat, Lt(1)]
 Origin = Literal["stage", "run"]
+Shuffle = Literal["documents", "samples"]
 ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimizer.lr")]
 
 
@@ -196,6 +197,15 @@ class OptimizerConfig(Config):
     """Whose first token the tables' multiplier counts from: the stage's, or the run's."""
     pre_value_lr_multiplier: NonNegativeFloat | None = None
     """Learning-rate multiplier of the pre-value tables alone, constant; null: they follow the values."""
+    retrieval_lr: NonNegativeFloat | None = None
+    """Learning rate of the memory layers' matrices (queries, keys, projections, cores) at every step, whatever the
+    backbone's, as value_lr is for the tables; null: the backbone's."""
+    retrieval_weight_decay: NonNegativeFloat | None = None
+    """Decoupled weight decay of the memory layers' matrices; null: weight_decay."""
+    trained_layers: tuple[PositiveInt, ...] | None = None
+    """Numbers of the layers that are trained, the first of which is 1. Everything else stays as it is and has neither
+    gradients nor optimizer state: other layers, embedding, final norm, output projection, and tables that no trained
+    layer reads. null: all of the model. See docs/stages.md."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +239,10 @@ class DataConfig(Config):
     documents: Literal["joined", "separate"] = "joined"
     """joined: attention and positions run across the documents of a sequence; separate: positions start anew at every
     document, and attention does not cross documents, in training and in evaluation."""
+    shuffle: Shuffle = "documents"
+    """What is shuffled. documents: the documents of every epoch, which are then cut into samples, and those; the order is
+    an index, made before the first step and kept on disk. samples: documents stay as they were prepared, and what every
+    pass is cut into is shuffled; the order is computed, and costs nothing whatever the size of the data."""
     num_workers: NonNegativeInt = 0
     """Processes per rank that read ahead; 0: read in the training process."""
 

@@ -126,14 +126,27 @@ def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None
         ConfigError: see `load_stages`; or there is no such stage, or there are several and none is named.
     """
     stages = load_stages(path, overrides)
-    names = [config.stage.name for config in stages if config.stage is not None]
-    if name is None and not names:
-        return stages[0]
+    names = names_of(stages)
+    if name is None and names:
+        raise ConfigError(f"{path}: one of its stages is asked for: name one with --stage: {', '.join(names)}")
+    return stages[0] if name is None else stage_called(stages, name)
+
+
+def names_of(stages: Sequence[RunConfig]) -> list[str]:
+    """What the stages are called; empty for a run without."""
+    return [config.stage.name for config in stages if config.stage is not None]
+
+
+def stage_called(stages: Sequence[RunConfig], name: str) -> RunConfig:
+    """The stage of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = names_of(stages)
     if name not in names:
-        asked = "one of its stages is asked for" if name is None else f"--stage is {name}"
-        raise ConfigError(
-            f"{path}: {asked}: " + (f"name one with --stage: {', '.join(names)}" if names else "it has none")
-        )
+        there_are = f"name one with --stage: {', '.join(names)}" if names else "it has none"
+        raise ConfigError(f"--stage is {name}: {there_are}")
     return stages[names.index(name)]
 
 
@@ -177,8 +190,8 @@ def staged(node: Node) -> StagedRun:
 def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]:
     """The stages one behind the other, each with its place.
 
-    A stage goes on in its data where the last stage before it with the same data sets, data seed and sequence length
-    stopped, `start` included; with other data it begins at the first sample.
+    A stage goes on in its data where the last stage before it with the same data sets and the same order stopped, `start`
+    included; with other data it begins at the first sample.
     """
     steps = samples = tokens = 0
     positions: list[tuple[Any, int]] = []
@@ -208,7 +221,7 @@ def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]
 
 def data_order(config: RunConfig) -> tuple[Any, ...]:
     """What decides which sequence is sample i of the training data."""
-    return config.data.datasets, config.data_seed, config.train.sequence_length
+    return config.data.datasets, config.data_seed, config.data.shuffle, config.train.sequence_length
 
 
 def stage_of_step(stages: Sequence[RunConfig], step: int) -> int:

@@ -30,7 +30,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         ConfigError: naming every problem found, each with key, value and fix.
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
-    problems += [*_health(config), *_names(config)]
+    problems += [*_trained_layers(config), *_health(config), *_names(config)]
     if on_this_machine:
         problems += _packages(config)
     if world_size is not None and on_this_machine:
@@ -104,6 +104,18 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             f"optimizer.warmup_steps {optimizer.warmup_steps}{decay} need {optimizer.warmup_steps + decay_steps} "
             f"steps, but {length} {num_steps}: shorten them or train longer"
         )
+
+
+def _trained_layers(config: RunConfig) -> Iterator[str]:
+    """Layers that are there, each once."""
+    layers, depth = config.optimizer.trained_layers, config.model.num_layers
+    if layers is None:
+        return
+    if not layers:
+        yield "optimizer.trained_layers is empty: nothing would be trained. Name layers, or use null for all of the model"
+    for number in sorted({number for number in layers if number > depth or layers.count(number) > 1}):
+        what = f"past model.num_layers {depth}" if number > depth else "there twice"
+        yield f"optimizer.trained_layers has {number}, which is {what}: layers are numbered from 1 to {depth}"
 
 
 def _health(config: RunConfig) -> Iterator[str]:

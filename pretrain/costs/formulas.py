@@ -7,13 +7,16 @@ projection; who knows the tokenizer sets it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megamem.config import ModelConfig
 from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
 from megamem.slots import Slot
+from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
+from pretrain.costs.attention import attention_gains, attention_weights, projected_twice, slots_of_memories
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -25,7 +28,7 @@ class ParameterCounts:
 
     Attributes:
         embedding: input embedding and, if it is untied, output projection, with padded rows.
-        attention: query, key, value and output projections.
+        attention: query, key, value and output projections, or, in place of the middle two, those of latents.
         ffn: the SwiGLUs' three matrices, and the routers of mixtures of experts.
         norms: gains of the backbone's norms.
         retrieval: query projections, keys, gains and Tucker cores.
@@ -70,7 +73,7 @@ class ParameterCounts:
 
 def count_parameters(model: ModelConfig) -> ParameterCounts:
     """Parameters of a model."""
-    depth, width, head = model.num_layers, model.hidden_size, model.attention_head_dim
+    depth, width = model.num_layers, model.hidden_size
     memory, own = model.memory, memory_layer_costs(model)
     per_row = memory.row_width if memory is not None else 0
     lookups = 1 if memory is not None and memory.reads_once else model.num_memory_layers
@@ -78,12 +81,11 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     ffn, experts, idle = _ffn_parameters(model)
     # An inserted block has neither an output projection nor a second norm.
     inserted = _count_memories(model, Slot.BLOCK)
-    projections = 2 * depth * (model.num_attention_heads + model.query_groups) - inserted * model.num_attention_heads
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=width * head * projections,
+        attention=(depth - inserted) * attention_weights(model) + inserted * attention_weights(model, is_inserted=True),
         ffn=ffn,
-        norms=(2 * depth - inserted + 1) * width + (2 * depth * head if model.qk_norm else 0),
+        norms=(2 * depth - inserted + 1) * width + depth * attention_gains(model),
         retrieval=own.retrieval,
         memory_projections=own.projections + _shared_parameters(model),
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
@@ -116,8 +118,7 @@ def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
 
 def _count_memories(model: ModelConfig, *slots: Slot) -> int:
     """Memory layers that act in one of these slots."""
-    memory = model.memory
-    return sum(memory.slot_of(span) in slots for span in model.memory_spans) if memory is not None else 0
+    return sum(slot in slots for slot in slots_of_memories(model))
 
 
 def memory_layer_costs(model: ModelConfig) -> LayerCosts:
@@ -135,7 +136,8 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     grid) and gathers are counted; norms, activations, biases and selections are not.
     """
     counts = count_parameters(model)
-    flops = 2.0 * (counts.attention + counts.ffn - counts.idle_experts + _embedding_size(model))
+    attention = counts.attention + projected_twice(model, slots_of_memories(model))
+    flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
     flops += model.num_layers * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
     return flops + memory_flops(model)
 
@@ -146,6 +148,45 @@ def memory_flops(model: ModelConfig) -> float:
     return own.key_flops + own.selection_flops + own.projection_flops + 2.0 * count_parameters(model).read_values
 
 
-def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward: three times the forward pass, without recomputation."""
-    return 3.0 * forward_flops_per_token(model, sequence_length)
+def training_flops_per_token(
+    model: ModelConfig, sequence_length: int, trained_layers: Sequence[int] | None = None
+) -> float:
+    """Forward and backward, without recomputation: three times the forward pass where all of the model is trained.
+
+    Else (`optimizer.trained_layers`) backward has the gradients of inputs, as many operations as forward, of the output
+    projection and of the blocks from the lowest on that something trained is in; and those of weights, as many again, of
+    blocks that are trained. Of attention both operands have gradients, and of a memory what its block has.
+    """
+    part, forward = TrainedPart.of(model, trained_layers), forward_flops_per_token(model, sequence_length)
+    if part.is_whole:
+        return 3.0 * forward
+    flops = forward + 2.0 * _embedding_size(model)
+    attended = 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
+    for block in range(part.first_block, model.num_layers):
+        products = forward_flops_of_block(model, block)
+        flops += products * (2 if part.trains({block}) else 1) + 2 * attended
+    return flops
+
+
+def forward_flops_of_block(model: ModelConfig, block: int) -> float:
+    """A block's share of `forward_flops_per_token`, but for attention's scores and their products with values.
+
+    What the memories of all blocks read together is the first one's.
+    """
+    memory, width = model.memory, model.hidden_size
+    here = [index for index, span in enumerate(model.memory_spans) if span.read == block]
+    slots = slots_of_memories(model, block)
+    weights = attention_weights(model, is_inserted=Slot.BLOCK in slots) + projected_twice(model, slots)
+    if Slot.INSTEAD not in slots and Slot.BLOCK not in slots:
+        ffn = 3 * width * model.ffn_hidden_size
+        if model.moe is not None:
+            ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)
+        weights += ffn
+    flops = 2.0 * weights
+    if memory is not None:
+        for index in here:
+            own = family_of(memory).costs(memory, model.memory_plan.views[index], width)
+            flops += own.key_flops + own.selection_flops + own.projection_flops
+            if index == 0 or not memory.reads_once:
+                flops += 2.0 * memory.lookup.rows * memory.row_width
+    return flops

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megamem.config import ModelConfig
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import count_parameters
+from pretrain.costs.stages import stages_of
 
 _MAIN_WEIGHT = 4
 _MOMENTS = 4 + 4
@@ -43,7 +44,8 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     Tables and experts are split over the G = `parallel.memory` ranks of a group, the rest over tensor parallelism, and
     all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight. The optimizer's
     state is split over all ranks: 8 bytes per parameter of moments, and 4 more of main weights beside bf16 ones. A bank
-    of which every stage holds a copy is divided by the stages in neither.
+    of which every stage holds a copy is divided by the stages in neither. What is not trained
+    (`optimizer.trained_layers`) has its weights alone.
     """
     counts, layout, train = count_parameters(config.model), config.parallel, config.train
     split = counts.tables + counts.experts
@@ -52,5 +54,12 @@ def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
     per_rank += copied / layout.memory
     stepped = counts.total + (layout.pipeline - 1) * copied
     stepped -= counts.tables + (layout.pipeline - 1) * copied if config.optimizer.value_offload == "cpu" else 0
+    with_gradients = per_rank
+    if config.optimizer.trained_layers is not None:
+        trained = [stage.trained for stage in stages_of(config)]
+        dense = sum(each.split + each.whole for each in trained)
+        tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
+        with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
+        stepped = dense + experts + (0 if config.optimizer.value_offload == "cpu" else tables)
     state = _MOMENTS + (_MAIN_WEIGHT if train.precision == "bf16" else 0)
-    return HeldBytes(per_rank * (train.element_bytes + _GRADIENT), stepped * state / num_ranks)
+    return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT, stepped * state / num_ranks)

@@ -15,6 +15,7 @@ from enum import StrEnum
 from megamem.config import ModelConfig
 from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import attention_kept
 from pretrain.costs.context import kept_beyond_whole_sequences
 from pretrain.costs.experts import experts_backward, experts_kept
 from pretrain.costs.stages import Division, Stage, stages_of
@@ -133,17 +134,22 @@ def local_tables(config: RunConfig, stage: Stage) -> float:
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """(e + 4) bytes per weight, and 12 (in fp32: 8) of optimizer state, split over replicas."""
+    """e bytes per weight; and of what is trained 4 for the gradient, and 12 (in fp32: 8) of optimizer state, split over
+    replicas."""
     element = config.train.element_bytes
     state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
     dense, tables = local_dense(config, stage), local_tables(config, stage)
-    on_device = stage.expert_weights / config.parallel.memory if config.optimizer.value_offload == "cpu" else tables
+    trained = stage.trained
+    trained_dense = trained.split / config.parallel.tensor + trained.whole
+    trained_tables = (trained.table_elements + trained.experts) / config.parallel.memory
+    offloads = config.optimizer.value_offload == "cpu"
+    on_device = trained.experts / config.parallel.memory if offloads else trained_tables
     return {
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
-        MemoryPart.GRADIENTS: dense * _GRADIENT,
-        MemoryPart.TABLE_GRADIENTS: tables * _GRADIENT,
-        MemoryPart.OPTIMIZER: dense * state / (division.replicas * config.parallel.context),
+        MemoryPart.GRADIENTS: trained_dense * _GRADIENT,
+        MemoryPart.TABLE_GRADIENTS: trained_tables * _GRADIENT,
+        MemoryPart.OPTIMIZER: trained_dense * state / (division.replicas * config.parallel.context),
         MemoryPart.TABLE_OPTIMIZER: on_device * state / division.table_replicas,
     }
 
@@ -152,7 +158,7 @@ def _host(config: RunConfig, stage: Stage, division: Division) -> float:
     """Main weights and moments of the tables that a rank steps, and two windows of gradients and weights."""
     if config.optimizer.value_offload == "none":
         return 0.0
-    owned = stage.table_elements / config.parallel.memory / division.table_replicas
+    owned = stage.trained.table_elements / config.parallel.memory / division.table_replicas
     window = 2 * min(owned, WINDOW_ELEMENTS) * (_GRADIENT + config.train.element_bytes)
     return (_MAIN_WEIGHT + _MOMENTS) * owned + window
 
@@ -170,10 +176,14 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     model, train = config.model, config.train
     tokens, element = division.rank_tokens, train.element_bytes
     flights = in_flight(config, rank, division)
-    blocks_in_flight = flights * stage.num_blocks / config.parallel.virtual_pipeline
+    # Blocks below what is trained keep nothing.
+    blocks_in_flight = flights * stage.num_blocks_backward / config.parallel.virtual_pipeline
     kept = block_kept(config, stage, tokens)
-    passing = block_backward(config, stage, tokens)
-    if train.recompute == "full":
+    # Without a backward pass, what forward makes of one block; of blocks that are in one and not trained, an upper bound.
+    passing = block_backward(config, stage, tokens) if stage.num_blocks_backward else {}
+    if not stage.num_blocks_backward:
+        waiting, in_block = {}, kept
+    elif train.recompute == "full":
         # Of every block its input; a whole block only while its backward pass runs.
         waiting = {MemoryPart.RESIDUAL: blocks_in_flight * tokens * model.hidden_size * element}
         in_block = _sum(kept, passing)
@@ -209,15 +219,11 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
 def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
     """What backward of one block needs of its forward pass: the mean over the blocks of a stage."""
     model, element = config.model, config.train.element_bytes
-    norm, head, share = _norm_bytes(element), model.attention_head_dim, 1 / max(1, stage.num_blocks)
-    heads, groups = model.num_attention_heads, model.query_groups
-    # Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs.
-    attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
-    attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
+    norm, share = _norm_bytes(element), 1 / max(1, stage.num_blocks)
+    core = 0.0 if config.train.recompute == "selective" else _core_kept(config, tokens)
     parts = {
         MemoryPart.RESIDUAL: 2.0 * norm * tokens * model.hidden_size,
-        MemoryPart.ATTENTION: tokens * attention * head
-        + (0.0 if config.train.recompute == "selective" else _core_kept(config, tokens)),
+        MemoryPart.ATTENTION: tokens * attention_kept(model, element) + core,
         MemoryPart.FEED_FORWARD: share * stage.num_ffns * _ffn_kept(model, tokens, element),
     }
     own = stage.memory

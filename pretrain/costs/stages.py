@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,9 +11,21 @@ from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
 from megamem.sharing import BankSpec, LayerView
 from megamem.slots import Slot
+from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import attention_gains, attention_weights, slots_of_memories
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """Of a stage's weights those that have gradients and optimizer state, see `Stage`."""
+
+    split: int
+    whole: int
+    table_elements: int
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,8 @@ class Stage:
         expert_weights: weights of experts.
         memory: costs of its memory layers without their tables.
         lookups: rows of the bank that each of its memory layers reads, or each chunk, if its layers read together.
+        trained: what of it is trained.
+        num_blocks_backward: blocks that have a backward pass.
     """
 
     chunks: tuple[ModelChunk, ...]
@@ -40,6 +55,8 @@ class Stage:
     expert_weights: int
     memory: LayerCosts
     lookups: tuple[int, ...]
+    trained: TrainedWeights
+    num_blocks_backward: int
 
     @property
     def has_embedding(self) -> bool:
@@ -53,51 +70,84 @@ class Stage:
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:
     """The stages of a run, first to last."""
     layout = config.parallel
-    return _stages(config.model, layout.pipeline, layout.virtual_pipeline, layout.pipeline_layout)
+    part = TrainedPart.of(config.model, config.optimizer.trained_layers)
+    return _stages(part, layout.pipeline, layout.virtual_pipeline, layout.pipeline_layout)
 
 
 @lru_cache(maxsize=256)
-def _stages(model: ModelConfig, pipeline: int, virtual: int, layout: str | None) -> tuple[Stage, ...]:
+def _stages(part: TrainedPart, pipeline: int, virtual: int, layout: str | None) -> tuple[Stage, ...]:
+    model = part.model
     chunks = model_chunks(model.num_layers, pipeline=pipeline, virtual_pipeline=virtual, layout=layout)
     return tuple(
-        _stage(model, chunks_of_stage(chunks, pipeline=pipeline, pipeline_rank=rank)) for rank in range(pipeline)
+        _stage(part, chunks_of_stage(chunks, pipeline=pipeline, pipeline_rank=rank)) for rank in range(pipeline)
     )
 
 
-def _stage(model: ModelConfig, chunks: tuple[ModelChunk, ...]) -> Stage:
+def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
+    model = part.model
     memory = model.memory
     blocks = [block for chunk in chunks for block in chunk.layers]
     indices = [index for index, span in enumerate(model.memory_spans) if span.read in blocks]
     views = [model.memory_plan.views[index] for index in indices]
     banks = {view.bank for view in views}
-    split = whole = experts = num_ffns = 0
-    for block in blocks:
-        slots = [memory.slot_of(span) for span in model.memory_spans if span.read == block] if memory else []
-        num_ffns += Slot.INSTEAD not in slots and Slot.BLOCK not in slots
-        of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
-        split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
+    split, whole, experts = _blocks_weights(model, blocks)
     embedding = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
     # A tied output projection on a stage of its own is a copy.
     has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
     split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
     costs = sum((_costs(model, view) for view in views), LayerCosts())
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
     lookups = tuple(view.num_bank_rows for view in views)
     if memory is not None and memory.reads_once and views:
         # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
         reading = {span.read for span in model.memory_spans}
         lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
+    whole += has_loss * model.hidden_size
+    tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
+    trained = TrainedWeights(split, whole, tables, experts) if part.is_whole else _trained_weights(part, blocks)
     return Stage(
         chunks=chunks,
         num_blocks=len(blocks),
-        num_ffns=num_ffns,
+        num_ffns=sum(not {Slot.INSTEAD, Slot.BLOCK} & {*slots_of_memories(model, block)} for block in blocks),
         split_weights=split,
-        whole_weights=whole + has_loss * model.hidden_size + costs.retrieval + costs.projections,
-        table_elements=sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks),
+        whole_weights=whole,
+        table_elements=tables,
         expert_weights=experts,
         memory=costs,
         lookups=lookups,
+        trained=trained,
+        num_blocks_backward=sum(block >= part.first_block for block in blocks),
     )
+
+
+def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights:
+    """What is trained of a stage with these blocks, in a model of which only some are."""
+    model, memory = part.model, part.model.memory
+    trained = [block for block in blocks if part.trains({block})]
+    split, whole, experts = _blocks_weights(model, trained)
+    read = [(span.read, view) for span, view in zip(model.memory_spans, model.memory_plan.views, strict=True)]
+    costs = sum((_costs(model, view) for block, view in read if block in trained), LayerCosts())
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
+    reads_here = any(block in blocks for block, _ in read)
+    if memory is not None and memory.reads_once and reads_here and part.trains(block for block, _ in read):
+        whole += family_of(memory).shared_parameters(memory, model.hidden_size)
+    banks = {view.bank for block, view in read if block in blocks}
+    tables = [model.memory_plan.banks[bank] for bank in banks]
+    elements = sum(_elements(model, bank) for bank in tables if part.trains(readers_of_bank(model, bank)))
+    return TrainedWeights(split, whole, elements, experts)
+
+
+def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int, int]:
+    """Weights of blocks without their memories, see `_block_weights`."""
+    split = whole = experts = 0
+    for block in blocks:
+        slots = slots_of_memories(model, block)
+        of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
+        split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
+    return split, whole, experts
 
 
 def _elements(model: ModelConfig, bank: BankSpec) -> int:
@@ -112,10 +162,9 @@ def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
 
 def _block_weights(model: ModelConfig, has_no_ffn: bool, is_inserted: bool) -> tuple[int, int, int]:
     """Weights of one block that tensor-parallel ranks split, that all hold, and of experts; see `count_parameters`."""
-    width, head = model.hidden_size, model.attention_head_dim
-    projections = 2 * (model.num_attention_heads + model.query_groups) - is_inserted * model.num_attention_heads
-    split = width * head * projections
-    norms = (2 - is_inserted) * width + (2 * head if model.qk_norm else 0)
+    width = model.hidden_size
+    split = attention_weights(model, is_inserted=is_inserted)
+    norms = (2 - is_inserted) * width + attention_gains(model)
     if has_no_ffn or is_inserted:
         return split, norms, 0
     if model.moe is None:

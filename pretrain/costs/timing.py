@@ -128,7 +128,7 @@ def step_time(config: RunConfig, num_ranks: int, hardware: Hardware) -> StepTime
     parts |= _after_backward(config, stage, division, hardware, microbatch_s)
     step_s = sum(parts.values())
     tokens = config.train.tokens_per_step
-    flops = _model_flops_per_token(config.model, config.train.sequence_length) * tokens
+    flops = _model_flops_per_token(config.model, config.train.sequence_length, config.optimizer.trained_layers) * tokens
     return StepTime(
         by_part={part: parts.get(part, 0.0) for part in TimePart},
         tokens_per_s=tokens / step_s,
@@ -139,8 +139,8 @@ def step_time(config: RunConfig, num_ranks: int, hardware: Hardware) -> StepTime
 
 
 @lru_cache(maxsize=16)
-def _model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    return training_flops_per_token(model, sequence_length)
+def _model_flops_per_token(model: ModelConfig, sequence_length: int, trained_layers: tuple[int, ...] | None) -> float:
+    return training_flops_per_token(model, sequence_length, trained_layers)
 
 
 def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> dict[TimePart, float]:
@@ -204,7 +204,7 @@ def _dense_flops(model: ModelConfig, stage: Stage, attention: float) -> tuple[fl
         if not model.tied_embeddings
         else max(stage.has_embedding, stage.has_loss)
     )
-    weights: float = stage.split_weights - copies * vocabulary
+    weights: float = stage.split_weights - copies * vocabulary - stage.memory.split_by_heads
     if model.moe is not None:
         weights += stage.expert_weights * model.moe.top_k / model.moe.num_experts
     return 2.0 * weights + stage.num_blocks * attention, 2.0 * vocabulary * stage.has_loss

@@ -77,7 +77,8 @@ def lookup_traffic(
 def follows_heads(config: RunConfig) -> bool:
     """Whether the columns that a rank holds are those of its attention heads, see `lookup_traffic`."""
     memory, layout = config.model.memory, config.parallel
-    return memory is not None and memory.slot is Slot.VALUES and layout.memory == layout.tensor
+    of_heads = memory is not None and memory.slot is Slot.VALUES and config.model.latent_attention is None
+    return of_heads and layout.memory == layout.tensor <= config.model.query_groups
 
 
 def microbatch_bytes(config: RunConfig, lookup: LookupTraffic) -> int:

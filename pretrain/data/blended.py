@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from parallel.atomic_write import atomic_write
+from pretrain.data.computed import ComputedBlend
 from pretrain.data.index_files import Array, open_index
 
 _BLEND_FORMAT = 1
@@ -56,7 +57,7 @@ class BlendIndex:
 class BlendedSamples:
     """The samples of several streams, in the order of a blend."""
 
-    def __init__(self, index: BlendIndex, streams: Sequence[Any]) -> None:
+    def __init__(self, index: BlendIndex | ComputedBlend, streams: Sequence[Any]) -> None:
         self._index, self._streams = index, streams
 
     def __getitem__(self, index: int) -> dict[str, Any]:

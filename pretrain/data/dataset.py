@@ -1,7 +1,7 @@
-"""Training samples: Megatron's `GPTDataset`, and blends of them, over prepared data sets.
+"""Training samples over prepared data sets, and blends of them, in one of two orders (`data.shuffle`).
 
-We keep Megatron's storage, compiled index code and item format, and replace how a data set is ordered and blended, for
-these reasons:
+`samples` is computed (`computed.py`). `documents` is an index over Megatron's `GPTDataset`: we keep Megatron's storage,
+compiled index code and item format, and replace how a data set is ordered and blended, for these reasons:
 
 - Megatron's order depends on the number of samples asked for, so lengthening a run would reshuffle the data under a
   checkpoint. Here sample i depends on the seed, the sequence length and i alone.
@@ -14,7 +14,7 @@ these reasons:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from megamem.documents import document_positions
 from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
 from parallel.turns import in_turns
-from pretrain.config.schema import DatasetEntry
+from pretrain.config.schema import DatasetEntry, Shuffle
 from pretrain.data.blend import check_epochs, check_fits
 from pretrain.data.blended import BlendedSamples, BlendIndex
+from pretrain.data.computed import ComputedBlend, ComputedSamples
 from pretrain.data.index_files import open_index
 from pretrain.data.manifest import TRAIN, open_dataset, vocabulary_error
 from pretrain.data.tokenizer import Tokenizer
@@ -50,6 +51,8 @@ class StreamConfig(GPTDatasetConfig):
     """Where index arrays are kept between runs and shared between ranks."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
+    prompt_tokens: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Tokens at the start of each document that do not count in the loss, where a data set has some, by path prefix."""
 
 
 class StreamDataset(GPTDataset):
@@ -61,6 +64,27 @@ class StreamDataset(GPTDataset):
     """
 
     config: StreamConfig
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        """Megatron's sample, whose `loss_mask` is 0 where the label is of a prompt."""
+        sample: dict[str, torch.Tensor] = super().__getitem__(idx)
+        if idx is not None and self.dataset_path in self.config.prompt_tokens:
+            # Those of the sample's ids but the first, as each is the label of the one before it.
+            scored = np.concatenate(list(self._scored(idx)))[1:]
+            sample["loss_mask"] = torch.from_numpy(scored.astype(np.float32))
+        return sample
+
+    def _scored(self, idx: int) -> Iterator[NDArray[np.bool_]]:
+        """Whether each id of a sample is scored, by the documents that it has a part of."""
+        prompts = self.config.prompt_tokens[self.dataset_path]
+        number = self.shuffle_index[idx]
+        (first, start), (last, end) = self.sample_index[number], self.sample_index[number + 1]
+        for place in range(first, last + 1):
+            document = self.document_index[place]
+            low = int(start) if place == first else 0
+            # The sample's last id is the first one of the next.
+            high = int(end) + 1 if place == last else int(self.dataset.sequence_lengths[document])
+            yield np.arange(low, high) >= prompts[document]
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
@@ -141,12 +165,13 @@ class StreamDataset(GPTDataset):
         return ids, documents
 
 
+Streams = Sequence[dict[str, Any]] | BlendedSamples | ComputedSamples
+
+
 class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A run's samples: `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each [sequence_length]."""
 
-    def __init__(
-        self, samples: Sequence[dict[str, Any]] | BlendedSamples, num_samples: int, eod: int | None = None
-    ) -> None:
+    def __init__(self, samples: Streams, num_samples: int, eod: int | None = None) -> None:
         """
         Args:
             eod: the id at which positions start anew; None: at no id.
@@ -175,17 +200,19 @@ def build_train_dataset(
     seed: int,
     tokenizer: Tokenizer,
     cache_dir: str | Path,
+    shuffle: Shuffle = "documents",
     separate_documents: bool = False,
 ) -> TrainDataset:
     """The training samples of a blend. Called on every rank when torch.distributed is initialised.
 
-    Sample i depends on the blend, the seed, the sequence length and i, and not on `num_samples` or on the number of
-    ranks. Tokens that end a document count in the loss.
+    Sample i depends on the blend, the seed, the sequence length, `shuffle` and i, and not on `num_samples` or on the
+    number of ranks. Tokens that end a document count in the loss; prompts do not.
 
     Args:
         num_samples: samples that the run consumes in all.
         tokenizer: the one that `check_blend` returned.
         cache_dir: folder for index arrays, shared or local to each node.
+        shuffle: documents, by an index that is made first; or samples, by a closed form.
         separate_documents: positions start anew at every document.
 
     Raises:
@@ -193,11 +220,18 @@ def build_train_dataset(
         ConfigError: more samples than the epochs of the entries allow.
     """
     datasets = [open_dataset(entry.path) for entry in entries]
-    # Opened first, for their checks: nothing is built for data that cannot be read.
-    files = [dataset.open_split(TRAIN) for dataset in datasets]
     for dataset in datasets:
         check_fits(dataset, sequence_length)
     shares = check_epochs(entries, datasets, sequence_length, num_samples)
+    eod = tokenizer.eod if separate_documents else None
+    if shuffle == "samples":
+        computed = [
+            ComputedSamples(dataset, TRAIN, sequence_length, seed, number) for number, dataset in enumerate(datasets)
+        ]
+        blended = BlendedSamples(ComputedBlend(shares.weights, seed), computed) if len(computed) > 1 else computed[0]
+        return TrainDataset(blended, num_samples, eod)
+    # Opened first, for their checks: nothing is built for data that cannot be read.
+    files = [dataset.open_split(TRAIN) for dataset in datasets]
     prefixes = [dataset.prefix(TRAIN) for dataset in datasets]
     config = StreamConfig(
         random_seed=seed,
@@ -213,6 +247,11 @@ def build_train_dataset(
         content_fingerprints=dict(
             zip(prefixes, (dataset.manifest.content_fingerprint for dataset in datasets), strict=True)
         ),
+        prompt_tokens={
+            prefix: prompts["tokens"]
+            for prefix, dataset in zip(prefixes, datasets, strict=True)
+            if (prompts := dataset.open_prompts(TRAIN)) is not None
+        },
     )
 
     def stream(number: int, num_samples: int) -> StreamDataset:
@@ -227,4 +266,4 @@ def build_train_dataset(
 
     ranks = current_ranks()
     samples = in_turns(build, is_first_of_machine=ranks is None or ranks.local_rank == 0)
-    return TrainDataset(samples, num_samples, tokenizer.eod if separate_documents else None)
+    return TrainDataset(samples, num_samples, eod)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,13 +17,17 @@ from megamem.documents import document_positions
 from pretrain.config.schema import DatasetEntry, EvaluationEntry
 from pretrain.data.blend import domain_names
 from pretrain.data.manifest import TRAIN, VALIDATION, PreparedDataset, open_dataset, vocabulary_error
+from pretrain.data.scored import ScoredTokens
+
+if TYPE_CHECKING:
+    pass
 
 Entries = Sequence[DatasetEntry | EvaluationEntry]
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The part of a domain's held-out documents that is predicted.
+    """The part of a domain's held-out documents that is predicted: of prompts and answers, the answers.
 
     Attributes:
         num_target_tokens: end-of-document tokens included.
@@ -59,7 +63,8 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     Every held-out token is the target of exactly one position, the very first one included: an end-of-document token
     stands before it, as it does before every other document. So the summed loss codes the whole text, and can be set
-    against its bytes. The last window is padded with positions whose `loss_mask` is 0.
+    against its bytes. The last window is padded with positions whose `loss_mask` is 0. So is that of positions whose
+    target is of a prompt: of prompts and answers the answers are coded.
 
     `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a
     document ends, the text has no byte for it. Bits per byte so defined are never flattered.
@@ -97,18 +102,27 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             np.memmap(f"{dataset.prefix(split)}.bin", documents.index.dtype, mode="r")
             for (dataset, split, _), documents in zip(parts, self._documents, strict=True)
         ]
+        self._scored = [
+            ScoredTokens.of(dataset, split, documents)
+            for (dataset, split, _), documents in zip(parts, self._documents, strict=True)
+        ]
         *self._starts, num_tokens = accumulate(map(len, self._streams), initial=0)
         num_windows = -(-num_tokens // sequence_length)
         if max_sequences is None or max_sequences >= num_windows:
-            self._num_windows = num_windows
-            self.num_target_tokens = num_tokens
-            num_bytes = [dataset.manifest.splits[split].num_bytes for dataset, split, _ in parts]
+            self._num_windows, self._num_tokens = num_windows, num_tokens
+            num_bytes = [dataset.manifest.splits[split].num_scored_bytes for dataset, split, _ in parts]
         else:
-            self._num_windows = max_sequences
-            self.num_target_tokens = max_sequences * sequence_length
-            num_bytes = self._count_bytes(self.num_target_tokens)
-        self.num_bytes = sum(num_bytes)
-        self.domains, self._domain_of_stream = self._domains([name for _, _, name in parts], num_bytes)
+            self._num_windows, self._num_tokens = max_sequences, max_sequences * sequence_length
+            num_bytes = self._count_bytes(self._num_tokens)
+        read = (
+            max(0, min(start + len(stream), self._num_tokens) - start)
+            for start, stream in zip(self._starts, self._streams, strict=True)
+        )
+        num_targets = [
+            num if scored is None else scored.count(num) for num, scored in zip(read, self._scored, strict=True)
+        ]
+        self.num_target_tokens, self.num_bytes = sum(num_targets), sum(num_bytes)
+        self.domains, self._domain_of_stream = self._domains([name for _, _, name in parts], num_targets, num_bytes)
 
     def __len__(self) -> int:
         return self._num_windows
@@ -132,7 +146,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         window = {
             "tokens": sequence[:-1],
             "labels": sequence[1:],
-            "loss_mask": (positions < self.num_target_tokens - start).float(),
+            "loss_mask": torch.from_numpy(self._counts(start).astype(np.float32)),
             "position_ids": (
                 document_positions(sequence[:-1], self.tokenizer.eod) if self._separate_documents else positions
             ),
@@ -142,12 +156,23 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             window["domains"] = torch.from_numpy(self._domain_of_stream[streams])
         return window
 
-    def _domains(self, names: list[str], num_bytes: list[int]) -> tuple[list[Domain], NDArray[np.int64]]:
+    def _counts(self, start: int) -> NDArray[np.bool_]:
+        """Whether each target of the window that begins at a token of all streams counts."""
+        counts = np.zeros(self.sequence_length, dtype=np.bool_)
+        for offset, stream, scored in zip(self._starts, self._streams, self._scored, strict=True):
+            low, high = max(start, offset), min(start + self.sequence_length, offset + len(stream))
+            if low < high:
+                flags = True if scored is None else scored.flags(low - offset, high - offset)
+                counts[low - start : high - start] = flags
+        return counts
+
+    def _domains(
+        self, names: list[str], num_targets: list[int], num_bytes: list[int]
+    ) -> tuple[list[Domain], NDArray[np.int64]]:
         """The domains of which a target is predicted, and the number of each stream's."""
-        ends = [start + len(stream) for start, stream in zip(self._starts, self._streams, strict=True)]
         found: dict[str, Domain] = {}
-        for name, start, end, size in zip(names, self._starts, ends, num_bytes, strict=True):
-            if num_tokens := max(0, min(end, self.num_target_tokens) - start):
+        for name, num_tokens, size in zip(names, num_targets, num_bytes, strict=True):
+            if num_tokens:
                 before = found.get(name, Domain(name, 0, 0))
                 found[name] = Domain(name, before.num_target_tokens + num_tokens, before.num_bytes + size)
         numbers = {name: number for number, name in enumerate(found)}
@@ -166,16 +191,17 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return np.concatenate(parts)
 
     def _count_bytes(self, num_tokens: int) -> list[int]:
-        """Per stream, UTF-8 bytes of what is of the first tokens of all; exact but for a character that the last one
-        cuts in two.
+        """Per stream, UTF-8 bytes of what is scored of the first tokens of all; exact but for a character that the last
+        one cuts in two.
         """
         start, counts = 0, [0] * len(self._documents)
-        for number, documents in enumerate(self._documents):
-            for length in documents.sequence_lengths:
+        for number, (documents, scored) in enumerate(zip(self._documents, self._scored, strict=True)):
+            for document, length in enumerate(documents.sequence_lengths):
                 stop = min(start + int(length), num_tokens)
                 if start == stop:
                     return counts
-                counts[number] += len(self.tokenizer.decode_bytes(self._read(start, stop)))
+                prompt = 0 if scored is None else int(scored.first[document] - scored.starts[document])
+                counts[number] += len(self.tokenizer.decode_bytes(self._read(min(start + prompt, stop), stop)))
                 start = stop
         return counts
 

@@ -4,6 +4,8 @@ Megatron's own builder keeps three Python lists that grow with the number of doc
 than a machine's memory, and takes the import of all of Megatron. What it writes is simple:
 
 - `PREFIX.bin`: the ids of all documents, one after the other;
+- `PREFIX.prompts`, of data sets of prompts and answers alone and ours alone: of every document the tokens that are not
+  scored, which are its first, and the bytes of their text (int32 each);
 - `PREFIX.idx`: a header (magic, version 1, code of the ids' type, number of sequences, number of documents + 1), then
   lengths (int32), starts in bytes (int64), and the sequence with which each document begins (int64).
 
@@ -18,7 +20,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +30,24 @@ _VERSION = 1
 _HEADER = struct.Struct("<QBQQ")
 _CODES: dict[type[np.integer[Any]], int] = {np.int32: 4, np.uint16: 8}
 _PER_DOCUMENT = np.dtype([("tokens", "<i8"), ("text_bytes", "<i8")])
+_PROMPT = np.dtype([("tokens", "<i4"), ("text_bytes", "<i4")])
 _DOCUMENTS_AT_ONCE = 1 << 20
+
+
+class Document(NamedTuple):
+    """A tokenised document.
+
+    Attributes:
+        ids: with the end-of-document id.
+        text_bytes: UTF-8 bytes of its text.
+        prompt_tokens: how many of the first ids are not scored.
+        prompt_bytes: of the text of those.
+    """
+
+    ids: NDArray[Any]
+    text_bytes: int
+    prompt_tokens: int = 0
+    prompt_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,23 +60,38 @@ class Written:
     num_bytes: int = 0
     """UTF-8 bytes of the documents' text."""
     max_token_id: int = 0
+    prompt_tokens: int = 0
+    """Of the tokens, those that are not scored."""
+    prompt_bytes: int = 0
+    """Of their text."""
 
 
 class IndexedWriter:
     """Writes one data set. Use it as a context manager: its files are open inside."""
 
-    def __init__(self, prefix: Path, dtype: type[np.integer[Any]], written: Written | None = None) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        dtype: type[np.integer[Any]],
+        written: Written | None = None,
+        *,
+        with_prompts: bool = False,
+    ) -> None:
         """
         Args:
             prefix: path of the files without their endings.
             dtype: of the ids in the file.
             written: go on after this much, cutting off what follows; None: begin.
+            with_prompts: documents are prompts and answers.
         """
         self.prefix, self.dtype = prefix, dtype
         self.written = written or Written()
         begins = written is None
         self._bin = self._open(".bin", self.written.num_tokens * np.dtype(dtype).itemsize, begins)
         self._lengths = self._open(".lengths", self.written.num_documents * _PER_DOCUMENT.itemsize, begins)
+        self._prompts: IO[bytes] | None = None
+        if with_prompts:
+            self._prompts = self._open(".prompts", self.written.num_documents * _PROMPT.itemsize, begins)
 
     def _open(self, ending: str, num_bytes: int, begins: bool) -> IO[bytes]:
         stream = self.file(ending).open("wb" if begins else "r+b")
@@ -77,11 +111,17 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Close the files; what was added is in them."""
-        self._bin.close()
-        self._lengths.close()
+        for stream in self._streams:
+            stream.close()
 
-    def add(self, ids: NDArray[Any], text_bytes: int) -> None:
-        """Append a document (ids end with the end-of-document id), whose text has so many bytes."""
+    @property
+    def _streams(self) -> list[IO[bytes]]:
+        return [self._bin, self._lengths, *([] if self._prompts is None else [self._prompts])]
+
+    def add(self, ids: NDArray[Any], text_bytes: int, prompt_tokens: int = 0, prompt_bytes: int = 0) -> None:
+        """Append a document, see `Document`."""
+        if self._prompts is not None:
+            self._prompts.write(struct.pack("<ii", prompt_tokens, prompt_bytes))
         self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
         self._lengths.write(struct.pack("<qq", len(ids), text_bytes))
         before = self.written
@@ -90,11 +130,13 @@ class IndexedWriter:
             before.num_tokens + len(ids),
             before.num_bytes + text_bytes,
             max(before.max_token_id, int(ids.max())),
+            before.prompt_tokens + prompt_tokens,
+            before.prompt_bytes + prompt_bytes,
         )
 
     def sync(self) -> Written:
         """Have all that was added on disk, and say how much that is."""
-        for stream in (self._bin, self._lengths):
+        for stream in self._streams:
             stream.flush()
             os.fsync(stream.fileno())
         return self.written
@@ -141,13 +183,25 @@ def header_problem(file: Path, num_documents: int, ids_bytes: int, num_tokens: i
     return None
 
 
-def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[tuple[NDArray[Any], int]]:
-    """Ids and bytes of text of each document that an `IndexedWriter` has added there, without its index."""
+def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[Document]:
+    """The documents that an `IndexedWriter` has added there, without its index."""
     ids = np.memmap(prefix.with_name(prefix.name + ".bin"), dtype, mode="r")
-    start = 0
-    for num_tokens, text_bytes in _per_document(prefix.with_name(prefix.name + ".lengths")):
-        yield ids[start : start + int(num_tokens)], int(text_bytes)
+    prompts_file, start = prefix.with_name(prefix.name + ".prompts"), 0
+    prompts = read_prompts(prompts_file) if prompts_file.exists() else None
+    for number, (num_tokens, text_bytes) in enumerate(_per_document(prefix.with_name(prefix.name + ".lengths"))):
+        prompt = (0, 0) if prompts is None else map(int, prompts[number])
+        yield Document(ids[start : start + int(num_tokens)], int(text_bytes), *prompt)
         start += int(num_tokens)
+
+
+def read_prompts(file: Path) -> NDArray[Any]:
+    """[documents] of records with `tokens` and `text_bytes`, mapped from disk."""
+    return np.memmap(file, _PROMPT, mode="r") if file.stat().st_size else np.empty(0, _PROMPT)
+
+
+def prompts_bytes(num_documents: int) -> int:
+    """The size of a file of prompts."""
+    return num_documents * _PROMPT.itemsize
 
 
 def _per_document(file: Path) -> NDArray[Any]:

@@ -1,7 +1,8 @@
 """A prepared data set on disk: the manifest that makes it one, and the checks before anything reads it.
 
 A prepared data set is a folder with `train.bin/.idx` and `validation.bin/.idx` (Megatron's indexed data sets, one
-sequence per document, each ended by the end-of-document id), `tokenizer.json` where the tokenizer is a Hugging Face
+sequence per document, each ended by the end-of-document id), `train.prompts` and `validation.prompts` where documents
+are prompts and answers, `tokenizer.json` where the tokenizer is a Hugging Face
 one, and `manifest.json`. The folder gets its name only when all of it is there (see `staging`), so a folder of that
 name with a manifest is whole, or was damaged later.
 """
@@ -15,7 +16,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.data.indexed_files import IDX_MAGIC, header_problem
+from numpy.typing import NDArray
+
+from pretrain.data.indexed_files import IDX_MAGIC, header_problem, prompts_bytes, read_prompts
 from pretrain.data.tokenizer import BYTES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
 from pretrain.errors import DataError
 from pretrain.progress import Progress
@@ -33,6 +36,17 @@ _BYTES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
+class PromptsInfo:
+    """Of a split of prompts and answers: what is not scored, and what the file that says so must look like."""
+
+    num_tokens: int
+    num_bytes: int
+    """Of their text."""
+    file_bytes: int
+    file_sha256: str
+
+
+@dataclass(frozen=True)
 class SplitInfo:
     """One split: what it holds, and what its files must look like."""
 
@@ -46,6 +60,24 @@ class SplitInfo:
     bin_sha256: str
     idx_bytes: int
     idx_sha256: str
+    prompts: PromptsInfo | None = None
+    """None: every token is scored."""
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Tokens that count in a loss."""
+        return self.num_tokens - (0 if self.prompts is None else self.prompts.num_tokens)
+
+    @property
+    def num_scored_bytes(self) -> int:
+        """UTF-8 bytes of their text."""
+        return self.num_bytes - (0 if self.prompts is None else self.prompts.num_bytes)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> SplitInfo:
+        """From the values of a manifest; those that were written before there were prompts say nothing of them."""
+        prompts = values.get("prompts")
+        return cls(**{**values, "prompts": None if prompts is None else PromptsInfo(**prompts)})
 
 
 @dataclass(frozen=True)
@@ -79,6 +111,8 @@ class Manifest:
             info = self.splits[split]
             yield f"{split}.bin", info.bin_bytes, info.bin_sha256
             yield f"{split}.idx", info.idx_bytes, info.idx_sha256
+            if info.prompts is not None:
+                yield f"{split}.prompts", info.prompts.file_bytes, info.prompts.file_sha256
 
     def to_json(self) -> str:
         """The manifest as the text of its file."""
@@ -97,7 +131,7 @@ class Manifest:
             raise ValueError(f"format version {version}, and this program reads {FORMAT_VERSION}")
         values = {field.name: values[field.name] for field in fields(cls)}
         values["tokenizer"] = TokenizerInfo(**values["tokenizer"])
-        values["splits"] = {split: SplitInfo(**values["splits"][split]) for split in SPLITS}
+        values["splits"] = {split: SplitInfo.from_plain(values["splits"][split]) for split in SPLITS}
         values["skipped_examples"] = tuple(values["skipped_examples"])
         return cls(**values)
 
@@ -135,6 +169,11 @@ class PreparedDataset:
                 self.path, f"{split}.idx lists {len(indexed)} documents where the manifest has {info.num_documents}"
             )
         return indexed
+
+    def open_prompts(self, split: str) -> NDArray[Any] | None:
+        """Of every document of a split, `tokens` that are not scored, which are its first, and their `text_bytes`;
+        None: every token of the split is scored."""
+        return None if self.manifest.splits[split].prompts is None else read_prompts(self.path / f"{split}.prompts")
 
     def verify(self) -> None:
         """Read every byte and compare it with the manifest's hashes.
@@ -227,6 +266,8 @@ def open_dataset(path: str | Path) -> PreparedDataset:
     for split, info in manifest.splits.items():
         if problem := header_problem(folder / f"{split}.idx", info.num_documents, info.bin_bytes, info.num_tokens):
             raise damaged(folder, f"{split}.idx {problem}")
+        if info.prompts is not None and info.prompts.file_bytes != prompts_bytes(info.num_documents):
+            raise damaged(folder, f"{split}.prompts has no entry for each of {info.num_documents} documents")
         if info.max_token_id >= manifest.tokenizer.vocab_size:
             raise damaged(
                 folder,

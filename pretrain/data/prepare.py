@@ -14,14 +14,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
 from pretrain.data.boundaries import boundary_near
-from pretrain.data.indexed_files import IndexedWriter, Written, read_written
+from pretrain.data.indexed_files import Document, IndexedWriter, Written, read_written
 from pretrain.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -30,12 +28,14 @@ from pretrain.data.manifest import (
     VALIDATION,
     Manifest,
     PreparedDataset,
+    PromptsInfo,
     SplitInfo,
     file_sha256,
     open_dataset,
 )
 from pretrain.data.sources import (
     BadDocumentLog,
+    PairFields,
     SourceFile,
     check_inputs_yielded,
     list_files,
@@ -49,7 +49,12 @@ from pretrain.errors import DataError
 from pretrain.progress import Progress
 
 _OUR_FILES = frozenset(
-    {MANIFEST_FILE, TOKENIZER_FILE, LOCK_FILE, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx"))}
+    {
+        MANIFEST_FILE,
+        TOKENIZER_FILE,
+        LOCK_FILE,
+        *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "prompts")),
+    }
 )
 NOTE_EVERY_S = 30.0
 """Seconds of work that a preparation which is cut off may have to do again."""
@@ -108,6 +113,7 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     field_name: str = "text",
+    pair: PairFields | None = None,
     validation_fraction: float = 0.01,
     validation_inputs: Sequence[str] = (),
     seed: int = 1,
@@ -122,6 +128,8 @@ def prepare(
         inputs: files, directories, or names of `INSTALLED`.
         output: folder to make; it appears when it is complete.
         field_name: JSON field or parquet column that holds the text.
+        pair: JSON fields of a prompt and its answer instead: each pair is a document, of which the answer and its end are
+            scored, and the prompt is not.
         validation_fraction: expected share of the documents held out; at least one document is, and at least one is
             not; of a single document, the end is. 0: no validation.
         validation_inputs: hold out the documents of these instead, and none of the others.
@@ -141,10 +149,14 @@ def prepare(
         raise DataError(f"--workers {num_workers} is impossible: give 1 or more.")
     if cut_documents is not None and cut_documents < 2:
         raise DataError(f"--cut-documents {cut_documents} is impossible: give at least 2 characters.")
+    if cut_documents is not None and pair is not None:
+        raise DataError("--cut-documents would part answers from their prompts: leave it out, or --prompt-field.")
     folder = Path(os.path.abspath(output))
     all_inputs = [*inputs, *hold_out.inputs]
     files = list_files(all_inputs)
-    tokenizing = Tokenizing(tokenizer, field_name, cut_documents)
+    tokenizing = Tokenizing(tokenizer, field_name, cut_documents, pair)
+    if pair is not None and (other := next((file for file in files if file.kind != "json"), None)) is not None:
+        raise DataError(f"{other.path}: prompts and answers are read from JSON lines (.jsonl, .json, .gz, .zst) alone.")
     request_fingerprint = _fingerprint(files, len(inputs), tokenizing, hold_out)
     recover_replaced(folder)
     existing = _existing(folder, request_fingerprint, overwrite)
@@ -179,6 +191,7 @@ def prepare(
                 "validation_fraction": hold_out.fraction,
                 "seed": hold_out.seed,
                 "cut_documents": cut_documents,
+                **({} if pair is None else {"pair": asdict(pair)}),
             },
             num_skipped=left_out.num_bad,
             skipped_examples=tuple(left_out.examples),
@@ -204,6 +217,8 @@ def _fingerprint(files: Sequence[SourceFile], num_inputs: int, tokenizing: Token
         request.append({"first_validation_input": num_inputs})
     if tokenizing.cut_documents is not None:
         request.append({"cut_documents": tokenizing.cut_documents})
+    if tokenizing.pair is not None:
+        request.append({"pair": asdict(tokenizing.pair)})
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
 
@@ -294,9 +309,7 @@ class _Job:
         self.left_out.examples[:] = progress.examples
         with ExitStack() as stack:
             writers = {
-                split: stack.enter_context(
-                    IndexedWriter(staging / split, self.tokenizer.token_dtype, progress.written.get(split))
-                )
+                split: stack.enter_context(self._writer(staging / split, progress.written.get(split)))
                 for split in SPLITS
             }
             noted_at = time.monotonic()
@@ -318,6 +331,10 @@ class _Job:
             writer.file(".lengths").unlink()
         return splits
 
+    def _writer(self, prefix: Path, written: Written | None = None) -> IndexedWriter:
+        with_prompts = self.tokenizing.pair is not None
+        return IndexedWriter(prefix, self.tokenizer.token_dtype, written, with_prompts=with_prompts)
+
     def _records(self, progress: _Progress, writers: dict[str, IndexedWriter]) -> Iterator[None]:
         """Write the documents of one record after the other, counting them in `progress`, under a progress bar."""
         records = itertools.islice(read_records(self.files, self.tokenizing.field_name), progress.num_records, None)
@@ -329,10 +346,10 @@ class _Job:
                     self.left_out.add(record.origin, record.bad_reason)
                 elif not record.documents:
                     self.left_out.num_empty += 1
-                for ids, text_bytes in record.documents:
+                for document in record.documents:
                     held_out = self.hold_out.takes(progress.num_documents, record.input_index, self.num_inputs)
                     writer = writers[VALIDATION if held_out else TRAIN]
-                    writer.add(ids, text_bytes)
+                    writer.add(*document)
                     self._check_ids(writer.written.max_token_id, record.origin)
                     progress.num_documents += 1
                     progress.num_documents_per_input[record.input_index] += 1
@@ -360,24 +377,27 @@ class _Job:
             number, old = writers[full].written.num_documents, writers[full].prefix.with_name("old")
             for writer in writers.values():
                 writer.close()
-            for ending in (".bin", ".lengths"):
+            endings = (".bin", ".lengths", *([".prompts"] if self.tokenizing.pair is not None else []))
+            for ending in endings:
                 writers[full].file(ending).rename(old.with_name(f"old{ending}"))
             # All documents are here, so that their places are their numbers. Of a single one, the second part is moved.
             documents = self._cut_the_only_one() if number == 1 else read_written(old, self.tokenizer.token_dtype)
             moved = nearest(range(number), key=lambda index: held_out_score(self.hold_out.seed, index))
             moved = int(empty == VALIDATION) if number == 1 else moved
-            writers = {
-                split: stack.enter_context(IndexedWriter(writer.prefix, self.tokenizer.token_dtype))
-                for split, writer in writers.items()
-            }
-            for index, (ids, text_bytes) in enumerate(documents):
-                writers[empty if index == moved else full].add(ids, text_bytes)
-            for ending in (".bin", ".lengths"):
+            writers = {split: stack.enter_context(self._writer(writer.prefix)) for split, writer in writers.items()}
+            for index, document in enumerate(documents):
+                writers[empty if index == moved else full].add(*document)
+            for ending in endings:
                 old.with_name(f"old{ending}").unlink()
             break
         return writers
 
-    def _cut_the_only_one(self) -> Iterator[tuple[NDArray[Any], int]]:
+    def _cut_the_only_one(self) -> Iterator[Document]:
+        if self.tokenizing.pair is not None:
+            raise DataError(
+                "There is only one prompt with an answer, and training and validation need one each: add some, or leave "
+                "validation out with --validation-fraction 0."
+            )
         skipping = BadDocumentLog(self.left_out.limit)
         (text,) = read_documents(self.inputs, field_name=self.tokenizing.field_name, bad_documents=skipping)
         try:
@@ -390,12 +410,12 @@ class _Job:
         eod = np.array([self.tokenizer.eod], dtype=self.tokenizer.token_dtype)
         parts = [text[:end], text[end:]]
         for part, ids in zip(parts, self.tokenizer.tokenize_batch(parts), strict=True):
-            yield np.concatenate([ids, eod]), len(part.encode("utf-8"))
+            yield Document(np.concatenate([ids, eod]), len(part.encode("utf-8")))
 
 
 def _split_info(folder: Path, split: str, written: Written) -> SplitInfo:
     """The manifest's entry, with the hashes of what was written."""
-    data, index = folder / f"{split}.bin", folder / f"{split}.idx"
+    data, index, prompts = (folder / f"{split}.{ending}" for ending in ("bin", "idx", "prompts"))
     return SplitInfo(
         num_documents=written.num_documents,
         num_tokens=written.num_tokens,
@@ -405,4 +425,9 @@ def _split_info(folder: Path, split: str, written: Written) -> SplitInfo:
         bin_sha256=file_sha256(data),
         idx_bytes=index.stat().st_size,
         idx_sha256=file_sha256(index),
+        prompts=(
+            PromptsInfo(written.prompt_tokens, written.prompt_bytes, prompts.stat().st_size, file_sha256(prompts))
+            if prompts.exists()
+            else None
+        ),
     )

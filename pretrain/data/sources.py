@@ -265,6 +265,28 @@ def _parquet_records(file: SourceFile, field_name: str) -> Iterator[Record]:
         yield Record(file, row + 1 if row else 0, None, 0, failure=f"the parquet file cannot be read ({error})")
 
 
+@dataclass(frozen=True)
+class PairFields:
+    """The JSON fields of a prompt, which is read and not scored, and of the answer, which is learnt."""
+
+    prompt: str
+    answer: str
+
+
+def decode_pair(record: Record, names: PairFields) -> tuple[str, str]:
+    """Prompt and answer of a record (either may be empty).
+
+    Raises:
+        BadDocument: the record holds none.
+    """
+    if record.failure is not None:
+        raise BadDocument(record.failure)
+    assert isinstance(record.payload, bytes)
+    fields = _json_object(record.payload, names.answer)
+    prompt = _checked(_field(fields, names.prompt, "--prompt-field"))
+    return prompt, _checked(_field(fields, names.answer, "--answer-field"))
+
+
 def decode(record: Record, field_name: str) -> str:
     """The text of a record (it may be empty).
 
@@ -285,6 +307,10 @@ def decode(record: Record, field_name: str) -> str:
         if not isinstance(record.payload, str):
             raise BadDocument(f"the column {field_name!r} is null here")
         text = record.payload
+    return _checked(text)
+
+
+def _checked(text: str) -> str:
     if "\0" in text:
         raise BadDocument(f"NUL at character {text.index(chr(0))}: this is not text")
     return text
@@ -298,15 +324,23 @@ def _decode_utf8(content: bytes) -> str:
 
 
 def _decode_json(line: bytes, field_name: str) -> str:
+    return _field(_json_object(line, field_name), field_name, "--field")
+
+
+def _json_object(line: bytes, field_name: str) -> dict[str, object]:
     try:
         value = json.loads(_decode_utf8(line), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise BadDocument(f"not valid JSON ({error}); every line must be one JSON object") from error
     if not isinstance(value, dict):
         raise BadDocument(f"a JSON {type(value).__name__} where an object with the field {field_name!r} is wanted")
+    return value
+
+
+def _field(value: dict[str, object], field_name: str, option: str) -> str:
     if field_name not in value:
         present = ", ".join(sorted(value)[:8]) or "no fields"
-        raise BadDocument(f"the field {field_name!r} is missing (present: {present}); name the right one with --field")
+        raise BadDocument(f"the field {field_name!r} is missing (present: {present}); name the right one with {option}")
     text = value[field_name]
     if not isinstance(text, str):
         raise BadDocument(f"the field {field_name!r} holds {type(text).__name__}, not a string")

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallel.parent_death import signal_on_parent_death
 from pretrain.data.boundaries import cut
-from pretrain.data.sources import BadDocument, Record, decode
+from pretrain.data.indexed_files import Document
+from pretrain.data.sources import BadDocument, PairFields, Record, decode, decode_pair
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
@@ -31,13 +30,13 @@ class TokenizedRecord:
     """What became of a record: documents (none if it is empty), or why it is bad.
 
     Attributes:
-        documents: of each, its ids with the end-of-document id, and the bytes of its text.
+        documents: of the record.
     """
 
     origin: str
     input_index: int
     file_bytes: int
-    documents: tuple[tuple[NDArray[Any], int], ...] = ()
+    documents: tuple[Document, ...] = ()
     bad_reason: str | None = None
 
 
@@ -48,11 +47,13 @@ class Tokenizing:
     Attributes:
         field_name: JSON field that holds the text.
         cut_documents: longer texts are cut into documents of at most so many characters; None: none is.
+        pair: the fields of a prompt and its answer, which are one document; None: records hold texts.
     """
 
     tokenizer: Tokenizer
     field_name: str
     cut_documents: int | None = None
+    pair: PairFields | None = None
 
 
 def tokenize_records(records: Iterable[Record], how: Tokenizing, num_workers: int) -> Iterator[TokenizedRecord]:
@@ -112,6 +113,8 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecord]:
+    if how.pair is not None:
+        return _tokenize_pairs(batch, how, how.pair)
     texts: list[list[str]] = []
     reasons: list[str | None] = []
     for record in batch:
@@ -129,11 +132,40 @@ def _tokenize_batch(batch: list[Record], how: Tokenizing) -> list[TokenizedRecor
             record.origin,
             record.file.input_index,
             record.file_bytes,
-            tuple((np.concatenate([next(ids), eod]), len(part.encode("utf-8"))) for part in parts),
+            tuple(Document(np.concatenate([next(ids), eod]), len(part.encode("utf-8"))) for part in parts),
             reason,
         )
         for record, parts, reason in zip(batch, texts, reasons, strict=True)
     ]
+
+
+def _tokenize_pairs(batch: list[Record], how: Tokenizing, names: PairFields) -> list[TokenizedRecord]:
+    """Each prompt, its answer and the end of the document, tokenised apart: no token is of both. Without an answer there
+    is nothing to learn, and the record counts as empty."""
+    pairs: list[tuple[str, str]] = []
+    reasons: list[str | None] = []
+    for record in batch:
+        try:
+            pair, reason = decode_pair(record, names), None
+        except BadDocument as error:
+            pair, reason = ("", ""), str(error)
+        pairs.append(pair)
+        reasons.append(reason)
+    eod = np.array([how.tokenizer.eod], dtype=how.tokenizer.token_dtype)
+    ids = iter(how.tokenizer.tokenize_batch([text for pair in pairs for text in pair]))
+    records = []
+    for record, (prompt, answer), reason in zip(batch, pairs, reasons, strict=True):
+        of_prompt, of_answer = next(ids), next(ids)
+        prompt_bytes = len(prompt.encode("utf-8"))
+        document = Document(
+            np.concatenate([of_prompt, of_answer, eod]),
+            prompt_bytes + len(answer.encode("utf-8")),
+            len(of_prompt),
+            prompt_bytes,
+        )
+        documents = (document,) if answer else ()
+        records.append(TokenizedRecord(record.origin, record.file.input_index, record.file_bytes, documents, reason))
+    return records
 
 
 _job: Tokenizing

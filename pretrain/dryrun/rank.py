@@ -151,7 +151,7 @@ def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedD
         chunk.weights_are_set = True
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
-    optimizer.set_num_updates(0)
+    optimizer.set_num_updates(lambda _: 0)
     return chunks, optimizer
 
 
@@ -170,6 +170,11 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         ):
             recorder.assign([b.param_data for b in buffers if b.param_data is not None], weights)
             recorder.assign([b.grad_data for b in buffers], gradients)
+        # What is not trained is in no buffer.
+        tables = {parameter for bank in unwrap(chunk).own_banks for parameter in bank.parameters()}
+        still = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
+        recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)
+        recorder.assign([p for p in still if p not in tables], MemoryPart.WEIGHTS)
     parts = (MemoryPart.OPTIMIZER, MemoryPart.TABLE_OPTIMIZER)
     for part, of_domain in zip(parts, optimizer.chained_optimizers, strict=False):
         if of_domain.is_stub_optimizer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pretrain.checkpoint.run import restore_run
 from pretrain.errors import UserError
 from pretrain.position import steps_before
@@ -37,9 +35,9 @@ def rewind(run: Run, spike: str) -> str | None:
     if saved is None or saved.step < steps_before(run.config.stage):
         return None
     run.complete_weights()
-    resets = resets_optimizer(run.config, saved)
-    restore_run(saved, run.chunks, run.optimizer, with_moments=not resets)
-    run.state = spiked.back_at(replace(saved.run, num_updates=0) if resets else saved.run)
+    with_moments, trained = not resets_optimizer(run.config, saved), run.config.optimizer.trained_layers
+    restored = restore_run(saved, run.chunks, run.optimizer, trained_layers=trained, with_moments=with_moments)
+    run.state = spiked.back_at(restored)
     run.last_saved_step = saved.step
     # What was passed over is missing at the end.
     run.train_data = training_samples(run.config, run.state, run.tokenizer, run.folder)

@@ -96,7 +96,12 @@ class Writer:
             ConfigError: the length is too short for the task.
         """
         for_questions = int(_SHARE_OF_QUESTIONS * length)
-        problem = self._fitting(task, draw.random(), length - for_questions, 0, draw, asked=False)
+        try:
+            problem = self._fitting(task, draw.random(), length - for_questions, 0, draw, asked=False)
+        except ConfigError as error:
+            raise ConfigError(
+                f"documents of {length} tokens keep {for_questions} of them for further questions, and are too short: {error}"
+            ) from error
         end = f"{problem.question}{problem.answer}\n"
         for question, answer in problem.further:
             longer = f"{end}{question}{answer}\n"

@@ -16,6 +16,7 @@ from keys_table import (
     PKM,
     Subject,
     Table,
+    as_kind,
     changed_names,
     last_parts,
     rms,
@@ -28,6 +29,7 @@ from keys_table import (
 )
 from torch import Tensor
 
+from megamem.config import LatentAttentionConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.inputs import Inputs
 from megamem.memory_config import PlacementConfig
@@ -47,11 +49,14 @@ NAMES_OF_KINDS = {
     "move": {"gate_proj"},
     "lave": {"gate_proj"},
     "tide": {"router"},
+    "midus": {"keys", "expansion"},
 }
 
 
 def _enter_kind(kind: Any) -> None:
-    base = replace(BASE, model=replace(BASE.model, memory=UltraMemV2Config(num_keys=12, value_dim=32, top_k=4)))
+    base = replace(
+        BASE, model=replace(BASE.model, memory=UltraMemV2Config(num_keys=12, value_dim=32, top_k=4, num_heads=4))
+    )
 
     @MEMORIES.key("model.memory.kind", kind, base)
     def _(base: Subject, second: Subject) -> None:
@@ -62,7 +67,7 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer", "move", "lave", "tide"):
+for _kind in ("ultramem", "pkm", "memory_plus", "peer", "move", "lave", "tide", "midus"):
     _enter_kind(_kind)
 
 
@@ -388,6 +393,33 @@ def _(base: Subject, second: Subject) -> None:
             subject.layer.gate_proj.copy_(before)
         rows = subject.weights["banks.0.values"].view(70, 2, 32).sum(1)[ids]
         assert same(mixed.flatten(2), factor * values.flatten(2) + rows)
+
+
+MOVE_LATENTS = replace(
+    MOVE,
+    model=replace(
+        MOVE.model,
+        latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4),
+        memory=as_kind(MEMORY, "move", vocab_size=70, value_dim=12, num_gate_heads=4),
+    ),
+)
+
+
+@MEMORIES.key("model.memory.mixed_into", "latents", MOVE_LATENTS)
+def _(base: Subject, second: Subject) -> None:
+    """The same weights and bits; of attention's keys and values, the keys alone are others."""
+    assert not changed_names(base.weights, second.weights)
+    assert base.shapes["banks.0.values"] == (140, 12)
+    x, ids = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(1)), torch.arange(5).unsqueeze(1)
+    inputs, angles = Inputs(torch.stack((ids, ids))), torch.zeros(5, 1, 1, 4)
+    with torch.no_grad():
+        (queries, keys, values), (same_queries, other_keys, same_values) = (
+            subject.model.decoder.layers[0].self_attention.get_query_key_value_tensors(x, (angles, inputs))
+            for subject in (base, second)
+        )
+    assert same(queries, same_queries)
+    assert same(values, same_values)
+    assert not same(keys, other_keys)
 
 
 @MEMORIES.key("model.memory.num_tables", 3, TIDE)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from keys_table import (
 )
 from torch import Tensor
 
-from megamem.config import MoEConfig
+from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.rotary_config import RotaryScalingConfig
 
 MODEL = Table()
@@ -281,6 +281,43 @@ def _(base: Subject, second: Subject) -> None:
 @MODEL.key("model.rotary_scaling.high_frequency_factor", 3.0, LLAMA)
 def _(base: Subject, second: Subject) -> None:
     turned_by(base, second, of_llama(1, 4), of_llama(1, 3))
+
+
+LATENTS = with_model(latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4))
+OF_LATENTS = {"linear_q_proj": 32, "linear_kv_down_proj": 16, "linear_kv_up_proj": 4 * (4 + 8)}
+"""Rows of its weights: 4 heads of 8 columns, of which 4 are the shared rotary key's."""
+
+
+def check_latents(subject: Subject, rows: Mapping[str, int], width: int) -> None:
+    of = f"{BLOCK}self_attention."
+    columns = {"linear_q_proj": 32, "linear_kv_down_proj": 32, "linear_kv_up_proj": width}
+    assert {part: subject.shapes[f"{of}{part}.weight"] for part in rows} == {
+        part: (number, columns[part]) for part, number in rows.items()
+    }
+    assert subject.shapes[f"{of}kv_layernorm.weight"] == (width,)
+
+
+@MODEL.key("model.latent_attention", LatentAttentionConfig(latent_dim=12, rotary_dim=4))
+def _(base: Subject, second: Subject) -> None:
+    """Projections of latents in place of those of keys and values; all else keeps its name and its bits."""
+    own, latents = base.weights.keys() - second.weights.keys(), second.weights.keys() - base.weights.keys()
+    assert last_parts(own) == {"linear_qkv", "q_layernorm", "k_layernorm"}
+    assert last_parts(latents) == {*OF_LATENTS, "kv_layernorm"}
+    check_latents(second, OF_LATENTS, 12)
+
+
+@MODEL.key("model.latent_attention.latent_dim", 20, LATENTS)
+def _(base: Subject, second: Subject) -> None:
+    check_latents(base, OF_LATENTS, 12)
+    check_latents(second, {**OF_LATENTS, "linear_kv_down_proj": 24}, 20)
+
+
+@MODEL.key("model.latent_attention.rotary_dim", 2, LATENTS)
+def _(base: Subject, second: Subject) -> None:
+    """Fewer columns are turned, by the same base; each head has as many more of its own."""
+    check_latents(second, {**OF_LATENTS, "linear_kv_down_proj": 14, "linear_kv_up_proj": 4 * (6 + 8)}, 12)
+    assert base.model.rotary_pos_emb.inv_freq.tolist() == pytest.approx([1.0, 0.01])
+    assert second.model.rotary_pos_emb.inv_freq.tolist() == pytest.approx([1.0])
 
 
 @MODEL.key("model.init_std", 0.01)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -217,6 +218,18 @@ def _(base: Outputs, second: Outputs) -> None:
     assert not torch.equal(second.tokens, base.tokens)
     of_seed = Outputs(set_key(RUN, "seed", 2), base.groups)
     assert torch.equal(second.tokens, of_seed.tokens)
+
+
+@RUNS.key("data.shuffle", "samples", RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Parts of the file as it lies, where the other order puts other documents side by side; and no index is kept."""
+    assert all(torch.equal(second.weights[name], weight) for name, weight in base.weights.items())
+    stream = np.fromfile(Path(RUN.data.datasets[0].path) / "train.bin", dtype=np.uint16)
+    windows = np.lib.stride_tricks.sliding_window_view(stream, second.tokens.shape[-1])
+    for row in second.tokens.reshape(-1, second.tokens.shape[-1]).numpy():
+        assert (windows == row).all(1).any()
+    assert list(base.opened.folder.data_cache.glob("*.npy"))
+    assert not list(second.opened.folder.data_cache.glob("*.npy"))
 
 
 @RUNS.key("data.documents", "separate", set_key(RUN, "train.sequence_length", 64))

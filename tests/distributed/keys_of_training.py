@@ -42,6 +42,8 @@ class AdamW:
     pre_value_rates: tuple[float, float, float] | None = None
     decay: float = 0.1
     value_decay: float | None = None
+    retrieval_rates: tuple[float, float, float] | None = None
+    retrieval_decay: float | None = None
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -49,6 +51,8 @@ class AdamW:
     def of(self, group: str) -> tuple[tuple[float, float, float], float]:
         """Rates and decay."""
         decay = 0.0 if group == "backbone_no_decay" else self.decay
+        if group == "retrieval":
+            return self.retrieval_rates or self.rates, decay if self.retrieval_decay is None else self.retrieval_decay
         if group not in TABLES:
             return self.rates, decay
         rates = self.value_rates or self.rates
@@ -174,6 +178,29 @@ def _(base: Subject, second: Subject) -> None:
 def _(base: Subject, second: Subject) -> None:
     AdamW(pre_value_rates=(1e-3,) * 3).explains(second)
     assert moved_otherwise(base, second) == {"pre_values"}
+
+
+@TRAINING.key("optimizer.retrieval_lr", 5e-3, with_optimizer(schedule="cosine", min_lr=4e-4))
+def _(base: Subject, second: Subject) -> None:
+    """At every step, whatever the schedule."""
+    AdamW(rates=(2e-3, 1.2e-3, 4e-4)).explains(base)
+    AdamW(rates=(2e-3, 1.2e-3, 4e-4), retrieval_rates=(5e-3,) * 3).explains(second)
+    assert moved_otherwise(base, second) == {"retrieval"}
+
+
+@TRAINING.key("optimizer.retrieval_weight_decay", 0.7)
+def _(base: Subject, second: Subject) -> None:
+    AdamW(retrieval_decay=0.7).explains(second)
+    assert moved_otherwise(base, second) == {"retrieval"}
+
+
+@TRAINING.key("optimizer.trained_layers", (2,))
+def _(base: Subject, second: Subject) -> None:
+    """The second block and its bank move as they did, but for the clipping; everything else stands still."""
+    moved = changed_names(second.weights, second.steps[-1].weights)
+    assert moved == {name for name in second.weights if name.startswith(("decoder.layers.1.", "banks.1."))}
+    assert second.steps[0].loss == base.steps[0].loss
+    assert second.steps[0].norm < base.steps[0].norm
 
 
 DECAYING = with_optimizer(schedule="cosine", min_lr=4e-4)

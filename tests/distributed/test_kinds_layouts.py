@@ -9,9 +9,11 @@ import pytest
 from tiny_runs import MEMORY, SHARED, build, joined, on
 
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
+from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
 
@@ -24,6 +26,7 @@ KINDS = {
     "ultramem_v2, activated": replace(MEMORY, pre_value_activation="gelu", sharing=SharingConfig("ring", 2)),
     "memory_plus": replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all")),
     "pkm": PkmConfig(value_dim=HIDDEN, **GRID),
+    "midus": MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3))),
     "peer": PeerConfig(value_dim=HIDDEN, biases=True, query_norm=False, **GRID),
 }
 

@@ -12,6 +12,7 @@ import torch
 from tiny_runs import SHARED, VOCAB_SIZE, TinyRun, build, joined, on, tiny_run
 from torch import Tensor
 
+from megamem.config import LatentAttentionConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.tide.config import TideConfig
@@ -26,7 +27,9 @@ STEPS = 3
 TOLERANCE = 1e-5
 HIDDEN = SHARED.model.hidden_size
 VALUES: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 16, "num_gate_heads": 2}
-KINDS: dict[str, MemoryConfig] = {
+LATENTS = LatentAttentionConfig(latent_dim=12, rotary_dim=4)
+OF_LATENTS: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 12, "num_gate_heads": 4}
+KINDS: dict[str, MemoryConfig | None] = {
     "move": MoveConfig(num_slots=3, **VALUES),
     "move, ungated": MoveConfig(num_slots=2, gated_standard_path=False, **VALUES),
     "lave": LaveConfig(gated_standard_path=True, placement=PlacementConfig(every=2), **VALUES),
@@ -34,11 +37,20 @@ KINDS: dict[str, MemoryConfig] = {
     "tide, no gain, every second block": TideConfig(
         vocab_size=VOCAB_SIZE, value_dim=HIDDEN, num_tables=2, row_gain=False, placement=PlacementConfig(every=2)
     ),
+    "move, one key/value head": MoveConfig(
+        num_slots=3, gated_standard_path=False, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=1
+    ),
+    "move, one key/value head, gated": MoveConfig(num_slots=2, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=2),
+    "latents without a memory": None,
+    "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
+    "latents, move for values alone": MoveConfig(num_slots=2, gated_standard_path=False, **OF_LATENTS),
+    "latents, lave": LaveConfig(mixed_into="latents", placement=PlacementConfig(every=2), **OF_LATENTS),
 }
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 2 x memory 2": {"tensor": 2, "memory": 2},
     "tensor 2 x memory 4": {"tensor": 2, "memory": 4},
+    "tensor 4": {"tensor": 4},
     "memory 2": {"memory": 2, "micro_batch_size": 2},
     "context 2 x memory 2": {"context": 2, "memory": 2},
     "pipeline 2 x memory 2": {"pipeline": 2, "memory": 2, "micro_batch_size": 2},
@@ -61,7 +73,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def config_of(kind: str) -> RunConfig:
-    return replace(SHARED, model=replace(SHARED.model, memory=KINDS[kind]))
+    model = replace(SHARED.model, memory=None)
+    if kind.startswith("latents"):
+        model = replace(model, num_query_groups=None, latent_attention=LATENTS)
+    if "one key/value head" in kind:
+        model = replace(model, num_query_groups=1)
+    return replace(SHARED, model=replace(model, memory=KINDS[kind]))
 
 
 def fits(kind: str, sizes: dict[str, Any]) -> bool:
@@ -121,7 +138,7 @@ def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
 
     by_rank = [
         *(run_ranks(lambda: main({"one rank": {}}), 1)),
-        *(run_ranks(lambda: main(LAYOUTS), 4, timeout_s=300)),
+        *(run_ranks(lambda: main(LAYOUTS), 4, timeout_s=600)),
     ]
     layouts = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
     return {
@@ -179,7 +196,7 @@ def test_rows_of_tokens_that_never_come_are_decayed_and_no_more(run_ranks: Any) 
     assert torch.allclose(after, kept * ratio, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["move", "tide"])
+@pytest.mark.parametrize("kind", ["move", "tide", "latents, move"])
 def test_what_one_layout_saves_another_one_resumes(
     run_ranks: Any, tmp_path: Path, trained: dict[str, Any], kind: str
 ) -> None:
@@ -225,7 +242,7 @@ def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
 
     def main() -> int:
         with joined(on(config_of("move"), memory=2)) as groups:
-            for kind in KINDS:
+            for kind in (kind for kind, memory in KINDS.items() if memory is not None):
                 (model,) = build(on(config_of(kind), memory=2), groups).bare
                 announce_tokens(model.banks.values(), (5, 0))
                 with torch.no_grad():

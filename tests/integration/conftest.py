@@ -5,14 +5,18 @@ once.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import TINY, Command, Megamem, Result, Start, assert_no_orphans, start_command
+from slurm_cluster import Cluster, missing_programs
+from slurm_site import Site
 
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
@@ -112,3 +116,24 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config
     result = megamem("train", config_file, "--run-dir", path, "train.num_steps=6", "checkpoint.every_steps=3")
     assert result.code == 0, result.output
     return path
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three nodes of two cores. Where Slurm is not installed its tests are skipped, but not in CI."""
+    if missing := missing_programs():
+        message = f"not installed: {', '.join(missing)} (apt-get install slurmctld slurmd slurm-client munge)"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    # Not pytest's own folder: sockets have short names.
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as folder,
+        Cluster(Path(folder), 3) as it,
+    ):
+        yield it
+
+
+@pytest.fixture
+def site(cluster: Cluster, megamem: Megamem, config_file: Path, tmp_path: Path) -> Iterator[Site]:
+    site = Site(cluster, megamem, config_file, tmp_path)
+    yield site
+    cluster.end_all_jobs()

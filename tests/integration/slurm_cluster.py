@@ -69,7 +69,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=1
 JobRequeue=1
-KillWait=5
+# The default: what is told to end does so by itself, and a busy machine takes its time.
+KillWait=30
 SlurmdTimeout=10
 SlurmctldTimeout=30
 MessageTimeout=5
@@ -79,6 +80,7 @@ MinJobAge=600
 PropagateResourceLimits=NONE
 {nodes}
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=grace Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 """
 

@@ -46,3 +46,25 @@ def test_lengths_are_numbers(megamem: Megamem, config_file: Path) -> None:
     result = megamem("bench", "context", config_file, "--lengths", "24,")
     assert result.code == 2
     assert "'24,' is no list of numbers of 1 or more, as in 1,2,4" in result.output
+
+
+def test_tokens_are_timed_with_tables_in_memory_and_on_disk(megamem: Megamem, tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[2] / "configs" / "compare" / "move.yaml"
+    small = ("model.num_layers=2", "model.vocab_size=300", "model.memory.vocab_size=300", "model.ffn_hidden_size=32")
+    options = ("--sizes", "0.01,0.02", "--tokens", 6, "--context", 4, "--dir", tmp_path)
+    result = megamem("bench", "tables", shipped, *small, *options)
+    assert result.code == 0, result.output
+    time = r" +[\d.]+ \([\d.]+\)"
+    rows = re.findall(rf"^ +(0\.0[12]){time}(?:{time}| +no room){time} +[\d.]+{time}$", result.output, re.MULTILINE)
+    assert rows == ["0.01", "0.02"]
+    assert not list(tmp_path.iterdir())
+    for words, message in (
+        ((*small, "--sizes", "0.0001", "--dir", tmp_path), "but the model's tables take 0.001 GiB already"),
+        ((*small, "--sizes", "1e6", "--dir", tmp_path), "GiB free, of which 2 shall stay"),
+        ((*small, "--dir", tmp_path / "none"), "which is no folder"),
+        (("model.memory=null", "--dir", tmp_path), "this model has no memory"),
+        (("--sizes", "1,0", "--dir", tmp_path), "'1,0' is no list of sizes above 0"),
+    ):
+        result = megamem("bench", "tables", shipped, *words)
+        assert result.code == 2, result.output
+        assert message in " ".join(result.output.split())

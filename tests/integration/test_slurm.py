@@ -2,126 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from commands import Megamem, Result, assert_same_tensors, checkpoint, last_step, steps
-from slurm_cluster import Cluster, missing_programs
+from commands import Megamem, assert_same_tensors, checkpoint, steps
+from slurm_cluster import Cluster
+from slurm_site import Site
 
-from pretrain.folder import RunFolder
 from slurm.policy import Cause
-from slurm.records import JobsFolder
 
-# Reached only when something hangs.
-_DEADLINE_S = 240.0
 _NUM_STEPS = 40
 # Enough for something to happen in between, few enough to be quick.
 _SHORT = (f"train.num_steps={_NUM_STEPS}", "train.micro_batch_size=2", "checkpoint.every_steps=5")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Three nodes of two cores. Where Slurm is not installed its tests are skipped, but not in CI."""
-    if missing := missing_programs():
-        message = f"not installed: {', '.join(missing)} (apt-get install slurmctld slurmd slurm-client munge)"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
-    # Not pytest's own folder: sockets have short names.
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as folder,
-        Cluster(Path(folder), 3) as it,
-    ):
-        yield it
-
-
-def profile(cluster: Cluster, shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
-    """Of the tests' cluster."""
-    return {
-        "ranks_per_node": 2,
-        "nodes": 2,
-        "shared_paths": [*map(str, shared), sys.prefix],
-        "runs_path": str(shared[0] / "runs"),
-        "virtual_environment": sys.prefix,
-        "cpu_binding": "none",
-        "time": "10",
-        "lead_s": 60,
-        "check": None,
-        "environment": [
-            {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
-        ],
-        **changes,
-    }
-
-
-class Site:
-    """A place to submit from."""
-
-    def __init__(self, cluster: Cluster, megamem: Megamem, config_file: Path, folder: Path) -> None:
-        self.cluster, self._megamem, self._config_file, self._folder = cluster, megamem, config_file, folder
-        self.run = folder / "runs" / "tiny"
-        self.jobs = JobsFolder(RunFolder(self.run))
-        self._corpus = Path(yaml.safe_load(config_file.read_text())["data"]["datasets"][0]["path"])
-
-    def command(self, *args: object) -> Result:
-        return self._megamem(*args, before=lambda: os.environ.update(self.cluster.environment))
-
-    def submit(self, *overrides: str, expect: int = 0, **changes: Any) -> str:
-        """Submits the tiny run; returns what was said."""
-        path = self._folder / "here.yaml"
-        path.write_text(yaml.safe_dump(profile(self.cluster, [self._folder, self._corpus], **changes)))
-        result = self.command("submit", self._config_file, "--cluster", path, *_SHORT, *overrides)
-        assert result.code == expect, result.output
-        return result.output
-
-    @property
-    def job(self) -> str:
-        return self.jobs.job_ids()[-1]
-
-    def wait_for_state(self, *states: str) -> dict[str, str]:
-        try:
-            self.cluster.wait_until(
-                lambda: self.cluster.job(self.job)["JobState"] in states, f"job in {states}", _DEADLINE_S
-            )
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.told()}") from error
-        return self.cluster.job(self.job)
-
-    def wait_for_step(self, step: int) -> None:
-        self.cluster.wait_until(lambda: last_step(self.run) >= step, f"step {step}", _DEADLINE_S)
-
-    def wait_for_attempt(self, number: int) -> None:
-        """Until its ranks are built and about to train: what they print first."""
-
-        def trains() -> bool:
-            folders = self.jobs.attempt_folders()
-            log = folders[number - 1].log_of(0) if len(folders) >= number else None
-            return log is not None and log.exists() and "memory kernels" in log.read_text()
-
-        try:
-            self.cluster.wait_until(trains, f"attempt {number}", _DEADLINE_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.told()}") from error
-
-    def told(self) -> str:
-        """All that jobs and ranks have said."""
-        logs = [*self.jobs.path.glob("job_*.log"), *sorted(self.jobs.attempts.glob("*/*.*"))]
-        return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
-
-    def causes(self) -> list[str]:
-        return [folder.ended().cause.value for folder in self.jobs.attempt_folders() if folder.ended()]
-
-
-@pytest.fixture
-def site(cluster: Cluster, megamem: Megamem, config_file: Path, tmp_path: Path) -> Iterator[Site]:
-    site = Site(cluster, megamem, config_file, tmp_path)
-    yield site
-    cluster.end_all_jobs()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +39,7 @@ def straight(megamem: Megamem, config_file: Path, tmp_path_factory: pytest.TempP
 
 
 def test_a_run_on_two_nodes_is_that_of_one_machine(site: Site, straight: Path) -> None:
-    said = site.submit(check={"timeout_s": 120.0, "all_reduce_mb": 1})
+    said = site.submit(*_SHORT, check={"timeout_s": 120.0, "all_reduce_mb": 1})
     assert f"job {site.job}" in said
     job = site.wait_for_state("COMPLETED", "FAILED")
     assert job["JobState"] == "COMPLETED", site.told()
@@ -156,12 +51,12 @@ def test_a_run_survives_its_time_limit_a_dead_node_and_being_requeued(
     site: Site, cluster: Cluster, straight: Path
 ) -> None:
     """One run, four attempts. Limits are looked at every 30 s, so the signal that comes before one is sent by hand."""
-    site.submit()
+    site.submit(*_SHORT)
     site.wait_for_step(3)
     cluster.run("scancel", "--batch", "--signal=USR1", site.job)
     site.wait_for_attempt(2)
     assert site.causes() == [Cause.STOPPED]
-    first, second = site.jobs.attempt_folders()
+    first, second = site.attempts()
     # A stop saves what it came to.
     assert (second.attempt().saved_step or 0) > 2
     assert second.attempt().saved_step == first.ended().saved_step  # type: ignore[union-attr]
@@ -171,7 +66,7 @@ def test_a_run_survives_its_time_limit_a_dead_node_and_being_requeued(
     cluster.kill_node("n1")
     try:
         site.wait_for_attempt(3)
-        assert "n1" not in site.jobs.attempt_folders()[2].attempt().nodes
+        assert "n1" not in site.attempts()[2].attempt().nodes
         site.wait_for_step(24)
         cluster.run("scontrol", "requeue", site.job)
         cluster.stop_controller()
@@ -186,7 +81,7 @@ def test_a_run_survives_its_time_limit_a_dead_node_and_being_requeued(
     assert site.causes()[2:] == [Cause.STOPPED, Cause.FINISHED]
     assert steps(site.run) == steps(straight)
     assert_same_tensors(checkpoint(site.run, _NUM_STEPS), checkpoint(straight, _NUM_STEPS))
-    for folder in site.jobs.attempt_folders():
+    for folder in site.attempts():
         assert [path.name for path in sorted(folder.path.glob("rank_*.log"))] == [f"rank_{i}.log" for i in range(4)]
     assert site.jobs.latest.resolve() == site.jobs.attempt_folders()[-1].path
     assert len(site.jobs.job_ids()) == 1
@@ -194,9 +89,9 @@ def test_a_run_survives_its_time_limit_a_dead_node_and_being_requeued(
 
 def test_an_elastic_run_goes_on_with_fewer_nodes(site: Site, cluster: Cluster, straight: Path) -> None:
     """The same job, without one of its nodes; the batch stays what it was."""
-    site.submit(ranks_per_node=1, min_nodes=1)
+    site.submit(*_SHORT, ranks_per_node=1, min_nodes=1)
     site.wait_for_step(7)
-    killed = site.jobs.attempt_folders()[0].attempt().nodes[1]
+    killed = site.attempts()[0].attempt().nodes[1]
     cluster.kill_node(killed)
     try:
         site.wait_for_attempt(2)
@@ -204,20 +99,37 @@ def test_an_elastic_run_goes_on_with_fewer_nodes(site: Site, cluster: Cluster, s
     finally:
         cluster.start_node(killed)
     assert job["JobState"] == "COMPLETED", site.told()
-    assert site.jobs.attempt_folders()[1].attempt().restart == 0
-    assert [folder.attempt().num_nodes for folder in site.jobs.attempt_folders()] == [2, 1]
+    assert site.attempts()[1].attempt().restart == 0
+    assert [folder.attempt().num_nodes for folder in site.attempts()] == [2, 1]
     for row, expected in zip(steps(site.run), steps(straight), strict=True):
         assert row["consumed_samples"] == expected["consumed_samples"]
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_what_will_fail_again_is_not_started_again(site: Site, corpus: Path, tmp_path: Path) -> None:
+def test_what_slurm_did_not_start_is_started_again_and_what_will_fail_again_is_not(
+    site: Site, corpus: Path, tmp_path: Path
+) -> None:
+    """The first srun fails, as it does where the controller does not answer in time; then the data are missing."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    failed = tmp_path / "failed"
+    srun.write_text(
+        f"#!/bin/bash\nif [[ ! -e {failed} ]]; then touch {failed}; echo 'srun: error: it is busy' >&2; exit 1; fi\n"
+        f'exec {shutil.which("srun")} "$@"\n'
+    )
+    srun.chmod(0o755)
+    entries = [
+        {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
+        {"name": "PATH", "value": f"{srun.parent}:{os.environ['PATH']}", "reason": "an srun that fails once"},
+    ]
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
-    site.submit(f"data.datasets.0.path={data}", nodes=1, ranks_per_node=1)
+    site.submit(*_SHORT, f"data.datasets.0.path={data}", nodes=1, ranks_per_node=1, environment=entries)
     shutil.rmtree(data)
     site.wait_for_state("FAILED")
-    assert site.causes() == [Cause.MISTAKE], site.told()
+    ends = [folder.ended() for folder in site.jobs.attempt_folders()]
+    assert [ended.cause for ended in ends if ended] == [Cause.NOT_STARTED, Cause.MISTAKE], site.told()
+    assert "srun: error: it is busy" in site.jobs.log_of(site.job).read_text()
     output = site.command("status", site.run).output
     assert "exit code 3" in output
     assert str(data) in output
@@ -225,10 +137,57 @@ def test_what_will_fail_again_is_not_started_again(site: Site, corpus: Path, tmp
 
 def test_a_run_that_never_reaches_a_save_is_stopped(site: Site, cluster: Cluster) -> None:
     """Its ranks are killed in each of two starts."""
-    site.submit("checkpoint.every_steps=0", "train.num_steps=100000", nodes=1, ranks_per_node=1)
+    site.submit(*_SHORT, "checkpoint.every_steps=0", "train.num_steps=100000", nodes=1, ranks_per_node=1)
     for attempt in (1, 2):
         site.wait_for_attempt(attempt)
         cluster.run("scancel", "--signal=KILL", f"{site.job}.0")
     site.wait_for_state("FAILED")
     assert site.causes() == [Cause.CRASHED, Cause.CRASHED], site.told()
     assert "2 starts in a row ended with no checkpoint" in site.command("status", site.run).output
+
+
+@pytest.mark.parametrize("partition", ["low", "grace"])
+def test_a_preempted_run_goes_on_when_the_other_job_is_done(site: Site, cluster: Cluster, partition: str) -> None:
+    """With the seconds of KillWait alone, and with a time of grace, in which the ranks hear of it first."""
+    site.submit(*_SHORT, nodes=1, ranks_per_node=1, partition=partition)
+    site.wait_for_step(3)
+    other = ("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--time=5", "--output=/dev/null")
+    preempting = cluster.run(*other, "--wrap=sleep 1")
+    site.wait_until(lambda: cluster.job(preempting)["JobState"] == "COMPLETED", "the other job")
+    assert site.wait_for_state("COMPLETED", "FAILED")["JobState"] == "COMPLETED", site.told()
+    first, second = site.attempts()
+    assert site.causes() == [Cause.STOPPED, Cause.FINISHED], site.told()
+    # What was done when it was told is saved, and not only what was saved before.
+    assert (second.attempt().saved_step or 0) >= 3
+    assert (first.attempt().job, second.attempt().job) == (site.job, site.job)
+
+
+def test_a_cancelled_run_saves_and_does_not_come_back(site: Site, cluster: Cluster) -> None:
+    """Its ranks are placed by a host file, the first of them on the second node."""
+    hosts = site.run.parent.parent / "hosts"
+    hosts.write_text("n2\nn1\n")
+    entries = [
+        {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
+        {"name": "SLURM_HOSTFILE", "value": str(hosts), "reason": "rank 0 on the second node"},
+    ]
+    placed = {
+        "sbatch_options": ["--nodelist=n1,n2"],
+        "srun_options": ["--distribution=arbitrary"],
+        "environment": entries,
+    }
+    site.submit(*_SHORT, "checkpoint.every_steps=0", nodes=2, ranks_per_node=1, **placed)
+    site.wait_for_step(3)
+    (attempt,) = site.attempts()
+    assert json.loads(attempt.rendezvous.read_text())["host"] == "n2"
+    assert f"cancelled job {site.job}" in site.command("cancel", site.run).output
+    site.wait_until(lambda: not cluster.run("squeue", "-h"), "the job to be gone")
+    assert cluster.job(site.job)["JobState"] == "CANCELLED"
+    assert site.causes() == [Cause.CANCELLED], site.told()
+    saved_step = site.jobs.newest_saved_step()
+    assert saved_step is not None
+    assert saved_step >= 3
+    assert "cancelled" in site.command("status", site.run).output
+
+    site.submit(*_SHORT, nodes=1, ranks_per_node=2)
+    assert site.wait_for_state("COMPLETED", "FAILED")["JobState"] == "COMPLETED", site.told()
+    assert site.attempts()[1].attempt().saved_step == saved_step

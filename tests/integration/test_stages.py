@@ -196,6 +196,26 @@ def test_another_layout_from_a_stage_on_is_the_same_run_to_rounding(
         assert actual == pytest.approx(expected, rel=1e-5)
 
 
+def test_stages_one_by_one_are_all_at_once(straight: Path, staged_file: Path, tmp_path: Path, megamem: Megamem) -> None:
+    run = tmp_path / "run"
+    train = ("train", staged_file, "--nproc", 2, "--run-dir", run, "--stage")
+    early = megamem(*train, "decay")
+    assert early.code == 4
+    assert "is of step 0, before stage decay begins at step 6" in " ".join(early.output.split())
+    for name, end in zip(("pretrain", "decay", "long"), ENDS, strict=True):
+        result = megamem(*train, name)
+        assert result.code == 0, result.output
+        assert last_step(run) == end
+    assert steps(run) == steps(straight)
+    assert_same_tensors(checkpoint(run, 14), checkpoint(straight, 14))
+    again = megamem(*train, "decay")
+    assert again.code == 0
+    assert f"stage decay of {run} is finished" in " ".join(again.output.split())
+    unknown = megamem(*train, "lang")
+    assert unknown.code == 2
+    assert "--stage is lang: name one with --stage: pretrain, decay, long" in " ".join(unknown.output.split())
+
+
 def continued(staged_file: Path, path: Path, *names: str, **changes: Any) -> Path:
     """The file with some of its stages alone."""
     config = yaml.safe_load(staged_file.read_text())

@@ -26,6 +26,16 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(megamem: Megamem, config
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_of_a_sweep_prints_both_scripts(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    options = ("--cluster", profile(tmp_path), "--sweep", "optimizer.lr=1e-3,2e-3", "train.micro_batch_size=2")
+    result = megamem("submit", config_file, *options, "--dry-run")
+    assert result.code == 0, result.output
+    assert "#SBATCH --array=0-1\n" in result.output
+    assert f"  {tmp_path}/runs/tiny/tiny-lr=2e-3/slurm\n" in result.output
+    assert f"records={tmp_path}/runs/tiny/tiny-lr=1e-3/slurm\n" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "code", "said"),
     [
@@ -42,6 +52,17 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(megamem: Megamem, config
         ),
         ({}, ["--time", "soon"], 2, "time is 'soon'"),
         ({"min_nodes": 2}, ["--nodes", "1"], 2, "min_nodes is 2, above nodes 1"),
+        (
+            {"gpus_per_node": 2, "gpu_memory_gb": 1e-5},
+            ["train.micro_batch_size=2"],
+            2,
+            "on 4 ranks, and a GPU has 1e-05 GB",
+        ),
+        ({}, ["--chain"], 2, "the run has no `stages`"),
+        ({}, ["--at-once", "2"], 2, "there is no --sweep"),
+        ({}, ["--sweep", "train.micro_batch_size=2,3"], 2, "train.micro_batch_size 3"),
+        ({}, ["--sweep", "optimizer.lr=1e-3", "--sweep", "optimizer.lr=2e-3"], 2, "is given 2 times"),
+        ({}, ["--nodes", "decay=2"], 2, "only jobs of a --chain have one"),
     ],
 )
 def test_what_cannot_run_is_refused(

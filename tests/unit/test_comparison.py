@@ -55,6 +55,8 @@ RESULTS = {"a": [result(3.0), result(3.5)]}
         (lambda c: replace(c, data=DataConfig((DatasetEntry("y"),))), "data.datasets", ("data/x", "y (weight 1)")),
         (lambda c: replace(c, data=replace(c.data, seed=7)), "data.seed", ("1", "7")),
         (lambda c: replace(c, seed=9), "data.seed", ("1", "9")),
+        (lambda c: replace(c, data=replace(c.data, shuffle="samples")), "data.shuffle", ("documents", "samples")),
+        (lambda c: replace(c, data=replace(c.data, documents="separate")), "data.documents", ("joined", "separate")),
         (
             lambda c: replace(c, evaluation=replace(c.evaluation, max_sequences=3)),
             "evaluation.max_sequences",

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.families.move.config import MoveConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.sharing import SharingConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.costs.context import WAYS
 from pretrain.costs.formulas import count_parameters
-from pretrain.costs.memory import StageBytes, stage_bytes
+from pretrain.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
 from pretrain.costs.sent import stages_sent
 from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
 from pretrain.costs.traffic import attention_bytes, exchanged_bytes
@@ -59,6 +60,18 @@ CUT = {
     )
     for way in WAYS
 }
+PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
+"""Of pairs of layers that share a table, the first stage's lower one, or the last stage's upper one."""
+TRAINED = {f"layers {layers}": config for layers, config in PARTS.items()}
+LATENTS = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        latent_attention=LatentAttentionConfig(latent_dim=64, rotary_dim=16),
+        memory=MoveConfig(num_slots=2, vocab_size=1024, value_dim=64, num_gate_heads=8, mixed_into="latents"),
+    ),
+    train=replace(SPLIT.train, recompute="none"),
+)
 MIXTURE = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
@@ -79,6 +92,7 @@ CONFIGS = {
     "mixture": MIXTURE,
     "offloaded": OFFLOADED,
     "selective": SELECTIVE,
+    "latents": LATENTS,
     **CUT,
 }
 REAL = replace(
@@ -118,7 +132,7 @@ class Reports(dict[str, list[Any]]):
         def main() -> list[Any]:
             if name in LAUNCHED:
                 return [of_all_stages(with_blocks(LAUNCHED[name], number), 8)[0] for number in (2, 4)]
-            return of_all_stages(REAL, 2) if name == "real" else of_all_stages(CONFIGS[name], WORLD)
+            return of_all_stages(REAL, 2) if name == "real" else of_all_stages((CONFIGS | TRAINED)[name], WORLD)
 
         (self[name],) = launch_within(main, 1, timeout_s=280)
         return self[name]
@@ -172,6 +186,26 @@ def test_the_formulas_give_what_is_counted(reports: dict[str, list[Any]], name: 
         for part, num_bytes in report.held.by_part.items():
             if num_bytes > report.held.total / 50:
                 assert stage.by_part[part] == pytest.approx(num_bytes, rel=0.02), part
+
+
+@pytest.mark.parametrize("layers", PARTS)
+def test_what_is_not_trained_is_held_without_gradients_and_state(
+    reports: dict[str, list[Any]], layers: tuple[int, ...]
+) -> None:
+    """Activations are those of blocks that are trained whole, at most."""
+    trained_stage = 0 if layers == (1,) else 1
+    for rank, (report, stage) in enumerate(
+        zip(reports[f"layers {layers}"], stage_bytes(PARTS[layers], WORLD), strict=True)
+    ):
+        for part in STATE_PARTS:
+            counted = report.held.by_part.get(part, 0)
+            assert (counted > 0) == (rank == trained_stage or part in (MemoryPart.WEIGHTS, MemoryPart.TABLES))
+            assert stage.by_part[part] == pytest.approx(counted, rel=0.02), part
+        assert stage.held == pytest.approx(report.held.total, rel=0.001)
+        assert 0.9 * report.activation_bytes < stage.activations < 2.5 * report.activation_bytes
+        # Nothing is sent back to a first stage that has nothing to do with it.
+        sends = [call for call in report.collectives if call.op == "send"]
+        assert len(sends) == (report.num_microbatches if rank == 0 or layers == (1,) else 0)
 
 
 def test_attention_sends_what_the_formula_says(reports: dict[str, list[Any]]) -> None:

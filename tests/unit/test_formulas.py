@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from megamem.config import ModelConfig, MoEConfig
+from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.lave.config import LaveConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
@@ -26,6 +27,7 @@ from megamem.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import (
     count_parameters,
+    forward_flops_of_block,
     forward_flops_per_token,
     memory_layer_costs,
     training_flops_per_token,
@@ -38,6 +40,8 @@ DENSE = ModelConfig(
 MEMORY = UltraMemV2Config(num_keys=12, key_dim=8, value_dim=12, pre_value_dim=4, top_k=6)
 GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=12, **GRID)
+LATENT = replace(DENSE, num_query_groups=None, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4))
+LATENTS: Any = {"vocab_size": VOCAB, "value_dim": 12, "num_gate_heads": 4}
 TOKENS: Any = {"vocab_size": VOCAB, "value_dim": 16, "num_gate_heads": 2}
 MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=16)
 MODELS = {
@@ -77,7 +81,24 @@ MODELS = {
     "lave, every second block": replace(DENSE, memory=LaveConfig(placement=PlacementConfig(every=2), **TOKENS)),
     "lave, gated": replace(DENSE, memory=LaveConfig(gated_standard_path=True, **TOKENS)),
     "tide": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, num_tables=3)),
+    "latents": LATENT,
+    "latents, no norm, wide heads": replace(LATENT, qk_norm=False, head_dim=16),
+    "latents, no rotary key": replace(LATENT, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=0)),
+    "latents, move": replace(LATENT, memory=MoveConfig(num_slots=3, mixed_into="latents", **LATENTS)),
+    "latents, move for values alone": replace(LATENT, memory=MoveConfig(**LATENTS)),
+    "latents, lave": replace(LATENT, memory=LaveConfig(placement=PlacementConfig(every=2), **LATENTS)),
+    "latents, memory": replace(LATENT, memory=MEMORY),
     "tide, no gain": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, row_gain=False)),
+    "midus, two blocks": replace(
+        DENSE, memory=MidusConfig(num_heads=4, num_keys=8, value_dim=12, placement=PlacementConfig(blocks=(1, 3)))
+    ),
+    "midus, untied, no qk norm": replace(
+        DENSE,
+        tied_embeddings=False,
+        qk_norm=False,
+        num_query_groups=None,
+        memory=MidusConfig(num_heads=4, num_keys=9, top_k=3, value_dim=5, placement=PlacementConfig(blocks=(0,))),
+    ),
     "moe": replace(DENSE, moe=MOE),
     "moe with memory": replace(DENSE, moe=MOE, memory=MEMORY),
 }
@@ -206,7 +227,7 @@ def _part_of(name: str) -> str:
         part in name
         for part in (
             *("value_proj", "value_bias", "silu_gate", "output_gate"),
-            *("gate_proj", "memory.router", "shared_read"),
+            *("gate_proj", "memory.router", "memory.expansion", "shared_read"),
         )
     ):
         return "memory_projections"
@@ -282,6 +303,38 @@ def test_flops_of_a_dense_model_are_two_per_weight_and_causal_attention() -> Non
     attention = DENSE.num_layers * 4 * DENSE.hidden_size * (100 + 1) / 2
     assert forward_flops_per_token(DENSE, 100) == 2 * weights + attention
     assert training_flops_per_token(DENSE, 100) == 3 * forward_flops_per_token(DENSE, 100)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
+    """With the output projection and attention; and backward of the lowest block upwards to that of the whole model."""
+    model = MODELS[name]
+    length = 100
+    attended = model.num_layers * 4 * model.num_attention_heads * model.attention_head_dim * (length + 1) / 2
+    # 300 ids are padded to 384.
+    projection = 2.0 * 384 * model.hidden_size
+    blocks = sum(forward_flops_of_block(model, block) for block in range(model.num_layers))
+    forward = forward_flops_per_token(model, length)
+    assert blocks + attended + projection == pytest.approx(forward, rel=1e-12)
+    all_layers = tuple(range(1, model.num_layers + 1))
+    trained = training_flops_per_token(model, length, all_layers)
+    # The weights' gradient of the output projection alone is left out.
+    assert trained == pytest.approx(3 * forward - projection, rel=1e-12)
+
+
+def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
+    """Of the third of four blocks: the gradients of its weights, and those of inputs from there on."""
+    forward = forward_flops_per_token(DENSE, 100)
+    block, attended = forward_flops_of_block(DENSE, 2), 4 * 32 * 101 / 2
+    expected = forward + 2 * 384 * 32 + (2 * block + 2 * attended) + (block + 2 * attended)
+    assert training_flops_per_token(DENSE, 100, (3,)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_parameters_of_latents_are_those_of_their_projections() -> None:
+    """Queries and outputs of 4 heads of 8 columns, latents of 12 with rotary keys of 4, 4 keys and 8 values per head."""
+    per_layer = 2 * 32 * 32 + 32 * 16 + 12 * 4 * (4 + 8)
+    assert count_parameters(LATENT).attention == 4 * per_layer
+    assert count_parameters(LATENT).norms == 4 * (2 * 32 + 12) + 32
 
 
 def test_sharing_costs_key_products_and_not_reads() -> None:

@@ -230,7 +230,7 @@ def test_the_command_hands_over_what_was_typed(
     monkeypatch.setattr("tools.generate.find_checkpoint", find)
     monkeypatch.setattr("tools.generate.saved_config", lambda saved, parallel: config)
     monkeypatch.setattr("tools.generate.note_edited_config", lambda folder, saved: None)
-    monkeypatch.setattr("pretrain.restore.restore_model", lambda *arguments: [model])
+    monkeypatch.setattr("pretrain.restore.restore_model", lambda *arguments, fetch_rows: [model])
     monkeypatch.setattr("pretrain.session.session", lambda config: contextlib.nullcontext(groups))
     monkeypatch.setattr("pretrain.data.manifest.open_saved_tokenizer", lambda folder: ByteTokenizer())
     monkeypatch.setattr(command, "run_on_ranks", lambda main, num_ranks: main())

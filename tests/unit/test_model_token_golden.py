@@ -42,7 +42,7 @@ MIXED = (
     "lave_x2_3layers_gated",
 )
 TIDE = ("tide_K1_gain", "tide_K2_gain", "tide_K2_nogain", "tide_K4_nogain", "tide_K4_null_soft")
-# Latent attention is not there; the numbers and the decompositions are of analyses.
+# Latents are in tests/distributed/test_latent_attention.py; the numbers and the decompositions are of analyses.
 ELSEWHERE = ("mla_lave_ungated", "mla_move_keys_mixed", "tide_numbers", "tide_svd")
 # Largest error over the largest element of the reference: of outputs, and of gradients.
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (5e-6, 2e-5)}

@@ -185,7 +185,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
         "build_unset_chunks": "unset chunks",
         "wrap_chunks": ["wrapped chunks"],
         "build_optimizer": "optimizer",
-        "restore_run": None,
+        "restore_run": STATE,
         "_record_config": None,
     }
     for name, result in results.items():
@@ -223,6 +223,7 @@ def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
             "seed": 3,
             "tokenizer": run.tokenizer,
             "cache_dir": tmp_path / "data_cache",
+            "shuffle": "documents",
             "separate_documents": False,
         },
     )
@@ -245,7 +246,10 @@ def test_a_run_that_goes_on(parts: Parts, tmp_path: Path) -> None:
     assert (run.state, run.last_saved_step) == (STATE, 6)
     _, data = parts.calls["build_train_dataset"]
     assert (data["num_samples"], data["seed"]) == (100 + 14 * 8, 8)
-    assert parts.calls["restore_run"] == ((parts.saved, ["wrapped chunks"], "optimizer"), {"with_moments": True})
+    assert parts.calls["restore_run"] == (
+        (parts.saved, ["wrapped chunks"], "optimizer"),
+        {"trained_layers": None, "with_moments": True},
+    )
     assert parts.calls["build_unset_chunks"] == ((config, GROUPS), {"vocab_size": 257})
     assert "build_chunks" not in parts.calls
 
@@ -318,7 +322,7 @@ def test_a_restored_model_has_the_weights_and_does_not_train(monkeypatch: pytest
     monkeypatch.setattr(restore_module, "load_weights", lambda path, found: log.append((path, found)))
     tokenizer: Any = SimpleNamespace(vocab_size=257)
     assert restore_module.restore_model(config, Path("checkpoint"), tokenizer, GROUPS) == chunks
-    assert log == [((config, GROUPS), {"vocab_size": 300}), (Path("checkpoint"), chunks)]
+    assert log == [((config, GROUPS), {"vocab_size": 300, "fetch_rows": None}), (Path("checkpoint"), chunks)]
     assert not any(chunk.training for chunk in chunks)
 
 

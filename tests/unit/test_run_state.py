@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from pretrain.state import RunState
 
@@ -51,13 +51,49 @@ def test_a_state_survives_being_written() -> None:
         "num_rewinds": 0,
         "passed_over": (),
         "recent": (),
+        "trained": (),
     }
     assert RunState(**asdict(state)) == state
 
 
 def test_a_state_comes_back_from_json() -> None:
-    state = RunState(step=6, num_rewinds=1, passed_over=((8, 12), (20, 28)), recent=((0.1 + 0.2, 1e-9), (3.0, 4.0)))
+    state = RunState(
+        step=6,
+        num_rewinds=1,
+        passed_over=((8, 12), (20, 28)),
+        recent=((0.1 + 0.2, 1e-9), (3.0, 4.0)),
+        trained=((0, (2, 4)), (5, None)),
+    )
     assert RunState(**json.loads(json.dumps(asdict(state)))) == state
+
+
+def updates_of(layer: int | None, state: RunState) -> int:
+    """Of a parameter that serves a layer; None: of one that serves none."""
+    return state.updates_of(lambda layers: layers is None or layer in layers)
+
+
+def test_updates_count_from_when_a_parameter_began_to_be_trained() -> None:
+    state = RunState(num_updates=9)
+    assert updates_of(1, state) == updates_of(None, state) == 9
+    state = replace(RunState().training((2, 4)), num_updates=3)
+    assert state.training((2, 4)) is state
+    state = replace(state.training((2, 3)), num_updates=5)
+    state = replace(state.training(None), num_updates=12)
+    assert state.trained == ((0, (2, 4)), (3, (2, 3)), (5, None))
+    # Trained all along; from the start with a break; from the second change on; from the last.
+    assert [updates_of(layer, state) for layer in (2, 4, 3, None)] == [12, 7, 9, 7]
+
+
+def test_what_was_trained_before_it_was_left_out_starts_anew() -> None:
+    state = replace(RunState(num_updates=4).training((1,)), num_updates=6)
+    assert updates_of(1, state) == 6
+    assert updates_of(2, state.training(None)) == 0
+
+
+def test_moments_that_start_at_zero_have_seen_no_update_of_anything() -> None:
+    state = RunState(num_updates=4).training((1,)).without_moments()
+    assert (state.num_updates, state.trained) == (0, ((0, (1,)),))
+    assert RunState(num_updates=4).without_moments() == RunState()
 
 
 def test_what_is_passed_over_is_what_was_read_since_the_checkpoint() -> None:

@@ -139,6 +139,10 @@ def test_documents_to_train_on_answer_all_their_questions(writer: Writer, task: 
 def test_a_text_that_is_too_short_is_refused(writer: Writer) -> None:
     with pytest.raises(ConfigError, match=r"hops needs \d+ tokens of this tokenizer, and the length is 40: ask longer"):
         writer.write("hops", 0.5, 40, NUM_WRONG, random.Random(1))
+    with pytest.raises(
+        ConfigError, match=r"documents of 64 tokens keep 16 of them .* kv needs \d+ tokens .* is 48: ask"
+    ):
+        writer.document("kv", 64, random.Random(1))
 
 
 def test_there_must_be_text_to_fill_with(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pretrain.costs.formulas import count_parameters
 REPOSITORY = Path(__file__).parents[2]
 # File, its override, what was computed, and what is printed.
 ROWS = re.findall(
-    r"^\| `(configs/(?:move|lave)/\w+\.yaml)`(?: `([^`]+)`)? \| ([\d,.]+)M \| ([\d.]+)([MB]) \|$",
+    r"^\| `(configs/(?:move|lave)/\w+\.yaml)`(?: `([^`]+)`)? \| ([\d,.]+)M \| (?:([\d.]+)([MB])|-) \|$",
     (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
@@ -25,7 +25,17 @@ CUT_OFF = {("configs/move/d32_x1.yaml", "")}
 def test_the_page_has_all_of_them() -> None:
     shipped = {path for kind in ("move", "lave") for path in (REPOSITORY / "configs" / kind).glob("d*.yaml")}
     assert {REPOSITORY / path for path, *_ in ROWS} == shipped
-    assert len(ROWS) == 9 + 6
+    # D12, D20 and D32, of attention's values and over latents, of which D32's are not printed.
+    assert len(ROWS) == (9 + 6) + (6 + 6 + 4) + 6
+    assert [path for path, *_, printed, _ in ROWS if not printed] == ["configs/move/d32_mla_x1.yaml"] * 6
+
+
+@pytest.mark.parametrize(("depth", "computed", "printed"), [(12, "172.36", "172"), (20, "499.35", "499")])
+def test_backbones_over_latents_are_as_large_as_is_printed(depth: int, computed: str, printed: str) -> None:
+    counts = count_parameters(load_config(REPOSITORY / f"configs/move/d{depth}_mla_x1.yaml").model)
+    backbone = (counts.total - counts.tables - counts.memory_projections) / 1e6
+    assert (f"{backbone:.2f}", f"{backbone:.0f}") == (computed, printed)
+    assert f"{computed}M (D{depth})" in (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("path", "override", "computed", "printed", "unit"), ROWS)
@@ -37,6 +47,8 @@ def test_a_memory_adds_as_many_parameters_as_are_printed(
     counts = count_parameters(config.model)
     added = counts.tables + counts.memory_projections
     assert f"{added / 1e6:,.2f}" == computed
+    if not printed:
+        return
     digits, scale = len(printed.partition(".")[2]), {"M": 1e6, "B": 1e9}[unit]
     rounded = f"{added / scale:.{digits}f}"
     if (path, override) in CUT_OFF:

@@ -127,18 +127,12 @@ def test_the_hosts_moments_have_seen_as_many_updates_as_there_were() -> None:
         shard = HostShard.of({"lr": 0.5, "weight_decay": 0.25}, torch.zeros(WINDOW), torch.zeros(WINDOW))
         tables = HostTables([shard], Counting(races))
         tables.step()
-        tables.num_updates = 7
+        shard.num_updates = 7
         tables.step()
         shard.group["lr"] = 0.125
         tables.step()
     assert seen == [(0, 0.5, 0.25), (7, 0.5, 0.25), (8, 0.125, 0.25)]
-    assert tables.num_updates == 9
-
-
-def test_a_rank_without_tables_counts_the_updates_all_the_same() -> None:
-    tables = HostTables([], PlainAdamW(Races()))
-    tables.step()
-    assert tables.num_updates == 1
+    assert shard.num_updates == 9
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -1,24 +1,26 @@
 """`megamem bench`: training speed of configurations, side by side; where a step's time goes (`bench step`); the memory
 kernels (`bench kernels`); long sequences cut over ranks (`bench context`); figures of this machine for `megamem plan`
-(`bench hardware`)."""
+(`bench hardware`); tables that generation reads from memory or disk (`bench tables`)."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from parallel.devices import num_visible_gpus
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.costs.hardware import hardware_file, load_hardware
 from pretrain.errors import ConfigError
 from tools.parsers import add_command
-from tools.ranks import add_nproc, default_num_ranks, fewest_ranks, run_on_ranks, started_world_size
+from tools.ranks import add_device, add_nproc, default_num_ranks, fewest_ranks, run_on_ranks, started_world_size
 from tools.stages import add_stage
+from tools.tables import token_tables
 
 _EPILOG = """\
 examples:
@@ -29,6 +31,7 @@ examples:
   megamem bench kernels --help
   megamem bench hardware --help
   megamem bench context --help
+  megamem bench tables --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
 apply to each. Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and
@@ -61,9 +64,19 @@ Every length is trained on with every number of context-parallel ranks and every
 the heads allow, on the same ranks, with random tokens and one sequence per microbatch.
 """
 
+_TABLES_EPILOG = """\
+examples:
+  megamem bench tables configs/compare/move.yaml --sizes 1,2,4,8,16 --dir /scratch
+
+Tokens are generated with random weights. The table of the configuration is spread evenly over one of so many GiB, in host
+memory and in a file in --dir (removed at the end), and its rows are fetched as tokens ask for them: the work per token is
+the same for every size. Before tokens are timed on the file, the system is asked to forget what it has cached of it. Sizes
+that do not fit into free memory are measured on disk alone. What is generated is held to the resident table, to the bit.
+"""
+
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `bench`, `bench step`, `bench kernels` and `bench context` to the commands of `megamem`."""
+    """Adds `bench` and the commands that begin with it to the commands of `megamem`."""
     parser = add_command(
         subparsers,
         "bench",
@@ -103,6 +116,7 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_context_options(parser)
     parser.set_defaults(func=run_bench_context)
+    _add_tables_parser(subparsers)
 
 
 def _add_hardware_parser(subparsers: Any) -> None:
@@ -120,6 +134,41 @@ def _add_hardware_parser(subparsers: Any) -> None:
     add_nproc(parser, "the GPUs of this machine, or 1")
     _add_rounds(parser)
     parser.set_defaults(func=run_bench_hardware)
+
+
+def _add_tables_parser(subparsers: Any) -> None:
+    parser = add_command(
+        subparsers,
+        "bench tables",
+        "generation with token tables in host memory and on disk",
+        _TABLES_EPILOG,
+        "Time generated tokens by the size of a token table that is fetched from host memory or disk.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of a model whose memory the token addresses")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides")
+    add_stage(parser)
+    parser.add_argument(
+        "--sizes", type=_gibibytes, default=[1.0, 2.0, 4.0], metavar="N,..", help="GiB of the table (default: 1,2,4)"
+    )
+    parser.add_argument("--dir", type=Path, required=True, metavar="DIR", help="folder on the disk to measure")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens per figure (default: 128)")
+    parser.add_argument("--context", type=int, default=32, metavar="N", help="tokens that are looked at (default: 32)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, metavar="N", help="where model.vocab_size is not set (default: 4096)"
+    )
+    add_device(parser)
+    parser.set_defaults(func=run_bench_tables)
+
+
+def _gibibytes(text: str) -> list[float]:
+    """Sizes of a list with commas, each above 0, in ascending order."""
+    try:
+        sizes = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or not 0 < sizes[0] <= sizes[-1] < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes above 0, as in 1,2,4")
+    return sizes
 
 
 def _add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -263,6 +312,21 @@ def run_bench_context(args: argparse.Namespace) -> int:
     for case in cases:
         validate(case, num_ranks)
     return run_on_ranks(lambda: bench_context_rank(cases, args.rounds, args.steps), num_ranks)
+
+
+def run_bench_tables(args: argparse.Namespace) -> int:
+    """Measures generation and prints."""
+    if args.tokens < 2 or args.context < 1:
+        raise ConfigError("nothing to measure: use --tokens of at least 2, and --context of at least 1")
+    config = _with_vocabulary(load_stage(args.config, args.overrides, args.stage), args.vocab_size)
+    config = replace(config, parallel=ParallelConfig())
+    validate(config, 1)
+    memory = token_tables(config, "megamem bench tables")
+    from tools.bench.tables import bench_tables_rank, check_sizes
+
+    sizes = [round(size * 2**30) for size in args.sizes]
+    check_sizes(config, memory, sizes, args.dir)
+    return run_on_ranks(lambda: bench_tables_rank(config, memory, sizes, args.dir, args.tokens, args.context), 1)
 
 
 def _with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:

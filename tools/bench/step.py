@@ -159,7 +159,13 @@ def config_lines(
     model, tokens = config.model, config.train.tokens_per_step
     counts = count_parameters(model)
     forward = forward_flops_per_token(model, config.train.sequence_length)
-    tflops = tokens * training_flops_per_token(model, config.train.sequence_length) / step_s / num_ranks / 1e12
+    tflops = (
+        tokens
+        * training_flops_per_token(model, config.train.sequence_length, config.optimizer.trained_layers)
+        / step_s
+        / num_ranks
+        / 1e12
+    )
     mfu = f"MFU {tflops / peak_tflops:.1%} of {peak_tflops:g}" if peak_tflops else "MFU unknown (no --peak-tflops)"
     yield name
     if contender.derived:

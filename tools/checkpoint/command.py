@@ -78,7 +78,7 @@ def _add_verify(commands: Any) -> None:
     parser = add_command(commands, "verify", "read a checkpoint and say what is damaged", _VERIFY_EPILOG)
     _add_path(parser, "path", _WHAT)
     parser.add_argument("--finite", action="store_true", help="also look for NaN and infinities")
-    _add_workers(parser)
+    add_workers(parser)
     parser.set_defaults(func=_run("verify"))
 
 
@@ -95,7 +95,7 @@ def _add_diff(commands: Any) -> None:
     )
     parser.add_argument("--weights-only", action="store_true", help="leave out the optimizer's state")
     parser.add_argument("--any-dtype", action="store_true", help="compare values of different dtypes")
-    _add_workers(parser)
+    add_workers(parser)
     parser.set_defaults(func=_run("diff"))
 
 
@@ -114,7 +114,7 @@ def _add_convert(commands: Any) -> None:
         ("virtual-pipeline", "model chunks per pipeline stage"),
         ("memory", "G: ranks over which tables and experts are split"),
     ):
-        parser.add_argument(f"--{name}", type=_positive, default=1, metavar="N", help=f"{help_text} (default: 1)")
+        parser.add_argument(f"--{name}", type=positive, default=1, metavar="N", help=f"{help_text} (default: 1)")
     contents = parser.add_mutually_exclusive_group()
     contents.add_argument("--weights-only", action="store_true", help="leave out the optimizer's state")
     contents.add_argument(
@@ -141,7 +141,7 @@ def _add_convert(commands: Any) -> None:
         metavar="SIZE",
         help="of tensors in a file, about (default: %(default)s)",
     )
-    _add_workers(parser)
+    add_workers(parser)
     parser.set_defaults(func=_run("convert"))
 
 
@@ -150,8 +150,9 @@ def _add_path(parser: argparse.ArgumentParser, name: str, help_text: str) -> Non
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step")
 
 
-def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=_positive, default=2, metavar="N", help="threads (default: 2)")
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Adds what a command may use of the machine that reads or writes whole checkpoints."""
+    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="threads (default: 2)")
     parser.add_argument(
         "--max-memory",
         type=size_in_bytes,
@@ -189,7 +190,8 @@ def size_in_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The value of an option that counts."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")

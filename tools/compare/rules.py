@@ -22,6 +22,8 @@ SAME = (
     "train.sequence_length",
     "data.datasets",
     "data.seed",
+    "data.shuffle",
+    "data.documents",
     "evaluation.max_sequences",
 )
 """Keys that all models share: which tokens, in which order, sequences and steps, and which are held out."""

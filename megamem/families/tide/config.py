@@ -38,12 +38,22 @@ class TideConfig(TokenTableConfig):
     def observed(self) -> Observed:
         return Observed(router=True)
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return (*(str(table) for table in range(1, self.num_tables + 1)), "null")
+
     def plan(self, num_layers: int) -> SharingPlan:
         return common_bank(self.num_rows, num_layers, on_every_stage=True)
 
-    def check_backbone(self, *, hidden_size: int, query_groups: int, head_dim: int, vocab_size: int | None) -> None:
+    def check_backbone(
+        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
+    ) -> None:
         super().check_backbone(
-            hidden_size=hidden_size, query_groups=query_groups, head_dim=head_dim, vocab_size=vocab_size
+            hidden_size=hidden_size,
+            query_groups=query_groups,
+            head_dim=head_dim,
+            latent_dim=latent_dim,
+            vocab_size=vocab_size,
         )
         if self.value_dim != hidden_size:
             raise ValueError(

@@ -60,13 +60,21 @@ class TideLayer(MemoryLayer):
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.forward`."""
-        logits = F.linear(hidden, self.router)
-        weights = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(hidden.dtype)
+        weights = self.weights(hidden)
         out = torch.matmul(weights[..., None, :-1], inputs.shared).squeeze(-2)
         if self.usage is not None:
             rows = rows_of_tokens(inputs.token_ids, self.memory.num_tables)
             self.observe(rows, None, out.flatten(0, 1), router=weights.flatten(0, 1))
         return out
+
+    def weights(self, hidden: Tensor) -> Tensor:
+        """alpha [t, b, K + 1] for `hidden` [t, b, D]."""
+        logits = F.linear(hidden, self.router)
+        return torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(hidden.dtype)
+
+    def slot_weights(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.slot_weights`."""
+        return self.weights(hidden).flatten(0, 1)
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """See `MemoryLayer.initial_output`."""

@@ -17,6 +17,7 @@ from pretrain.checkpoint.formats.compare import Counter, Difference, differences
 from pretrain.checkpoint.formats.format import CheckpointFormat, OpenedCheckpoint, Target, as_values
 from pretrain.checkpoint.hashes import damaged_files
 from pretrain.checkpoint.store.files import JOURNAL_FILE, finished_files, write_files
+from pretrain.config.loader import to_dict
 from pretrain.errors import CheckpointError, ConfigError
 
 MIB = 2**20
@@ -143,7 +144,9 @@ def _refuse_damage(source: OpenedCheckpoint, on_start: Callable[[str, int], Call
 def _identity(source: OpenedCheckpoint) -> Any:
     """What tells one source from another, and from itself at a later step."""
     state = None if source.saved is None else hashlib.sha256((source.path / STATE_FILE).read_bytes()).hexdigest()
-    return {"path": str(source.path.absolute()), "format": source.format_name, "state": state}
+    path, notes = str(source.path.absolute()), dict(source.notes or {})
+    config = to_dict(source.config)
+    return {"path": path, "format": source.format_name, "state": state, "config": config, "notes": notes}
 
 
 def _unequal(destination: Path, found: list[Difference]) -> str:

@@ -16,6 +16,7 @@ from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.selected import Joined
 from pretrain.checkpoint.store.tensors import TensorReader
 from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
 
 
 class MegatronRanksFormat:
@@ -56,6 +57,11 @@ class MegatronRanksConversion:
     """See `Conversion`."""
 
     def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
+        if target.with_optimizer and source.state.trained:
+            raise ConfigError(
+                f"{source.path} has been trained in parts (optimizer.trained_layers), and {MEGATRON_RANKS} counts the "
+                "updates of all parameters alike: convert it with --weights-only"
+            )
         sizes = target.layout
         layout = RankLayout(
             tensor=sizes.tensor,

@@ -28,8 +28,13 @@ def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorIn
             without memory needs none.
 
     Raises:
-        CheckpointError: a memory acts where the exported model has no place for it.
+        CheckpointError: a memory acts where the exported model has no place for it, or attention is latent.
     """
+    if model.latent_attention is not None:
+        raise CheckpointError(
+            "model.latent_attention is set, and exported models have projections of keys and values: such a model cannot "
+            "be exported to Hugging Face; keep it in the native format"
+        )
     hidden = model.hidden_size
     found = [
         _rows("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, hidden),

@@ -65,6 +65,10 @@ class RankLayout:
                 f"model.memory.kind is {model.memory.kind}, and Megatron-LM has no memory layers: use the native format, "
                 "or huggingface"
             )
+        if model.latent_attention is not None:
+            raise ConfigError(
+                "model.latent_attention is set, and this format has projections of keys and values: use the native format"
+            )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ConfigError(f"virtual pipeline {self.virtual_pipeline} needs a pipeline of 2 stages or more")
         depth = self.pipeline * self.virtual_pipeline

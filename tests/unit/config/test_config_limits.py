@@ -59,6 +59,7 @@ PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
 MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
+MIDUS: dict[str, Any] = {"model__memory__kind": "midus", "model__memory__top_k": 1, "model__memory__num_heads": 4}
 SKIPPING: dict[str, Any] = {"health__spikes__action": "skip"}
 STAGE: dict[str, Any] = {"stage__name": "x"}
 
@@ -70,6 +71,8 @@ LIMITS = [
     # model
     *at_least(1, "model.num_layers", "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"),
     *at_least(1, "model.vocab_size", "model.vocab_size_multiple", "model.rotary_base"),
+    *at_least(1, "model.latent_attention.latent_dim"),
+    *at_least(0, "model.latent_attention.rotary_dim"),
     Limit("model.rotary_scaling.factor", 1.0, math.nextafter(1.0, 0.0), {}),
     *at_least(1, "model.rotary_scaling.original_length"),
     # The upper end of a range is above the lower one.
@@ -96,6 +99,8 @@ LIMITS = [
     *at_least(1, "model.memory.vocab_size", "model.memory.num_slots", "model.memory.num_gate_heads", **MOVE),
     *at_most(128, "model.memory.num_gate_heads", **MOVE),
     *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
+    *at_least(1, "model.memory.num_keys", "model.memory.value_dim", "model.memory.top_k", **MIDUS),
+    *at_least(4, "model.memory.num_keys", **{**MIDUS, "model__memory__top_k": 4}),
     # As many rows as are to be selected, and as many candidates as values.
     *at_least(16, "model.memory.num_keys", model__memory__top_k=16),
     *at_least(8, "model.memory.num_keys", model__memory__top_k=16, model__memory__key_expansion=2),
@@ -133,6 +138,7 @@ LIMITS = [
     *not_negative("optimizer.value_weight_decay", "optimizer.value_clip_grad", "optimizer.value_lr", **MEMORY),
     *not_negative("optimizer.value_lr_multiplier", "optimizer.value_lr_end_multiplier", **MEMORY),
     *not_negative("optimizer.pre_value_lr_multiplier", **MEMORY),
+    *not_negative("optimizer.retrieval_lr", "optimizer.retrieval_weight_decay", **MEMORY),
     *at_least(0, "optimizer.value_lr_decay_tokens", **END_MULTIPLIER),
     # data, and what is done on the way
     *above_zero("data.datasets.0.weight", "data.datasets.0.epochs", data__datasets__0__path="x"),

@@ -50,6 +50,8 @@ SHARED = {"model.memory.sharing.pattern": "block", "model.memory.sharing.group":
         ({"optimizer.schedule": "wsd", "optimizer.decay_steps": 50, "optimizer.warmup_steps": 50}, 1),
         ({"optimizer.schedule": "constant", "optimizer.lr": 1e-6}, 1),
         ({"model.num_query_groups": 2, "parallel.tensor": 2}, 2),
+        ({"model.num_query_groups": 1, "parallel.tensor": 4}, 4),
+        ({"model.latent_attention": {"latent_dim": 12, "rotary_dim": 4}, "parallel.tensor": 2}, 2),
         ({"train.sequence_length": 255}, 2),
         ({"name": "2.5b_run-1", "data.datasets": [{"path": "x"}]}, 1),
     ],
@@ -99,9 +101,20 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
             "model.num_attention_heads is 4, which parallel.tensor 8 does not divide: each tensor-parallel rank holds an equal part",
         ),
         (
-            {"parallel.tensor": 4, "model.num_query_groups": 2},
+            {
+                "parallel.tensor": 2,
+                "model.num_attention_heads": 6,
+                "model.head_dim": 8,
+                "model.num_query_groups": 3,
+            },
             None,
-            "model.num_query_groups is 2, which parallel.tensor 4 does not divide: each tensor-parallel rank holds an equal part",
+            "model.num_query_groups is 3, which parallel.tensor 2 does not divide: each tensor-parallel rank holds an equal part",
+        ),
+        (
+            {"parallel.tensor": 2, "model.latent_attention": {"latent_dim": 9, "rotary_dim": 4}},
+            None,
+            "model.latent_attention.latent_dim + rotary_dim is 13, which parallel.tensor 2 does not divide: each "
+            "tensor-parallel rank holds an equal part",
         ),
         (
             {"parallel.tensor": 2, "model.ffn_hidden_size": 255},

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -350,10 +351,10 @@ def test_another_request_does_not_go_on_with_what_is_left(tmp_path: Path, monkey
     monkeypatch.setattr(prepare_module, "NOTE_EVERY_S", 0.0)
     add = IndexedWriter.add
 
-    def fail_at_the_end(self: IndexedWriter, ids: object, text_bytes: int) -> None:
+    def fail_at_the_end(self: IndexedWriter, *document: Any) -> None:
         if self.written.num_documents == 30:
             raise Interrupted
-        add(self, ids, text_bytes)  # type: ignore[arg-type]
+        add(self, *document)
 
     with monkeypatch.context() as patch:
         patch.setattr(IndexedWriter, "add", fail_at_the_end)
@@ -509,7 +510,7 @@ def test_missing_data_set(tmp_path: Path):
 
 
 def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(self, ids, text_bytes):
+    def full(self, *document):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare_module.IndexedWriter, "add", full)
@@ -571,8 +572,8 @@ from pretrain.data import prepare as module
 from pretrain.data.tokenizer import ByteTokenizer
 
 original = module.IndexedWriter.add
-def slow(self, ids, text_bytes):
-    original(self, ids, text_bytes)
+def slow(self, *document):
+    original(self, *document)
     self.sync()
     Path(sys.argv[3]).touch()
     time.sleep(0.05)

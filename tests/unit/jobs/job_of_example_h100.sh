@@ -19,7 +19,7 @@
 #SBATCH --switches=1@12:00:00
 
 set -u
-run=/shared/research/runs/mine
+records=/shared/research/runs/mine/slurm
 export SLURM_EXPORT_ENV=ALL  # steps get what this script sets
 
 # What the ranks' libraries read when they start.
@@ -39,7 +39,7 @@ once=(srun --overlap --nodes=1 --ntasks=1 "${in_container[@]}" "${python[@]}")
 nodes_of_job() { scontrol show hostnames | paste -sd,; }
 
 # The time limit, or preemption: the ranks finish their step, save, and end.
-asked='' ranks=none
+asked='' ranks=none timer=''
 stop() {
   asked=--asked-to-stop
   [[ $ranks == none ]] || kill -USR1 "$ranks" 2>/dev/null
@@ -47,20 +47,21 @@ stop() {
 trap stop USR1 TERM
 
 # An attempt of its own, or the reason why there must be none.
-plan=$("${once[@]}" -m tools.job begin "$run" --nodes "$(nodes_of_job)" \
+plan=$("${once[@]}" -m tools.job begin "$records" --nodes "$(nodes_of_job)" \
   --time-left "$(squeue -h -j "$SLURM_JOB_ID" -o %L)") || exit
 [[ -n $plan ]] || exit 0
 read -r attempt nodes stop_after_s _ <<<"$plan"
 if [[ $stop_after_s != never ]]; then
   # Saves were measured to take longer than Slurm's signal leaves.
   (sleep "$stop_after_s" && kill -USR1 $$) &
+  timer=$!
 fi
 
 if [[ -z $asked ]]; then
   srun --nodes="$nodes" --ntasks="$((nodes * 8))" --ntasks-per-node=8 --cpus-per-task=12 \
     --cpu-bind=cores --kill-on-bad-exit=1 --wait=60 --output="$attempt/rank_%t.log" \
     --gpus-per-node=8 \
-    "${in_container[@]}" "${python[@]}" -m tools.job rank "$run" "$attempt" &
+    "${in_container[@]}" "${python[@]}" -m tools.job rank "$records" "$attempt" &
   ranks=$!
 fi
 
@@ -73,18 +74,23 @@ if [[ $ranks != none ]]; then
   while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done
   wait "$ranks"
   code=$?
+  ranks=none
 fi
+[[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 
-verdict=$("${once[@]}" -m tools.job end "$run" "$attempt" --exit-code "$code" $asked \
+verdict=$("${once[@]}" -m tools.job end "$records" "$attempt" --exit-code "$code" $asked \
   --state "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" --nodes "$(nodes_of_job)") || exit
-read -r action delay_s exclude <<<"$verdict"
+read -r action delay_s exclude next <<<"$verdict"
 case $action in
   done) exit 0 ;;
-  again) exec bash "$run/slurm/job.sh" ;;
+  again) exec bash "$records/job.sh" ;;
   requeue) scontrol requeue "$SLURM_JOB_ID" ;;
   resubmit)
     # Slurm changes neither start nor nodes of a job that runs.
-    job=$(sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$run/slurm/job.sh") &&
-      "${once[@]}" -m tools.job queued "$run" "${job%%;*}" ;;
+    [[ $exclude != none ]] || exclude=''
+    job=$(sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$records/job.sh") || exit
+    # The next stage's job waits for the success of this one, which from now on is that one's.
+    [[ $next == none ]] || scontrol update JobId="$next" Dependency="afterok:${job%%;*}" || exit
+    "${once[@]}" -m tools.job queued "$records" "${job%%;*}" ;;
   *) exit "$((code == 0 ? 1 : code))" ;;
 esac

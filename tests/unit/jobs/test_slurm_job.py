@@ -83,7 +83,9 @@ def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> No
         (Failure(3, "n2", 3), 137, "RUNNING", Cause.MISTAKE, Action.STOP),
         (Failure(3, "n2", 1), 137, "RUNNING", Cause.CRASHED, Action.REQUEUE),
         (Failure(3, "n2", 17), 17, "RUNNING", Cause.BAD_NODES, Action.REQUEUE),
-        (None, 17, "RUNNING", Cause.CRASHED, Action.REQUEUE),
+        (None, 1, "RUNNING", Cause.NOT_STARTED, Action.REQUEUE),
+        # Of srun itself it is no word about the configuration.
+        (None, 2, "RUNNING", Cause.NOT_STARTED, Action.REQUEUE),
         (None, 137, "RUNNING", Cause.CRASHED, Action.REQUEUE),
         (None, 143, "CANCELLED", Cause.CANCELLED, Action.STOP),
     ],
@@ -97,6 +99,8 @@ def test_how_an_attempt_ended(
         # An echo.
         folder.tell_failure(Failure(0, "n1", 1))
         folder.log_of(3).write_text("step 5\nmegamem: error: no such data\nrank 3 ends\n")
+    elif srun > 128:
+        folder.log_of(0).touch()
     decision = end(jobs, folder, srun, asked_to_stop=False, state=state)
     ended = folder.ended()
     assert ended is not None
@@ -104,6 +108,15 @@ def test_how_an_attempt_ended(
     assert decision.exclude == (("n2",) if cause is Cause.BAD_NODES else ())
     if cause is Cause.MISTAKE:
         assert "rank 3 on n2 ended with exit code 3: megamem: error: no such data" in decision.reason
+
+
+def test_ranks_of_which_one_began_have_crashed_and_nobody_knows_where(jobs: JobsFolder) -> None:
+    folder = start(jobs).folder
+    folder.log_of(0).touch()
+    end(jobs, folder, 17, asked_to_stop=False, state="RUNNING")
+    ended = folder.ended()
+    assert ended is not None
+    assert (ended.cause, ended.bad_nodes) == (Cause.CRASHED, ())
 
 
 def test_nodes_that_were_found_bad_are_excluded(jobs: JobsFolder) -> None:
@@ -160,6 +173,7 @@ def test_an_elastic_run_goes_on_in_its_job(
 ) -> None:
     jobs.profile.write_text(to_yaml(replace(PROFILE, nodes=2, min_nodes=min_nodes)))
     folder = start(jobs).folder
+    folder.log_of(0).touch()
     decision = end(jobs, folder, cause_code, asked_to_stop=asked, state="RUNNING")
     assert goes_on_in_place(jobs, folder, decision, live, asked_to_stop=asked) is expected
 

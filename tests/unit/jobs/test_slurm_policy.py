@@ -68,6 +68,18 @@ def test_bad_nodes_are_left_out_all_of_them_and_do_not_count_as_starts() -> None
     assert "3 starts in a row found bad nodes" in third.reason
 
 
+def test_what_slurm_did_not_start_is_tried_again_later_and_does_not_count_as_a_start() -> None:
+    """As where the controller does not answer: after a first start without a checkpoint it must not end the run."""
+    idle = [*saving(Cause.STOPPED), ended(Cause.CRASHED, 1, 1)]
+    once = decide([*idle, ended(Cause.NOT_STARTED, 1, 1)], RULES)
+    assert (once.action, once.delay_s) == (Action.REQUEUE, 60)
+    assert decide([ended(Cause.NOT_STARTED, None, None)], RULES).delay_s == 0
+    third = decide([*idle, *[ended(Cause.NOT_STARTED, 1, 1)] * 3], RULES)
+    assert third.action is Action.STOP
+    assert "3 starts in a row started no rank" in third.reason
+    assert decide([*idle, ended(Cause.NOT_STARTED, 1, 1), ended(Cause.LOST, 1, 1)], RULES).action is Action.STOP
+
+
 @pytest.mark.parametrize(
     ("exit_code", "asked", "cause"),
     [

@@ -35,7 +35,7 @@ VARIANTS = {
 
 
 def rendered(profile: ClusterConfig, config: RunConfig | None = None) -> str:
-    return render(config or RunConfig(name="mine"), profile, SUBMISSION, JOBS, time=profile.time)
+    return render([config or RunConfig(name="mine")], profile, SUBMISSION, JOBS, time=profile.time)
 
 
 def test_the_script_of_the_example_is_the_reviewed_one() -> None:
@@ -102,7 +102,7 @@ def test_what_the_layout_needs_is_set_before_python_starts() -> None:
 
 
 # Keys that no line of the script says: what they do is held elsewhere.
-NOT_IN_THE_SCRIPT = {"runs_path", "lead_s", "check", "retry", "nodes"}
+NOT_IN_THE_SCRIPT = {"runs_path", "lead_s", "check", "retry", "nodes", "gpu_memory_gb"}
 
 
 @pytest.mark.parametrize(

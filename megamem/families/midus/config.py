@@ -1,0 +1,76 @@
+"""The config of MIDUS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from megamem.memory_config import Lookup, MemoryConfig, Observed, Table
+from megamem.sharing import SharingPlan, private_banks
+from megamem.slots import Slot
+
+
+@dataclass(frozen=True)
+class MidusConfig(MemoryConfig):
+    """One block of head-wise memory: attention without an output projection, every head of which reads by keys of its
+    own from a table that the heads share."""
+
+    slot: ClassVar[Slot | None] = Slot.BLOCK
+    """All that its block adds."""
+
+    kind: Literal["midus"] = "midus"
+    """midus: inserted blocks of head-wise memory."""
+    num_heads: PositiveInt = 4
+    """H: heads, which are those of attention: model.num_attention_heads."""
+    num_keys: PositiveInt = 64
+    """N: keys per side of a head; a block's table has N^2 rows."""
+    top_k: PositiveInt = 4
+    """K: values retrieved per token and head."""
+    value_dim: PositiveInt = 32
+    """V: columns of the table that a block's heads share (the paper's r), from which each head expands its own values;
+    the width of a head is the paper's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k > self.num_keys:
+            raise ValueError(
+                f"model.memory.num_keys is {self.num_keys}, but {self.top_k} rows are to be selected (top_k): raise "
+                "num_keys or lower top_k"
+            )
+
+    def check_backbone(
+        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
+    ) -> None:
+        if latent_dim is not None:
+            raise ValueError(
+                "model.latent_attention is set, and model.memory.kind midus reads what heads of plain attention give: "
+                "remove model.latent_attention, or choose another memory"
+            )
+        if self.num_heads * head_dim != hidden_size:
+            raise ValueError(
+                f"model.memory.num_heads is {self.num_heads}, but hidden_size = {hidden_size} is made of "
+                f"{hidden_size / head_dim:g} heads of {head_dim} columns: every head of attention has a memory, set "
+                "model.memory.num_heads to model.num_attention_heads"
+            )
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return (Table("values", self.value_dim, "value_dim"),)
+
+    @property
+    def lookup(self) -> Lookup:
+        return Lookup(self.num_heads * self.top_k, bins=self.num_heads)
+
+    @property
+    def tensor_sizes(self) -> Mapping[str, int]:
+        return {"num_heads": self.num_heads}
+
+    @property
+    def observed(self) -> Observed:
+        return Observed(scores=True)
+
+    def plan(self, num_layers: int) -> SharingPlan:
+        return private_banks(self.num_keys**2, num_layers)

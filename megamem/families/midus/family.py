@@ -1,0 +1,58 @@
+"""The record of MIDUS."""
+
+from __future__ import annotations
+
+from megamem.config import ModelConfig
+from megamem.distributions import Distribution, Normal, symmetric
+from megamem.families.family import Family, LayerCosts
+from megamem.families.midus.config import MidusConfig
+from megamem.sharing import LayerView
+
+
+def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
+    """Keys, N D, and expansions, V D: the heads together are as wide as the model.
+
+    The candidate grid is K^2 sums per head. For backward are kept the queries by side, the scores of the kept entries,
+    and what was read.
+    """
+    entries, keys = memory.num_heads * memory.top_k, memory.num_keys * width
+    expansion = memory.value_dim * width
+    scores = 2 * memory.num_heads * memory.num_keys
+    return LayerCosts(
+        retrieval=keys,
+        projections=expansion,
+        split_by_heads=keys + expansion,
+        key_flops=2.0 * keys,
+        selection_flops=1.0 * memory.num_heads * memory.top_k**2,
+        projection_flops=2.0 * expansion,
+        selection_bytes=4 * scores + 8 * 4 * entries,
+        kept_wide=entries,
+        kept_narrow=width + entries,
+        kept_ids=2 * entries,
+        backward_wide=2 * scores,
+    )
+
+
+def _distribution(name: str, memory: MidusConfig, model: ModelConfig) -> Distribution:
+    """What the paper leaves open, but that expansions are not zero: then nothing would ever get a gradient."""
+    match name:
+        case "keys":
+            # As other product keys, whose queries have two halves of d / 2.
+            return symmetric((model.hidden_size // memory.num_heads) ** -0.5)
+        case "expansion":
+            return Normal(memory.value_dim**-0.5)
+    raise AssertionError(f"no initial distribution is defined for the memory's {name}")
+
+
+def _table_std(memory: MidusConfig, model: ModelConfig, sigma_s: float | None) -> float:
+    """Values are zero, and the block at first the identity (section 3)."""
+    return 0.0
+
+
+MIDUS = Family(
+    config=MidusConfig,
+    layer_path="megamem.families.midus.layer:MidusLayer",
+    costs=_costs,
+    distribution=_distribution,
+    table_std=_table_std,
+)

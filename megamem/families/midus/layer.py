@@ -1,0 +1,102 @@
+"""The layer of MIDUS: head-wise memory with head-wise expansion of values.
+
+Legend: s tokens of a sequence and b sequences of this context-parallel rank, S = s b, R tensor-parallel ranks, H heads
+of all of them and n = H / R of this one, d width of a head, N keys per side, K retrieved, V columns of the table.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from megamem.families.midus.config import MidusConfig
+from megamem.inputs import Inputs
+from megamem.layers.layer import MemoryLayer
+from megamem.parameters import ReducedOver, declare, parameter_device
+from megamem.retrieval.product import retrieve
+from megamem.retrieval.retrieved import Retrieved
+
+
+class MidusLayer(MemoryLayer):
+    """Mem(a)[h] = (sum_k w_hk values[row_hk]) W_h for the output a_h of each head of attention (MIDUS, Eq. 3-5, 13-15).
+
+    The output of a head is its query as it is: its first half meets the keys of rows, its second half those of columns.
+    Weights are the softmax of the K best sums. The table is one for all heads of the block, and what a head reads of it
+    is brought to d columns by W_h, the head's own: H tables of N^2 d elements are factored into one of N^2 V and H
+    matrices of V d.
+
+    Keys and W_h follow their heads to the tensor-parallel ranks, each of which has all tokens. So a rank asks its bank
+    for R consecutive tokens of n heads where one rank alone would ask for one token of H: on every layout a rank
+    brings as many queries as it has tokens between the blocks.
+    """
+
+    memory: MidusConfig
+
+    def _build(self, hidden_size: int, seed: int) -> None:
+        memory, head_dim = self.memory, hidden_size // self.memory.num_heads
+        self.num_ranks = 1 if self.tensor_group is None else self.tensor_group.size()
+        heads = memory.num_heads // self.num_ranks
+        self.keys = self._by_head(heads, 2, memory.num_keys, head_dim // 2)
+        self.expansion = self._by_head(heads, memory.value_dim, head_dim)
+
+    def _by_head(self, *shape: int) -> nn.Parameter:
+        """A weight of this rank's heads."""
+        device = parameter_device(self.config)
+        weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
+        declare(weight, "retrieval", reduced_over=ReducedOver.DATA, tensor_dim=0)
+        return weight
+
+    def retrieve(self, queries: Tensor) -> Retrieved:
+        """Entries and softmaxed scores of the heads' outputs [S, n, d]; Eq. 13-15."""
+        sides = queries.unflatten(2, (2, -1)).permute(1, 2, 0, 3).flatten(0, 1)
+        # One product per (head, side): [2n, S, d/2] x [2n, d/2, N].
+        products = torch.bmm(sides, self.keys.flatten(0, 1).transpose(1, 2))
+        products = products.to(torch.promote_types(products.dtype, torch.float32))
+        by_side = products.view(*self.keys.shape[:2], *products.shape[1:]).permute(1, 2, 0, 3)
+        row_scores, column_scores = by_side.unbind(0)
+        return retrieve(
+            row_scores,
+            column_scores,
+            row_top_k=self.memory.top_k,
+            top_k=self.memory.top_k,
+            select=self.kernels.product_topk,
+        )
+
+    def forward(self, heads: Tensor, inputs: Inputs) -> Tensor:
+        """What the block adds, by heads [s, b, n, d], for the heads' outputs of the same shape."""
+        queries = heads.flatten(0, 1)
+        found = self.retrieve(queries)
+        # Of R tokens each.
+        bins = queries.shape[1] * self.num_ranks
+        rows = found.entries.reshape(-1, bins * self.memory.top_k)
+        scores = found.scores.reshape(-1, bins * self.memory.top_k, 1).to(heads.dtype)
+        bin_of_row = torch.arange(bins, device=rows.device).repeat_interleave(self.memory.top_k).expand_as(rows)
+        latent = self.lookup.read(rows, scores, None, bin_of_row.contiguous(), bins)
+        # [n, S, V] x [n, V, d].
+        out = torch.bmm(
+            latent.view(*queries.shape[:2], self.memory.value_dim).transpose(0, 1), self.expansion
+        ).transpose(0, 1)
+        self.observe(rows, found.scores, out.reshape(-1, bins * queries.shape[2]))
+        return out.reshape(heads.shape)
+
+    def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """See `MemoryLayer.initial_output`: `hidden` stands for the heads' outputs."""
+        out: Tensor = self(hidden.unflatten(2, (self.memory.num_heads, -1)), inputs)
+        return out.flatten(2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Keys and expansions are whole over the heads of all tensor-parallel ranks."""
+        assert metadata is not None
+        entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            dict(self.named_parameters(recurse=False)),
+            prefix,
+            {"keys": 0, "expansion": 0},
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return entries

@@ -1,0 +1,193 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), of Megatron's parallel linears and its attention's forward
+pass.
+
+c = x W_DKV is a token's latent, of which one up-projection makes keys and values of all heads; the last columns of every
+key are a rotary key, made of x beside the latent and the same for all heads. Megatron's own module is not taken because
+
+- it gathers the rotary key of its local linears so that the gradient is that of one tensor-parallel rank's heads alone,
+  and cannot be built where Transformer Engine is absent (megatron-core 0.16.1);
+- it turns by the place in the sequence, and documents may have places of their own;
+- a memory may mix the latents, which it makes and uses in one piece.
+
+Legend: s tokens of a sequence on this context-parallel rank and t of them on this tensor-parallel rank, b sequences, D
+hidden size, n heads of this tensor-parallel rank, d columns of a head of which r are rotary, C = d_c columns of a latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megamem.block import MemorySite
+from megamem.config import LatentAttentionConfig
+from megamem.inputs import Inputs
+from megamem.slots import Site, Slot
+
+
+@dataclass
+class LatentAttentionSubmodules:
+    """What fills the slots of latent attention.
+
+    Attributes:
+        linear: of queries, of latents with rotary keys, and of keys and values; tensor-parallel ranks split its columns.
+        kv_layernorm: of latents.
+        core_attention: see `megamem.attention`.
+        linear_proj: of outputs; tensor-parallel ranks split its rows.
+    """
+
+    linear: Callable[..., nn.Module]
+    kv_layernorm: Callable[..., nn.Module]
+    core_attention: Callable[..., nn.Module]
+    linear_proj: Callable[..., nn.Module]
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are made of latents, as Megatron's layer builds and calls attention."""
+
+    tp_group: torch.distributed.ProcessGroup
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: LatentAttentionSubmodules,
+        layer_number: int,
+        *,
+        latent: LatentAttentionConfig,
+        **megatron: Any,
+    ) -> None:
+        super().__init__(
+            config=config, submodules=submodules, layer_number=layer_number, attention_type="self", **megatron
+        )
+        heads, head = config.num_attention_heads, self.hidden_size_per_attention_head
+        # C and r.
+        self.widths = (latent.latent_dim, latent.rotary_dim)
+        linear = partial(
+            submodules.linear,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+        self.linear_q_proj = linear(config.hidden_size, heads * head)
+        self.linear_kv_down_proj = linear(config.hidden_size, sum(self.widths))
+        # Of each head its key's d - r columns, then its value.
+        self.linear_kv_up_proj = linear(latent.latent_dim, heads * (2 * head - latent.rotary_dim))
+        self.kv_layernorm = submodules.kv_layernorm(
+            config=config, hidden_size=latent.latent_dim, eps=config.layernorm_epsilon
+        )
+        # Megatron asks whether norms of queries and keys are in the way of a fusion.
+        self.q_layernorm = self.k_layernorm = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        attention_bias: Inputs | None = None,
+        **megatron: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention, [t, b, D], of the normalised input [t, b, D], and a bias (None).
+
+        `rotary_pos_emb` are angles [s, 1 or b, 1, r] in radians; `attention_bias` is the microbatch's inputs, where a
+        memory mixes latents.
+        """
+        # Megatron would turn whole heads. It passes `key_value_states` on to what makes queries, keys and values.
+        out, bias = super().forward(
+            hidden_states, attention_mask, key_value_states=(rotary_pos_emb, attention_bias), **megatron
+        )
+        return out, bias
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: tuple[Tensor, Inputs | None],
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [s, b, n, d] of `hidden_states` [t, b, D]; `key_value_states` is from `forward`."""
+        assert not output_gate
+        assert split_qkv
+        angles, inputs = key_value_states
+        turn = partial(apply_rotary_pos_emb, freqs=angles, config=self.config, cp_group=self.pg_collection.cp)
+        latents, rotary_keys = self._compressed(hidden_states)
+        of_keys, of_values = self.latents(self.kv_layernorm(latents), inputs, hidden_states)
+        keys, values = self._up_projected(of_keys, of_values)
+        queries = self._by_heads(self.linear_q_proj(hidden_states)[0])
+        rotary_dim = self.widths[1]
+        if rotary_dim:
+            plain, turned = queries.split([queries.shape[3] - rotary_dim, rotary_dim], 3)
+            queries = torch.cat((plain, turn(turned)), 3)
+            if self._splits:
+                # Backward adds up what the heads of all ranks say of a token's.
+                rotary_keys = gather_from_sequence_parallel_region(rotary_keys, group=self.tp_group)
+            shared = turn(rotary_keys.unsqueeze(2))
+            keys = torch.cat((keys, shared.expand(-1, -1, keys.shape[2], -1)), 3)
+        return queries, keys, values
+
+    def latents(self, latents: Tensor, inputs: Inputs | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that keys, and those that values are made of, of the tokens' normalised ones [t, b, C]."""
+        return latents, latents
+
+    @property
+    def _splits(self) -> bool:
+        """Whether other tensor-parallel ranks have other tokens."""
+        return bool(self.config.sequence_parallel) and self.tp_group.size() > 1
+
+    def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [t, b, C] and rotary keys [t, b, r] of this rank's tokens."""
+        combined, _ = self.linear_kv_down_proj(hidden)
+        if self._splits:
+            # From some columns of all tokens, [s, b, (C + r) / TP].
+            combined = all_to_all_hp2sp(combined, self.tp_group).view(*hidden.shape[:2], -1)
+        latents, rotary_keys = combined.split(self.widths, 2)
+        return latents, rotary_keys
+
+    def _up_projected(self, of_keys: Tensor, of_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys without their rotary columns [s, b, n, d - r] and values [s, b, n, d], of latents [t, b, C] each."""
+        head = self.hidden_size_per_attention_head
+        widths = [head - self.widths[1], head]
+        if of_keys is of_values:
+            keys, values = self._by_heads(self.linear_kv_up_proj(of_keys)[0]).split(widths, 3)
+            return keys, values
+        # One projection makes both, so that each of the two leaves a part unused.
+        both = self._by_heads(self.linear_kv_up_proj(torch.cat((of_keys, of_values), 1))[0])
+        from_keys, from_values = both.chunk(2, 1)
+        return from_keys.split(widths, 3)[0], from_values.split(widths, 3)[1]
+
+    def _by_heads(self, x: Tensor) -> Tensor:
+        """[s, b, n, columns of a head] of [s, b, n columns]."""
+        return x.unflatten(2, (self.num_attention_heads_per_partition, -1))
+
+
+class LatentAttentionWithMemory(LatentAttention, MemorySite):
+    """Latent attention whose latents pass through a memory, for values alone (`Slot.VALUES`) or for keys too
+    (`Slot.LATENTS`)."""
+
+    def __init__(self, *args: Any, site: Site, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.memory, self.slot = site.make_memory(), site.slot
+
+    def latents(self, latents: Tensor, inputs: Inputs | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LatentAttention.latents`."""
+        assert inputs is not None
+        if not self.memory_enabled:
+            return latents, latents
+        mixed = self.memory(latents, inputs.share(self.tp_group) if self._splits else inputs, hidden)
+        return (mixed if self.slot is Slot.LATENTS else latents), mixed
+
+    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
+        """See `MemorySite.serve`."""
+        self.memory(no_token.new_empty(0, 1, self.widths[0]), inputs, no_token)

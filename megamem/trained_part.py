@@ -1,0 +1,62 @@
+"""Which parameters of a model are trained, if only those of some blocks are, and how far down gradients have to go.
+
+A parameter serves blocks: a block's own serve that block, a bank and what reads it for all layers serve the blocks whose
+memories read it, and embedding, final norm and output projection serve none. It is trained if it serves a trained block.
+
+So a table that trained and frozen blocks share is trained, by the gradient of all its readers: it is what the trained
+block's memory learns into, and a block trained around a table that stands still would be another model. Backward then
+goes down to the table's lowest reader, which may be below the lowest trained block.
+
+Blocks are counted from 0 here, as everywhere in the model; the configuration counts layers from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megamem.config import ModelConfig
+from megamem.sharing import BankSpec
+
+NO_BLOCK: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """The part of a model that is trained.
+
+    Attributes:
+        model: the whole model.
+        blocks: that are trained; None: all of the model.
+    """
+
+    model: ModelConfig
+    blocks: frozenset[int] | None
+
+    @classmethod
+    def of(cls, model: ModelConfig, trained_layers: Sequence[int] | None) -> TrainedPart:
+        """By the numbers of layers, the first of which is 1; None: all of the model."""
+        return cls(model, None if trained_layers is None else frozenset(number - 1 for number in trained_layers))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the model is trained."""
+        return self.blocks is None
+
+    def trains(self, served: Iterable[int]) -> bool:
+        """Whether a parameter is trained that serves these blocks."""
+        return self.blocks is None or not self.blocks.isdisjoint(served)
+
+    @cached_property
+    def first_block(self) -> int:
+        """The lowest block whose backward pass is needed; what is below it needs no gradient. -1: the embedding's is."""
+        if self.blocks is None:
+            return -1
+        readers = [readers_of_bank(self.model, bank) for bank in self.model.memory_plan.banks]
+        return min(self.blocks.union(*filter(self.trains, readers)), default=self.model.num_layers)
+
+
+def readers_of_bank(model: ModelConfig, bank: BankSpec) -> frozenset[int]:
+    """The blocks whose memories read a bank."""
+    return frozenset(model.memory_spans[layer].read for layer in bank.layers)

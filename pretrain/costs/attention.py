@@ -1,0 +1,73 @@
+"""What the attention of one block has, costs and keeps, by closed formulas.
+
+Legend: D hidden size, n query heads, g key/value heads, d width of a head, C width of a latent and r of a rotary key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megamem.config import ModelConfig
+from megamem.slots import Slot
+
+
+def slots_of_memories(model: ModelConfig, block: int | None = None) -> list[Slot]:
+    """Where the memory layers of a block act, or those of all blocks."""
+    memory = model.memory
+    if memory is None:
+        return []
+    return [memory.slot_of(span) for span in model.memory_spans if block is None or span.read == block]
+
+
+def attention_weights(model: ModelConfig, *, is_inserted: bool = False) -> int:
+    """Weights of a block's projections, which tensor-parallel ranks split: D d (2 n + 2 g), or, with latents,
+    2 D d n + D (C + r) + C n (2 d - r). An inserted block has no output projection."""
+    width, head, heads = model.hidden_size, model.attention_head_dim, model.num_attention_heads
+    queries_and_outputs = width * head * heads * (1 if is_inserted else 2)
+    latent = model.latent_attention
+    if latent is None:
+        return queries_and_outputs + 2 * width * head * model.query_groups
+    return queries_and_outputs + width * (latent.latent_dim + latent.rotary_dim) + _up_projection(model)
+
+
+def attention_gains(model: ModelConfig) -> int:
+    """Gains of a block's norms of queries and keys, or of latents, which every rank has."""
+    if not model.qk_norm:
+        return 0
+    return 2 * model.attention_head_dim if model.latent_attention is None else model.latent_attention.latent_dim
+
+
+def projected_twice(model: ModelConfig, slots: Sequence[Slot]) -> int:
+    """Weights by which the latents of the blocks with memories in these slots are multiplied once more, because keys and
+    values are made of others and one projection makes both: with memories that are mixed into those of values alone."""
+    return 0 if model.latent_attention is None else slots.count(Slot.VALUES) * _up_projection(model)
+
+
+def attention_kept(model: ModelConfig, element: int) -> float:
+    """Bytes per token that the backward pass of a block's attention needs of whole sequences, beside what its core keeps
+    for itself, before ranks split heads; the mean over blocks.
+
+    Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs. With
+    latents: queries, keys and outputs of all heads, values with keys as they were projected, the latents, and they in
+    and after their norm.
+    """
+    head, heads, groups = model.attention_head_dim, model.num_attention_heads, model.query_groups
+    if (latent := model.latent_attention) is not None:
+        latents = latent.latent_dim * (element + (2 * 4 if model.qk_norm else 0))
+        projected = 2 * head - latent.rotary_dim
+        twice = projected_twice(model, slots_of_memories(model))
+        projections = 1 + twice / (model.num_layers * _up_projection(model))
+        # Keys are a part of what was projected until rotary columns are joined to them.
+        has_own_keys = latent.rotary_dim > 0 or projections > 1
+        columns = 2 * head + projections * projected + (head if has_own_keys else 0)
+        return element * heads * columns + latents
+    attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
+    attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
+    return attention * head
+
+
+def _up_projection(model: ModelConfig) -> int:
+    """C n (2 d - r)."""
+    latent = model.latent_attention
+    assert latent is not None
+    return latent.latent_dim * model.num_attention_heads * (2 * model.attention_head_dim - latent.rotary_dim)

@@ -1,0 +1,160 @@
+"""A checkpoint of a pretrained model as one of a deeper model, which `pretrain.checkpoint.formats.convert` writes.
+
+Legend: n heads of attention, d width of a head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megamem.config import ModelConfig
+from megamem.distributions import Constant
+from megamem.initial_outputs import build_layer
+from megamem.initialisation import distribution_of
+from megamem.memory_config import MemoryConfig
+from megamem.slots import Slot
+from pretrain.checkpoint.formats.format import OpenedCheckpoint
+from pretrain.checkpoint.store.tensors import TensorInfo
+from pretrain.config.loader import from_dict, to_dict
+from pretrain.config.schema import RunConfig
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.growth.plan import Block
+from pretrain.growth.tensors import Drawn, GrownTensors, MeanOf
+from pretrain.state import RunState
+
+_IN_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_NOT_IN_MEMORY_BLOCKS = ("self_attention.linear_proj.", "pre_mlp_layernorm.", "mlp.")
+_TO_RESIDUAL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_KEYS = ("model.memory.", "seed=")
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A grown model that is yet to be written.
+
+    Attributes:
+        checkpoint: of it, as one that was opened.
+        inserted: numbers of its new blocks, from 0.
+    """
+
+    checkpoint: OpenedCheckpoint
+    inserted: tuple[int, ...]
+
+
+def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence[str], *, name: str) -> Grown:
+    """A model with these blocks, at the beginning of a run.
+
+    Memories begin with tables of zeros, so that their blocks add nothing, whatever their other weights, which are those
+    that a run with this seed would begin with. The weights of the source are taken as they are, in their dtype.
+
+    Args:
+        base: the pretrained model's.
+        blocks: of the grown one.
+        overrides: `model.memory.<key>=value`, which memory is inserted; and the seed.
+        name: of the run that goes on from it.
+
+    Raises:
+        ConfigError: the model has a memory already, or the keys do not fit.
+        CheckpointError: the source lacks weights.
+    """
+    if base.config.model.memory is not None:
+        raise ConfigError(
+            f"{base.path} has a memory of kind {base.config.model.memory.kind}: blocks are inserted into models without one"
+        )
+    config = _grown_config(base, blocks, overrides, name)
+    weights = base.weights_in(None)
+    origins = dict(_origins(weights.tensors, config.model, blocks))
+    if config.model.memory is not None:
+        origins |= dict(_memory_origins(config.model, config.model.memory, _dtype_of(weights.tensors), config.seed))
+    return Grown(
+        replace(
+            base,
+            reader=GrownTensors(weights, origins, config.seed),
+            config=config,
+            state=RunState(),
+            notes={"blocks": "; ".join(map(str, blocks))},
+            differing_copies=None,
+        ),
+        tuple(number for number, block in enumerate(blocks) if block.inserted is not None),
+    )
+
+
+def _grown_config(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence[str], name: str) -> RunConfig:
+    memories = [number for number, block in enumerate(blocks) if block.inserted == "memory"]
+    for text in overrides:
+        if not text.startswith(_KEYS if memories else "seed="):
+            raise ConfigError(
+                f"{text}: what a grown model is made of is said by {'model.memory.<key> and seed' if memories else 'seed'} "
+                "alone; give other keys to the run that trains it"
+            )
+    if memories and not any(text.startswith("model.memory.kind=") for text in overrides):
+        raise ConfigError("model.memory.kind is not given: say which memory is inserted, as in model.memory.kind=midus")
+    before = base.config
+    # Chunks of another depth would need other texts; a stage is of the run that was.
+    parallel = replace(before.parallel, pipeline_layout=None)
+    model = replace(before.model, num_layers=len(blocks))
+    plain = to_dict(replace(before, name=name, model=model, parallel=parallel, stage=None))
+    placed = [f"model.memory.placement.blocks={memories}"] if memories else []
+    config = from_dict(plain, f"the configuration of {base.path}", [*overrides, *placed])
+    memory = config.model.memory
+    if memory is not None and memory.slot is not Slot.BLOCK:
+        raise ConfigError(
+            f"model.memory.kind is {memory.kind}, whose memories do not stand in blocks of their own: only those are "
+            "inserted (docs/upscale.md says which)"
+        )
+    return config
+
+
+def _origins(
+    tensors: Mapping[str, TensorInfo], model: ModelConfig, blocks: Sequence[Block]
+) -> Iterator[tuple[str, MeanOf | Drawn]]:
+    """Everything but the memories: their blocks' attention is the source's."""
+    in_block: dict[int, list[str]] = {}
+    for name in tensors:
+        if match := _IN_BLOCK.fullmatch(name):
+            in_block.setdefault(int(match[1]), []).append(match[2])
+        else:
+            yield name, MeanOf((name,))
+    for number, block in enumerate(blocks):
+        if missing := [source for source in block.sources if source not in in_block]:
+            raise CheckpointError(f"decoder.layers.{missing[0]}. has no weights, which the grown model is made of")
+        for suffix in in_block[block.sources[-1]]:
+            if block.inserted == "memory" and suffix.startswith(_NOT_IN_MEMORY_BLOCKS):
+                continue
+            name = f"decoder.layers.{number}.{suffix}"
+            sources = tuple(f"decoder.layers.{source}.{suffix}" for source in block.sources)
+            if block.inserted == "muted" and _TO_RESIDUAL.fullmatch(name):
+                yield name, Drawn(tensors[sources[0]], Constant(0.0))
+            else:
+                yield name, MeanOf(sources)
+
+
+def _memory_origins(
+    model: ModelConfig, memory: MemoryConfig, dtype: torch.dtype, seed: int
+) -> Iterator[tuple[str, Drawn]]:
+    """The memories' own weights, and their tables."""
+    no_tables: Any = None
+    for index in range(model.num_memory_layers):
+        # It is asked for the shapes of its weights, and reads nothing.
+        with FakeTensorMode():
+            layer = build_layer(model, memory, index, no_tables, seed)
+        for own_name, weight in layer.state_dict().items():
+            name = f"{model.memory_name(index)}.{own_name}"
+            distribution = distribution_of(name, model)
+            assert distribution is not None, f"{name} follows from other weights, which inserted memories have none of"
+            yield name, Drawn(TensorInfo(tuple(weight.shape), dtype), distribution)
+    for bank in model.memory_plan.banks:
+        for table in memory.tables:
+            info = TensorInfo((bank.num_rows, table.width), dtype)
+            yield f"banks.{bank.index}.{table.name}", Drawn(info, Constant(0.0))
+
+
+def _dtype_of(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """The dtype of the weights, which new ones get."""
+    return tensors["decoder.final_layernorm.weight"].dtype

@@ -1,0 +1,177 @@
+"""Putting runs into Slurm's queue: as one job, as a chain with a job for each stage, or as an array of runs.
+
+What a job reads is written before it is queued, and a chain or an array is queued as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.config.loader import to_yaml
+from pretrain.config.schema import RunConfig
+from pretrain.config.source import dump_yaml
+from pretrain.config.stages import stage_called, to_entries
+from pretrain.errors import ConfigError
+from pretrain.history import now
+from pretrain.owner import look
+from slurm.commands import cancel, job_state, release, submit
+from slurm.lead import lead_seconds
+from slurm.profile import ClusterConfig
+from slurm.records import JobsFolder, Submission, jobs_folders
+from slurm.script import render, render_array
+from slurm.snapshot import code_hash, take_snapshot
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that can be queued.
+
+    Attributes:
+        records: where what it reads is written.
+        stages: of the whole run, or its one configuration.
+        profile: of the cluster, with the job's own nodes and time limit.
+        submission: what is asked for.
+    """
+
+    records: JobsFolder
+    stages: tuple[RunConfig, ...]
+    profile: ClusterConfig
+    submission: Submission
+
+    @property
+    def trained(self) -> tuple[RunConfig, ...]:
+        """The stages that it trains."""
+        stage = self.submission.stage
+        return self.stages if stage is None else (stage_called(self.stages, stage),)
+
+    @property
+    def script(self) -> str:
+        """For sbatch."""
+        return render(self.trained, self.profile, self.submission, self.records, time=self.profile.time)
+
+
+def job_of_run(
+    records: JobsFolder, stages: Sequence[RunConfig], profile: ClusterConfig, cluster: str, stage: str | None = None
+) -> Job:
+    """The next job of a run, or of one of its stages.
+
+    Args:
+        cluster: name of the profile.
+    """
+    before = [submission.number for jobs in jobs_folders(records.run) if (submission := jobs.submission()) is not None]
+    submission = Submission(
+        number=1 + max(before, default=0),
+        cluster=cluster,
+        nodes=profile.nodes,
+        ranks_per_node=profile.ranks_per_node,
+        code=code_hash(),
+        lead_s=lead_seconds(records.run.metrics, profile.lead_s),
+        at=now(),
+        stage=stage,
+    )
+    return Job(records, tuple(stages), profile, submission)
+
+
+def check_free(jobs: Sequence[JobsFolder]) -> None:
+    """Refuse a run that runs, or waits to.
+
+    Args:
+        jobs: all records of the run.
+
+    Raises:
+        ConfigError: naming its job or process, and how to end it.
+    """
+    for records in jobs:
+        run = records.run
+        for job in reversed(records.job_ids()):
+            state = job_state(job)
+            if state is not None and not state.is_over:
+                raise ConfigError(
+                    f"job {job} of {run.path} is {state.state.lower()}: `megamem status {run.path}` shows it, and "
+                    f"`megamem cancel {run.path}` ends it"
+                )
+        presence = look(run)
+        if presence is not None and not presence.ended and presence.alive:
+            raise ConfigError(f"{run.path} is in use by {presence.claim}: stop it, or use another --run-dir")
+
+
+def queue_job(job: Job) -> str:
+    """Queue a run as one job. Returns its number."""
+    write(job)
+    number = submit(job.records.script)
+    job.records.add_job(number, "submitted")
+    return number
+
+
+def queue_chain(links: Sequence[Job]) -> list[str]:
+    """Queue a job for each stage that is left, each of which waits for the success of the one before it.
+
+    The first is held until all are there: so none begins whose followers were refused, and each finds the number of the
+    job behind it, whose dependency it changes should it have to queue itself as another job.
+
+    Returns:
+        Their numbers.
+
+    Raises:
+        SlurmError: one was refused; none is left in the queue.
+    """
+    numbers: list[str] = []
+    for link in links:
+        write(link)
+    try:
+        for link in links:
+            # Without the second option a job whose turn never comes would wait for ever.
+            waits = [f"--dependency=afterok:{numbers[-1]}", "--kill-on-invalid-dep=yes"] if numbers else ["--hold"]
+            numbers.append(submit(link.records.script, waits))
+            link.records.add_job(numbers[-1], "submitted")
+        release(numbers[0])
+    except BaseException:
+        for number in reversed(numbers):
+            cancel(number)
+        raise
+    return numbers
+
+
+def queue_array(jobs: Sequence[Job], name: str, folder: Path, at_once: int | None) -> str:
+    """Queue runs of one shape as an array. What follows after each of its attempts is each run's own matter.
+
+    Args:
+        name: of the array.
+        folder: for its script.
+        at_once: most of them that run at the same time; None: no limit.
+
+    Returns:
+        The array's number, behind which its members have theirs.
+    """
+    for job in jobs:
+        write(job)
+    script = folder / "array.sh"
+    first = jobs[0]
+    script.write_text(
+        render_array(name, [job.records for job in jobs], first.profile, first.submission, folder, at_once),
+        encoding="utf-8",
+    )
+    number = submit(script)
+    for place, job in enumerate(jobs):
+        job.records.add_job(f"{number}_{place}", "submitted")
+    return number
+
+
+def write(job: Job) -> None:
+    """Put down all that a job reads, the script last."""
+    records, run, stages = job.records, job.records.run, job.stages
+    run.make()
+    records.path.mkdir(parents=True, exist_ok=True)
+    records.cancelled.unlink(missing_ok=True)
+    take_snapshot(records.code)
+    staged = stages[0].stage is not None
+    records.config.write_text(dump_yaml(to_entries(stages)) if staged else to_yaml(stages[0]), encoding="utf-8")
+    if not run.config.exists():
+        # So that `megamem status` finds a run that still waits.
+        run.config.write_text(to_yaml(stages[0]), encoding="utf-8")
+    records.profile.write_text(to_yaml(job.profile), encoding="utf-8")
+    records.write_submission(job.submission)
+    records.script.write_text(job.script, encoding="utf-8")
+    records.script.chmod(0o755)

@@ -1,0 +1,163 @@
+"""`megamem analyse`: each analysis of tiny runs, against other commands and against what follows from the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import Megamem
+
+from pretrain.checkpoint.formats.native import NativeFormat
+from pretrain.data.manifest import TRAIN, open_dataset
+
+NO_MEMORY = ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_multiplier")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> dict[str, Path]:
+    """A dense model, TIDE and MoVE."""
+    content = yaml.safe_load(config_file.read_text())
+    folder = tmp_path_factory.mktemp("analysed")
+    content["model"]["num_layers"] = 3
+    content["train"]["num_steps"] = 8
+    content["optimizer"] = {key: value for key, value in content["optimizer"].items() if key not in NO_MEMORY} | {
+        "lr": 1e-2
+    }
+    memories: dict[str, dict[str, Any] | None] = {
+        "dense": None,
+        "tide": {"kind": "tide", "vocab_size": 257, "value_dim": 32, "num_tables": 3},
+        "move": {"kind": "move", "vocab_size": 257, "value_dim": 16, "num_slots": 2, "num_gate_heads": 2}
+        | {"placement": {"blocks": [1]}},
+    }
+    found = {}
+    for name, memory in memories.items():
+        content["model"]["memory"] = memory
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        found[name] = folder / name
+        result = megamem("train", path, "--run-dir", found[name])
+        assert result.code == 0, result.output
+    return found
+
+
+def analyse(megamem: Megamem, name: str, *words: object) -> tuple[list[dict[str, Any]], str]:
+    """What was found of each run named, and what was printed."""
+    result = megamem("analyse", name, *words)
+    assert result.code == 0, result.output
+    paths = [Path(word) for word in words if isinstance(word, Path)]
+    page = (paths[0] / f"{name}.html").read_text()
+    assert page.count("<svg") == 1
+    # Needs nothing from elsewhere.
+    assert "<script" not in page
+    assert "src=" not in page
+    return [json.loads((path / f"{name}.json").read_text()) for path in paths], result.output
+
+
+def evaluated(megamem: Megamem, run: Path, *words: object) -> dict[str, Any]:
+    result = megamem("eval", run, "--json", "--nproc", 1, *words)
+    row: dict[str, Any] = json.loads(result.last_line)
+    return row
+
+
+def weights_of(run: Path, name: str) -> torch.Tensor:
+    reader = NativeFormat().open(run, None, None).reader
+    return reader.read(reader.tensors[name].whole(name))
+
+
+def test_losses_of_bins_add_up(megamem: Megamem, runs: dict[str, Path], corpus: Path) -> None:
+    found, printed = analyse(megamem, "frequency", runs["dense"], runs["tide"], "--nproc", 2)
+    assert "tide gains" in printed
+    for run, of_run in zip((runs["dense"], runs["tide"]), found, strict=True):
+        parts = [*of_run["bins"], of_run["in_no_bin"]]
+        whole = evaluated(megamem, run)
+        assert sum(part["tokens"] for part in parts) == whole["validation_tokens"]
+        nats = sum(part["tokens"] * (part["nats"] or 0) for part in parts)
+        assert nats / whole["validation_tokens"] == pytest.approx(whole["validation_loss"], rel=1e-6)
+    # Held-out tokens of each bin, counted again: the tokens of this corpus are bytes.
+    documents = {split: open_dataset(corpus).open_split(split) for split in (TRAIN, "validation")}
+    splits = {split: np.concatenate(list(of_split)) for split, of_split in documents.items()}
+    counts = np.bincount(splits[TRAIN], minlength=257)
+    kept = [byte for byte in range(128) if chr(byte).isalnum() and counts[byte]]
+    order = sorted(kept, key=lambda byte: (counts[byte], byte))
+    for number, of_bin in enumerate(found[0]["bins"]):
+        types = [byte for rank, byte in enumerate(order) if rank * 10 // len(order) == number]
+        assert of_bin["types"] == len(types)
+        assert of_bin["tokens"] == int(np.isin(splits["validation"], types).sum())
+        assert (of_bin["lowest_count"], of_bin["highest_count"]) == (counts[types[0]], counts[types[-1]])
+
+
+def test_layers_left_out_are_those_of_the_ablation(megamem: Megamem, runs: dict[str, Path]) -> None:
+    (found,), _ = analyse(megamem, "layer-drop", runs["tide"], "--own-layout", "--nproc", 1)
+    whole = evaluated(megamem, runs["tide"], "--ablate")
+    assert found["nats"] == pytest.approx(whole["validation_loss"], rel=1e-6)
+    losses = [layer["nats"] for layer in found["layers"]]
+    assert [layer["block"] for layer in found["layers"]] == [0, 1, 2]
+    assert len({found["nats"], *losses, whole["without_memory"]["validation_loss"]}) == 5
+    # A memory that one block has is lost with it.
+    (found,), _ = analyse(megamem, "layer-drop", runs["move"], "--nproc", 2)
+    whole = evaluated(megamem, runs["move"], "--ablate")
+    assert [layer["block"] for layer in found["layers"]] == [1]
+    assert found["layers"][0]["nats"] == pytest.approx(whole["without_memory"]["validation_loss"], rel=1e-6)
+
+
+def test_weights_of_slots_are_shares_or_gates(megamem: Megamem, runs: dict[str, Path]) -> None:
+    (tide,), printed = analyse(megamem, "routing", runs["tide"], "--nproc", 2)
+    assert tide["slots"] == ["1", "2", "3", "null"]
+    assert "null" in printed
+    for layer in tide["layers"]:
+        for row in (layer["mean"], *filter(None, layer["by_bin"])):
+            assert sum(row) == pytest.approx(1, abs=1e-5)
+        weighted = np.array([row or [0] * 4 for row in layer["by_bin"]]).T @ tide["tokens_by_bin"]
+        assert layer["mean"] == pytest.approx(weighted / sum(tide["tokens_by_bin"]))
+    (move,), _ = analyse(megamem, "routing", runs["move"], "--nproc", 1)
+    assert move["slots"] == ["own value", "1", "2"]
+    assert all(0 < gate < 2 for layer in move["layers"] for gate in layer["mean"])
+    # Whoever trains moves them from 1.
+    assert any(abs(gate - 1) > 1e-4 for layer in move["layers"] for gate in layer["mean"])
+
+
+def test_distances_are_those_of_the_embeddings_at_first(megamem: Megamem, runs: dict[str, Path]) -> None:
+    words = ("--contexts", 4, "--num-pairs", 3, "--context-tokens", 8)
+    found, _ = analyse(megamem, "collapse", runs["dense"], runs["tide"], *words, "--nproc", 2)
+    for of_run in found:
+        assert set(of_run["categories"]) == {"rare", "mid", "common", "numbers"}
+        for kind in of_run["categories"].values():
+            assert len(kind["distance"]) == len(kind["relative"]) == 4
+            assert all(0 < relative <= 2 for relative in kind["relative"])
+            assert len({token for pair in kind["pairs"] for token in pair}) == 6
+    for run, of_run in zip((runs["dense"], runs["tide"]), found, strict=True):
+        embeddings = weights_of(run, "embedding.word_embeddings.weight").double()
+        for kind in of_run["categories"].values():
+            pairs = [[embeddings[ord(token)] for token in pair] for pair in kind["pairs"]]
+            apart = [float((u - v).norm()) for u, v in pairs]
+            relative = [2 * x / float(u.norm() + v.norm()) for x, (u, v) in zip(apart, pairs, strict=True)]
+            assert kind["distance"][0] == pytest.approx(np.mean(apart), rel=1e-5)
+            assert kind["relative"][0] == pytest.approx(np.mean(relative), rel=1e-5)
+    again, _ = analyse(megamem, "collapse", runs["tide"], *words, "--nproc", 1)
+    for kind, of_kind in again[0]["categories"].items():
+        assert of_kind["distance"] == pytest.approx(found[1]["categories"][kind]["distance"], rel=1e-6)
+    named, _ = analyse(megamem, "collapse", runs["dense"], "--pairs", "a/b,7/8", "--nproc", 1)
+    assert named[0]["categories"]["named"]["pairs"] == [["a", "b"], ["7", "8"]]
+
+
+def test_what_cannot_be_analysed_is_told(
+    megamem: Megamem, runs: dict[str, Path], saved_run: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(runs["dense"], again)
+    for words, message in (
+        (("layer-drop", runs["dense"]), "is a model without memory"),
+        (("routing", saved_run), "whose rows are retrieved"),
+        (("frequency", again, again), "a run is named twice"),
+        (("collapse", again, "--pairs", "their/there", "--nproc", 1), "--pairs has their/there: give two words"),
+        (("collapse", again, "--contexts", 0), "'0' is no number of 1 or more"),
+    ):
+        result = megamem("analyse", *words)
+        assert message in " ".join(result.output.split()), result.output
+        assert result.code == 2

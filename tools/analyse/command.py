@@ -1,0 +1,150 @@
+"""`megamem analyse`: losses by token frequency, the weights of slots, single layers left out, and contextual collapse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel.devices import num_visible_gpus
+from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
+from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
+from tools.analyse.measures import MEASURES, Analysed, deciles_of
+from tools.analyse.pages import write_page
+from tools.evaluate import check_data
+from tools.parsers import add_command
+from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
+
+if TYPE_CHECKING:
+    from pretrain.analysis.deciles import Deciles
+
+_FREQUENCY_EPILOG = """\
+examples:
+  megamem analyse frequency runs/dense runs/tide
+  megamem analyse frequency runs/large --own-layout --nproc 8
+
+The kinds of tokens that come in the training data, without those that have no letter or digit, are sorted by how often they
+come and cut into ten bins of equally many; of equally frequent ones the smaller id comes first. A held-out token counts for
+the bin that it is of itself. Runs must have the same tokenizer and training data; gains are over the first.
+"""
+_LAYERS_EPILOG = """\
+examples:
+  megamem analyse layer-drop runs/tide
+
+What one layer's memory adds is zero, and nothing else changes; then the next one's.
+"""
+_ROUTING_EPILOG = """\
+examples:
+  megamem analyse routing runs/tide
+
+Mean weights over held-out tokens: of the router of TIDE, with its place for adding nothing; of the gates of MoVE and LaVE,
+averaged over heads. Tokens without a letter or digit are left out, and those that never come in training.
+"""
+_COLLAPSE_EPILOG = """\
+examples:
+  megamem analyse collapse runs/dense runs/tide
+  megamem analyse collapse runs/tide --pairs their/there,1847/1851 --contexts 250
+
+Two tokens stand after the same held-out contexts: how far apart are their hidden states, after each block? Without --pairs,
+pairs of rare, middling and common tokens are drawn (bins 0-2, 3-6 and 7-9 of `megamem analyse frequency`), and of numbers.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `analyse` to the commands of `megamem`."""
+    parser = subparsers.add_parser(
+        "analyse", help="losses by token frequency, slots' weights, layers left out, collapse"
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add(commands, "frequency", "losses by how often a token comes in training", _FREQUENCY_EPILOG, own_layout=True)
+    _add(commands, "layer-drop", "what each layer's memory is worth", _LAYERS_EPILOG, own_layout=True)
+    _add(commands, "routing", "how slots are weighed, by layer and by frequency", _ROUTING_EPILOG)
+    collapse = _add(commands, "collapse", "how far apart two tokens' hidden states are", _COLLAPSE_EPILOG)
+    collapse.add_argument("--pairs", metavar="U/V,U/V", help="words to compare, one token each (default: drawn)")
+    collapse.add_argument(
+        "--num-pairs", type=_count, default=20, metavar="N", help="drawn pairs of each kind (default: 20)"
+    )
+    collapse.add_argument("--contexts", type=_count, default=25, metavar="N", help="contexts of a pair (default: 25)")
+    collapse.add_argument(
+        "--context-tokens", type=_count, default=16, metavar="N", help="tokens of a context (default: 16)"
+    )
+    collapse.add_argument("--seed", type=int, default=1, metavar="N", help="of the drawn pairs (default: 1)")
+
+
+def _add(commands: Any, name: str, summary: str, epilog: str, *, own_layout: bool = False) -> argparse.ArgumentParser:
+    parser = add_command(commands, name, summary, epilog)
+    several = name in ("frequency", "collapse")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+" if several else 1, help="a run's folder")
+    parser.add_argument("--name", default=name, help=f"of the files in the run's folder (default: {name})")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
+    )
+    add_nproc(parser, "one per GPU, or 2" + (", or what --own-layout needs" if own_layout else ""))
+    if own_layout:
+        parser.add_argument("--own-layout", action="store_true", help="use the layout that each run was trained on")
+    else:
+        parser.set_defaults(own_layout=False)
+    parser.set_defaults(func=partial(run_analysis, name))
+    return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+def run_analysis(name: str, args: argparse.Namespace) -> int:
+    """Measures one run after the other, prints a table, and writes a page."""
+    if len({path.resolve() for path in args.runs}) < len(args.runs):
+        raise ConfigError("a run is named twice: leave one of them out")
+    if len(args.runs) > 1 and started_world_size() is not None:
+        raise ConfigError(
+            "ranks that were started elsewhere look at one run: name one, or start the ranks with --nproc"
+        )
+    first: Deciles | None = None
+    files = []
+    for path in args.runs:
+        folder = RunFolder(path)
+        saved = find_checkpoint(folder, args.step)
+        config = saved_config(saved, None if args.own_layout else ParallelConfig())
+        note_edited_config(folder, saved)
+        if name != "frequency" and name != "collapse":
+            _check_memory(name, config, path)
+        by_default = fewest_ranks(config.parallel) if args.own_layout else num_visible_gpus() or 2
+        num_ranks = started_world_size() or args.nproc or by_default
+        if args.own_layout:
+            validate(config, num_ranks)
+        check_data(config, folder, moved=False)
+        deciles = deciles_of(config)
+        if first is not None and deciles.bin_of.tolist() != first.bin_of.tolist():
+            raise ConfigError(
+                f"{path} and {args.runs[0]} have other tokenizers or training data, and so other bins: look at them apart"
+            )
+        first = deciles
+        files.append(path / f"{args.name}.json")
+        analysed = Analysed(config, folder, saved.path, deciles, args, files[-1])
+        if code := run_on_ranks(partial(MEASURES[name], analysed), num_ranks):
+            return code
+    if current_rank_is_first():
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        page = args.runs[0] / f"{args.name}.html"
+        print(write_page(name, found, page))
+        print(f"\nfigures: {', '.join(map(str, files))}\npage: {page}", flush=True)
+    return 0
+
+
+def _check_memory(name: str, config: RunConfig, path: Path) -> None:
+    memory = config.model.memory
+    if memory is None:
+        raise ConfigError(f"{path} is a model without memory, of which `megamem analyse {name}` has nothing to say")
+    if name == "routing" and not memory.slot_names:
+        raise ConfigError(
+            f"{path} has a memory of kind {memory.kind}, whose rows are retrieved: `megamem plot` shows how evenly they are "
+            "read; routing is for memories whose slots every token weighs (docs/token-tables.md)"
+        )

@@ -1,0 +1,164 @@
+"""What one rank does for each analysis. The first one writes what was found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel.atomic_write import atomic_write
+from pretrain.analysis.deciles import Deciles, count_tokens, frequency_deciles
+from pretrain.config.schema import RunConfig
+from pretrain.data.blend import check_blend
+from pretrain.folder import RunFolder
+
+if TYPE_CHECKING:
+    from megamem.model import MemoryGPTModel
+    from parallel.groups import ParallelGroups
+    from pretrain.data.held_out import HeldOutDataset
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """One run, and what is asked of it.
+
+    Attributes:
+        file: where what was found goes, as JSON.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    checkpoint: Path
+    deciles: Deciles
+    args: argparse.Namespace
+    file: Path
+
+
+def deciles_of(config: RunConfig) -> Deciles:
+    """The bins of a run's training data."""
+    tokenizer = check_blend(config.data.datasets)
+    return frequency_deciles(count_tokens(config.data.datasets, tokenizer.vocab_size), tokenizer)
+
+
+@contextmanager
+def _restored(run: Analysed) -> Iterator[tuple[Sequence[MemoryGPTModel], HeldOutDataset, ParallelGroups]]:
+    from pretrain.data.held_out import HeldOutDataset
+    from pretrain.restore import restore_model
+    from pretrain.session import session
+
+    config = run.config
+    with session(config) as groups:
+        tokenizer = check_blend(config.evaluated)
+        chunks = restore_model(config, run.checkpoint, tokenizer, groups)
+        separate = config.data.documents == "separate"
+        yield (
+            chunks,
+            HeldOutDataset(config.evaluated, config.train.sequence_length, separate_documents=separate),
+            groups,
+        )
+
+
+def _write(run: Analysed, groups: ParallelGroups, **found: Any) -> None:
+    if groups.is_main:
+        about = {"name": run.folder.path.resolve().name, "checkpoint": str(run.checkpoint)}
+        with atomic_write(run.file) as stream:
+            stream.write(f"{json.dumps({**about, **found}, indent=1)}\n".encode())
+
+
+def measure_frequency(run: Analysed) -> None:
+    """Losses by bin."""
+    from pretrain.analysis.losses import losses_by_bin
+
+    with _restored(run) as (chunks, held_out, groups):
+        *of_bins, others = losses_by_bin(chunks, held_out, run.deciles.bin_of, run.config, groups)
+        bins = [
+            {
+                "bin": number,
+                "types": run.deciles.num_types[number],
+                "lowest_count": run.deciles.lowest[number],
+                "highest_count": run.deciles.highest[number],
+                "tokens": round(loss.num_tokens),
+                "nats": loss.nats / loss.num_tokens if loss.num_tokens else None,
+            }
+            for number, loss in enumerate(of_bins)
+        ]
+        rest = {
+            "tokens": round(others.num_tokens),
+            "nats": others.nats / others.num_tokens if others.num_tokens else None,
+        }
+        _write(run, groups, bins=bins, in_no_bin=rest)
+
+
+def measure_layers(run: Analysed) -> None:
+    """Losses without each memory layer."""
+    from pretrain.analysis.losses import losses_without_layers
+
+    with _restored(run) as (chunks, held_out, groups):
+        whole, *without = losses_without_layers(chunks, held_out, run.config, groups)
+        blocks = [span.read for span in run.config.model.memory_spans]
+        layers = [{"block": block, "nats": nats} for block, nats in zip(blocks, without, strict=True)]
+        _write(run, groups, nats=whole, layers=layers)
+
+
+def measure_routing(run: Analysed) -> None:
+    """Mean weights by layer, bin and slot."""
+    from pretrain.analysis.routing import mean_weights
+
+    memory = run.config.model.memory
+    assert memory is not None
+    with _restored(run) as ((model,), held_out, groups):
+        weights, tokens = mean_weights(
+            model,
+            held_out,
+            run.deciles.bin_of,
+            groups,
+            num_slots=len(memory.slot_names),
+            micro_batch_size=run.config.train.micro_batch_size,
+        )
+        blocks = [span.read for span in run.config.model.memory_spans]
+        of_layers = [
+            {
+                "block": block,
+                "by_bin": [row if tokens[number] else None for number, row in enumerate(of_layer.tolist())],
+                "mean": (of_layer.nan_to_num() * tokens[:, None] / tokens.sum()).sum(0).tolist(),
+            }
+            for block, of_layer in zip(blocks, weights, strict=True)
+        ]
+        _write(run, groups, slots=memory.slot_names, tokens_by_bin=tokens.tolist(), layers=of_layers)
+
+
+def measure_collapse(run: Analysed) -> None:
+    """Distances by category and layer."""
+    from pretrain.analysis.collapse import distances, drawn_pairs, named_pairs
+
+    with _restored(run) as ((model,), held_out, groups):
+        args, tokenizer = run.args, held_out.tokenizer
+        pairs: Mapping[str, Sequence[tuple[int, int]]]
+        if args.pairs is None:
+            pairs = drawn_pairs(run.deciles, tokenizer, args.num_pairs, args.seed)
+        else:
+            pairs = {"named": named_pairs(args.pairs.split(","), tokenizer)}
+        found = distances(
+            model, pairs, held_out, groups, num_contexts=args.contexts, context_tokens=args.context_tokens
+        )
+        categories = {
+            name: {
+                "pairs": [[tokenizer.detokenize([one]) for one in pair] for pair in pairs[name]],
+                "distance": distance,
+                "relative": relative,
+            }
+            for name, (distance, relative) in found.items()
+        }
+        _write(run, groups, contexts=args.contexts, categories=categories)
+
+
+MEASURES: Mapping[str, Callable[[Analysed], None]] = {
+    "frequency": measure_frequency,
+    "layer-drop": measure_layers,
+    "routing": measure_routing,
+    "collapse": measure_collapse,
+}

@@ -1,0 +1,193 @@
+"""Tables and pages of analyses: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from parallel.atomic_write import atomic_write
+from tools.drawing import model_colours, svg
+from tools.report.style import STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Found: TypeAlias = Mapping[str, Any]
+"""What was found of a run: the content of its file."""
+
+
+def write_page(name: str, found: Sequence[Found], path: Path) -> str:
+    """Write the page of an analysis; returns its table as text."""
+    title, head, rows, figure = _PAGES[name](found)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    names = ", ".join(str(of_run["name"]) for of_run in found)
+    text = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(names)}: {escape(title)}</title><style>{STYLE}\nfigure {{ background: #fff; }}</style></head>\n"
+        f"<body><main><h1>{escape(names)}</h1><p>{escape(title)}</p><figure>{_inline(svg(figure))}</figure>"
+        f'<h2>Figures</h2><div class="scroll"><table><tr>{"".join(f"<th>{escape(cell)}</th>" for cell in head)}</tr>'
+        f"{cells}</table></div></main></body></html>\n"
+    )
+    with atomic_write(path) as stream:
+        stream.write(text.encode())
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    )
+
+
+def _inline(text: str) -> str:
+    """The `<svg>` element of an SVG file."""
+    return text[text.index("<svg") :]
+
+
+_Page: TypeAlias = "tuple[str, list[str], list[list[str]], Figure]"
+
+
+def frequency_page(found: Sequence[Found]) -> _Page:
+    """Losses by bin, side by side, and what later runs gain over the first."""
+    head = ["bin", "counts", "types", "tokens", *(str(of_run["name"]) for of_run in found)]
+    head += [f"{of_run['name']} gains" for of_run in found[1:]]
+    rows = []
+    for of_bin in zip(*(of_run["bins"] for of_run in found), strict=True):
+        first = of_bin[0]
+        counts = f"{first['lowest_count']:,}-{first['highest_count']:,}"
+        row = [str(first["bin"]), counts, f"{first['types']:,}", f"{first['tokens']:,}"]
+        row += [_nats(each["nats"]) for each in of_bin]
+        row += [_gain(first["nats"], each["nats"]) for each in of_bin[1:]]
+        rows.append(row)
+    others = [of_run["in_no_bin"] for of_run in found]
+    row = ["none", "-", "-", f"{others[0]['tokens']:,}", *(_nats(each["nats"]) for each in others)]
+    rows.append([*row, *(_gain(others[0]["nats"], each["nats"]) for each in others[1:])])
+    figure, (axes,) = _panels(1)
+    model_colours(axes)
+    for of_run in found:
+        points = [(each["bin"], each["nats"]) for each in of_run["bins"] if each["nats"] is not None]
+        axes.plot(*zip(*points, strict=True), marker="o", label=of_run["name"])
+    axes.set_xlabel("bin of equally many kinds of tokens, the rarest first")
+    axes.set_ylabel("nats per token")
+    axes.set_xticks(range(len(found[0]["bins"])))
+    axes.legend(frameon=False)
+    return "Loss by how often a token comes in training", head, rows, figure
+
+
+def _nats(nats: float | None) -> str:
+    return "-" if nats is None else f"{nats:.4f}"
+
+
+def _gain(before: float | None, after: float | None) -> str:
+    return "-" if before is None or after is None else f"{before - after:+.4f} ({(before - after) / before:+.1%})"
+
+
+def layers_page(found: Sequence[Found]) -> _Page:
+    """What each layer's memory is worth."""
+    (of_run,) = found
+    whole = of_run["nats"]
+    rows = [["none", f"{whole:.4f}", "", f"{_exp(whole):.4g}", ""]]
+    changes = []
+    for layer in of_run["layers"]:
+        more = layer["nats"] - whole
+        changes.append(100 * (_exp(more) - 1))
+        change = f"{changes[-1]:+.2f}%"
+        rows.append([str(layer["block"]), f"{layer['nats']:.4f}", f"{more:+.4f}", f"{_exp(layer['nats']):.4g}", change])
+    figure, (axes,) = _panels(1)
+    axes.bar(range(len(changes)), changes)
+    # A layer may be worth a thousand others.
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_xticks(range(len(changes)), [str(layer["block"]) for layer in of_run["layers"]])
+    axes.set_xlabel("block whose memory adds nothing")
+    axes.set_ylabel("change of perplexity in %")
+    head = ["left out", "nats per token", "more nats", "perplexity", "change"]
+    return "What each layer's memory is worth", head, rows, figure
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def routing_page(found: Sequence[Found]) -> _Page:
+    """Mean weights by layer and slot; of the last layer by bin and slot; of the last slot by layer and bin."""
+    (of_run,) = found
+    slots, layers = list(of_run["slots"]), of_run["layers"]
+    blocks = [str(layer["block"]) for layer in layers]
+    rows = [[f"block {layer['block']}", *(f"{weight:.4f}" for weight in layer["mean"])] for layer in layers]
+    bins = [str(number) for number in range(len(layers[-1]["by_bin"]))]
+    empty = [math.nan] * len(slots)
+    last = [row or empty for row in layers[-1]["by_bin"]]
+    rows += [[f"block {blocks[-1]}, bin {number}", *map(_weight, row)] for number, row in zip(bins, last, strict=True)]
+    by_layer = [[(row or empty)[-1] for row in layer["by_bin"]] for layer in layers]
+    figure, panels = _panels(3)
+    _heat(panels[0], [layer["mean"] for layer in layers], blocks, slots, "block", "slot", "Mean over all tokens")
+    _heat(panels[1], last, bins, slots, "bin, the rarest first", "slot", f"Block {blocks[-1]}, by frequency")
+    title = f"Slot {slots[-1]}, by block and frequency"
+    _heat(panels[2], by_layer, blocks, bins, "block", "bin, the rarest first", title)
+    return "Weights of slots", ["", *slots], rows, figure
+
+
+def _weight(weight: float) -> str:
+    return "-" if math.isnan(weight) else f"{weight:.4f}"
+
+
+def collapse_page(found: Sequence[Found]) -> _Page:
+    """Distances by layer, of each category and run; relative to the states' lengths beside them."""
+    kinds = [(of_run["name"], kind, figures) for of_run in found for kind, figures in of_run["categories"].items()]
+    num_layers = max(len(figures["distance"]) for *_, figures in kinds)
+    layers = ["embedding", *(f"after {block}" for block in range(num_layers - 1))]
+    head = ["run", "tokens", "", *layers]
+    rows = []
+    for run, kind, figures in kinds:
+        for key in ("distance", "relative"):
+            cells = [f"{value:.4g}" for value in figures[key]]
+            rows.append([run, kind, key, *cells, *[""] * (num_layers - len(cells))])
+    figure, panels = _panels(2)
+    for axes, key, label in zip(
+        panels, ("distance", "relative"), ("distance", "distance / mean length of the states"), strict=True
+    ):
+        model_colours(axes)
+        for run, kind, figures in kinds:
+            axes.plot(range(len(figures[key])), figures[key], marker=".", label=f"{run}: {kind}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("blocks passed")
+        axes.set_ylabel(label)
+    panels[0].legend(frameon=False, fontsize="small")
+    return "How far apart two tokens are in the same context", head, rows, figure
+
+
+def _panels(number: int) -> tuple[Figure, Sequence[Axes]]:
+    """Panels above one another."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6 * number), layout="constrained")
+    return figure, list(figure.subplots(number, squeeze=False)[:, 0])
+
+
+def _heat(
+    axes: Axes,
+    values: Sequence[Sequence[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    row_label: str,
+    column_label: str,
+    title: str,
+) -> None:
+    drawn = axes.imshow(values, cmap="viridis", aspect="auto", vmin=0)
+    axes.set_title(title, fontsize="medium")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_ylabel(row_label)
+    axes.set_xlabel(column_label)
+    axes.figure.colorbar(drawn, ax=axes, shrink=0.8)
+
+
+_PAGES: Mapping[str, Callable[[Sequence[Found]], _Page]] = {
+    "frequency": frequency_page,
+    "layer-drop": layers_page,
+    "routing": routing_page,
+    "collapse": collapse_page,
+}

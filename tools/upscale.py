@@ -1,0 +1,120 @@
+"""`megamem upscale`: grow a pretrained model by blocks between its own."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel.atomic_write import atomic_write
+from pretrain.config.schema import ParallelConfig
+from pretrain.config.source import dump_yaml
+from pretrain.growth.placement import PLACEMENTS
+from pretrain.growth.plan import METHODS, grown_blocks
+from tools.checkpoint.command import add_workers, opened, positive, size_in_bytes
+from tools.parsers import add_command
+from tools.words import plural, size_in_words
+
+if TYPE_CHECKING:
+    from pretrain.growth.upscale import Grown
+
+TRAINING_FILE = "train.yaml"
+"""In the folder: the configuration of a run that trains the new blocks alone."""
+
+_EPILOG = """\
+examples:
+  megamem upscale Llama-3.2-1B --output runs/grown --blocks 8 model.memory.kind=midus model.memory.num_heads=32
+  megamem upscale runs/dense --output runs/grown --blocks 4 --placement top-heavy model.memory.kind=midus
+  megamem upscale runs/dense --output runs/copies --insert llama-pro --blocks 4
+
+BASE is of any format that `megamem checkpoint convert` reads, and has no memory. Blocks of memory begin with tables of
+zeros: the grown model gives the same logits to the bit. The result is a run's folder with weights alone, at step 0, and
+a train.yaml that trains the new blocks and leaves the others as they are:
+
+  megamem train runs/grown/train.yaml --from runs/grown --run-dir runs/more 'data.datasets=[{path: data/mine}]'
+
+One process, without GPUs, within --max-memory whatever the size of the model; read back and compared before it gets its
+name.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `upscale` to the commands of `megamem`."""
+    parser = add_command(subparsers, "upscale", "grow a pretrained model by blocks between its own", _EPILOG)
+    parser.add_argument("base", type=Path, metavar="BASE", help="a run's folder, or a checkpoint of any format")
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="the memory that is inserted, as in model.memory.kind=midus; and the seed that it is drawn with",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="the grown model's run folder, to make"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step")
+    parser.add_argument("--blocks", type=positive, required=True, metavar="D", help="how many are inserted")
+    parser.add_argument(
+        "--insert",
+        choices=METHODS,
+        default=METHODS[0],
+        help="memory: blocks of memory; llama-pro: copies that add nothing at first; averaged: means of two blocks, "
+        "between them; solar: the blocks in the middle once more (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        help="distributed: one in each of D equal parts of the depth; top-heavy, bottom-heavy: one at each of the last, "
+        "or first, D blocks (default: distributed)",
+    )
+    parser.add_argument(
+        "--max-file-size",
+        type=size_in_bytes,
+        default="4GiB",
+        metavar="SIZE",
+        help="of tensors in a file, about (default: %(default)s)",
+    )
+    add_workers(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Grow a model, and say what was made."""
+    # These import torch.
+    from pretrain.checkpoint.formats.convert import Resources, convert
+    from pretrain.checkpoint.formats.format import Target
+    from pretrain.checkpoint.formats.names import NATIVE
+    from pretrain.checkpoint.formats.registry import FORMATS
+    from pretrain.costs.formulas import count_parameters
+    from pretrain.growth.upscale import upscale
+    from tools.checkpoint.phases import Phases
+
+    resources = Resources(args.workers, args.max_memory)
+    base = opened(args.base, args.step)
+    before = base.config.model
+    blocks = grown_blocks(args.insert, num_layers=before.num_layers, num_inserted=args.blocks, placement=args.placement)
+    grown = upscale(base, blocks, args.overrides, name=args.output.absolute().name)
+    target = Target(ParallelConfig(), with_optimizer=False, dtype=None, max_file_bytes=args.max_file_size)
+    started_s = time.monotonic()
+    with Phases() as phases:
+        made = convert(grown.checkpoint, FORMATS[NATIVE], args.output, target, resources, on_start=phases.start)
+    training = args.output / TRAINING_FILE
+    with atomic_write(training) as stream:
+        stream.write(dump_yaml(_training(grown)).encode())
+    num_before, num_after = (count_parameters(model).total for model in (before, grown.checkpoint.config.model))
+    print(
+        f"{plural(before.num_layers, 'block')} + {args.blocks}: new ones are {', '.join(map(str, grown.inserted))}, "
+        f"counted from 0\n"
+        f"{num_before:,} parameters + {num_after - num_before:,}\n"
+        f"equal, as read back: {plural(made.num_tensors, 'tensor')} of {size_in_words(made.num_bytes)}, "
+        f"{time.monotonic() - started_s:.1f} s\n"
+        f"written: {made.path}\n"
+        f"to train the new blocks alone: megamem train {training} --from {args.output} --run-dir DIR"
+    )
+    return 0
+
+
+def _training(grown: Grown) -> dict[str, Any]:
+    """A configuration over that of the folder: the new blocks alone are trained. There blocks count from 1."""
+    return {"base": "config.yaml", "optimizer": {"trained_layers": [number + 1 for number in grown.inserted]}}
