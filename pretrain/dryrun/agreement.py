@@ -72,10 +72,10 @@ def _counted(report: RankReport) -> dict[str, float]:
     """Bytes sent by field of `StageSent`."""
     found = dict.fromkeys((*_AXES.values(), "messages", "copies"), 0.0)
     for call in report.collectives:
-        if call.op == "send":
-            found["messages"] += call.sent_bytes
-        elif call.axis == "pipeline" and call.op == "all_reduce":
-            found["copies"] += call.sent_bytes
-        elif call.axis in _AXES:
+        if call.axis in _AXES:
             found[_AXES[call.axis]] += call.sent_bytes
+        elif call.op == "send":
+            found["messages"] += call.sent_bytes
+        elif call.axis == "pipeline":
+            found["copies"] += call.sent_bytes
     return found
