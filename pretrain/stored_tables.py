@@ -23,7 +23,7 @@ from megamem.sharing import BankSpec
 from megamem.token_tables.codec import FactoredRows, RowBlocks, RowCodec, make_codec
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.fetched import FetchedRows
-from megamem.token_tables.form import TableForm, parse_form
+from megamem.token_tables.form import TABLES_FILE, TableForm, parse_form
 from parallel.atomic_write import sync
 from pretrain.checkpoint.folder import STATE_FILE
 from pretrain.checkpoint.formats.native import NativeFormat
@@ -33,7 +33,6 @@ from pretrain.data.manifest import file_sha256
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.megatron import parameter_dtype
 
-MANIFEST_FILE = "tables.json"
 _FORMAT_VERSION = 1
 _BLOCK_ELEMENTS = 2**22
 """Of a table that are in memory at once."""
@@ -146,8 +145,8 @@ def write_tables(checkpoint: Path, config: RunConfig, memory: TokenTableConfig, 
         "state_sha256": file_sha256(checkpoint / STATE_FILE),
         "banks": {str(index): asdict(bank) for index, bank in banks.items()},
     }
-    (writing / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    sync(writing / MANIFEST_FILE)
+    (writing / TABLES_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    sync(writing / TABLES_FILE)
     writing.rename(folder)
     return num_bytes
 
@@ -226,7 +225,7 @@ def _fetched(
 def _read_manifest(folder: Path) -> tuple[TableForm, dict[int, StoredBank], str]:
     """Form, tables by bank, and the hash of the checkpoint that they are of."""
     try:
-        content: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads((folder / TABLES_FILE).read_text(encoding="utf-8"))
         if content["format_version"] != _FORMAT_VERSION:
             raise ValueError(f"format version {content['format_version']}, and this program reads {_FORMAT_VERSION}")
         banks = {int(index): StoredBank(**bank) for index, bank in content["banks"].items()}
@@ -253,6 +252,6 @@ def open_tables(word: str, checkpoint: Path, memory: TokenTableConfig) -> Tables
         CheckpointError: the folder does not hold this checkpoint's tables.
         ConfigError: there is no such form.
     """
-    if (Path(word) / MANIFEST_FILE).is_file():
+    if (Path(word) / TABLES_FILE).is_file():
         return TablesInFolder(Path(word), checkpoint, memory)
     return TablesInMemory(checkpoint, memory, parse_form(word))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megamem.token_tables.config import TokenTableConfig
-from megamem.token_tables.form import TableForm, parse_form
+from megamem.token_tables.form import TABLES_FILE, TableForm, parse_form
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
@@ -19,7 +19,6 @@ from pretrain.saved_run import find_checkpoint, saved_config
 from tools.parsers import add_command
 from tools.words import size_in_words
 
-MANIFEST_FILE = "tables.json"
 _EPILOG = """\
 examples:
   megamem tables runs/tide --form int4 --output runs/tide-int4
@@ -89,7 +88,7 @@ def form_of(word: str, memory: TokenTableConfig) -> TableForm:
     Raises:
         ConfigError: there is no such form, or rows cannot have it.
     """
-    manifest = Path(word) / MANIFEST_FILE
+    manifest = Path(word) / TABLES_FILE
     try:
         form = parse_form(json.loads(manifest.read_text(encoding="utf-8"))["form"] if manifest.is_file() else word)
         if form.is_factored:

@@ -10,6 +10,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+TABLES_FILE = "tables.json"
+"""In a folder of tables, what says how they are kept."""
+
 _BITS = {"int8": 8, "int4": 4}
 
 

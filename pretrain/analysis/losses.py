@@ -87,6 +87,8 @@ def _without(chunks: Sequence[MemoryGPTModel], name: str | None) -> Iterator[Non
     for chunk in chunks:
         if name is not None:
             chunk.set_memory_enabled(False, name)
-    yield
-    for chunk in chunks:
-        chunk.set_memory_enabled(True)
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.set_memory_enabled(True)

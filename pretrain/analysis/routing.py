@@ -58,9 +58,11 @@ def _watching(layers: list[MemoryLayer], sums: Tensor, bins: Tensor) -> Iterator
     handles = [
         layer.register_forward_hook(partial(_add, of_layer, bins)) for layer, of_layer in zip(layers, sums, strict=True)
     ]
-    yield
-    for handle in handles:
-        handle.remove()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _add(sums: Tensor, bins: Tensor, layer: MemoryLayer, arguments: tuple[Any, ...], _: Tensor) -> None:

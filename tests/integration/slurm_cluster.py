@@ -71,9 +71,9 @@ ReturnToService=1
 JobRequeue=1
 # The default: what is told to end does so by itself, and a busy machine takes its time.
 KillWait=30
-SlurmdTimeout=10
+SlurmdTimeout=60
 SlurmctldTimeout=30
-MessageTimeout=5
+MessageTimeout=20
 TCPTimeout=2
 InactiveLimit=0
 MinJobAge=600

@@ -94,7 +94,7 @@ class Site:
 
     def told(self) -> str:
         """All that jobs and ranks have said."""
-        logs = [*self.run.glob("**/slurm/**/job_*.log"), *sorted(self.run.glob("**/attempts/*/*.*"))]
+        logs = [*self.run.parent.glob("**/slurm/**/job_*.log"), *sorted(self.run.parent.glob("**/attempts/*/*.*"))]
         return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
     def causes(self) -> list[str]:

@@ -25,7 +25,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
     content = yaml.safe_load(config_file.read_text())
     folder = tmp_path_factory.mktemp("analysed")
     content["model"]["num_layers"] = 3
-    content["train"]["num_steps"] = 8
+    # Held-out documents are read in few microbatches.
+    content["train"] |= {"num_steps": 8, "sequence_length": 64, "micro_batch_size": 8}
     content["optimizer"] = {key: value for key, value in content["optimizer"].items() if key not in NO_MEMORY} | {
         "lr": 1e-2
     }

@@ -6,52 +6,70 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import Megamem, assert_same_tensors, checkpoint, steps
+import yaml
+from commands import Megamem, assert_same_tensors, checkpoint, last_step, steps
 from slurm_cluster import Cluster
 from slurm_site import Site
 
+from pretrain.folder import RunFolder
 from slurm.policy import Cause
+from slurm.records import JobsFolder
 
 _NUM_STEPS = 40
 # Enough for something to happen in between, few enough to be quick.
 _SHORT = (f"train.num_steps={_NUM_STEPS}", "train.micro_batch_size=2", "checkpoint.every_steps=5")
 
 
-@pytest.fixture(scope="module")
-def straight(megamem: Megamem, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run on four ranks of this machine, without Slurm."""
-    path = tmp_path_factory.mktemp("straight") / "run"
+def train_here(megamem: Megamem, config: Path, num_ranks: int, run: Path, *overrides: str) -> Path:
+    """A run on this machine, without Slurm."""
     result = megamem(
         "train",
-        config_file,
+        config,
         "--nproc",
-        4,
+        num_ranks,
         "--run-dir",
-        path,
-        *_SHORT,
+        run,
+        *overrides,
         # A core: as many threads as a rank has in the jobs, so that sums are taken in the same order.
         before=lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
     )
     assert result.code == 0, result.output
-    return path
+    return run
 
 
-def test_a_run_on_two_nodes_is_that_of_one_machine(site: Site, straight: Path) -> None:
-    said = site.submit(*_SHORT, check={"timeout_s": 120.0, "all_reduce_mb": 1})
+@pytest.fixture(scope="module")
+def straight(megamem: Megamem, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny run on two ranks."""
+    return train_here(megamem, config_file, 2, tmp_path_factory.mktemp("straight") / "run", *_SHORT)
+
+
+def test_a_run_of_stages_on_two_nodes_is_that_of_one_machine(site: Site, megamem: Megamem, tmp_path: Path) -> None:
+    """One job trains them all, on four ranks whose layout changes."""
+    config = yaml.safe_load(site.config_file.read_text())
+    config["train"] = {**config["train"], "micro_batch_size": 2}
+    del config["train"]["num_steps"]
+    config["stages"] = [
+        {"name": "wide", "num_steps": 5, "parallel": {"tensor": 2}},
+        {"name": "deep", "num_steps": 5, "parallel": {"pipeline": 2}},
+    ]
+    staged = tmp_path / "tiny.yaml"
+    staged.write_text(yaml.safe_dump(config, sort_keys=False))
+    said = site.submit(config=staged, check={"timeout_s": 240.0, "all_reduce_mb": 1})
     assert f"job {site.job}" in said
-    job = site.wait_for_state("COMPLETED", "FAILED")
-    assert job["JobState"] == "COMPLETED", site.told()
+    straight = train_here(megamem, staged, 4, tmp_path / "straight")
+    assert site.wait_for_state("COMPLETED", "FAILED")["JobState"] == "COMPLETED", site.told()
     assert steps(site.run) == steps(straight)
-    assert_same_tensors(checkpoint(site.run, _NUM_STEPS), checkpoint(straight, _NUM_STEPS))
+    assert_same_tensors(checkpoint(site.run, 10), checkpoint(straight, 10))
 
 
 def test_a_run_survives_its_time_limit_a_dead_node_and_being_requeued(
     site: Site, cluster: Cluster, straight: Path
 ) -> None:
     """One run, four attempts. Limits are looked at every 30 s, so the signal that comes before one is sent by hand."""
-    site.submit(*_SHORT)
+    site.submit(*_SHORT, ranks_per_node=1)
     site.wait_for_step(3)
     cluster.run("scancel", "--batch", "--signal=USR1", site.job)
     site.wait_for_attempt(2)
@@ -82,7 +100,7 @@ def test_a_run_survives_its_time_limit_a_dead_node_and_being_requeued(
     assert steps(site.run) == steps(straight)
     assert_same_tensors(checkpoint(site.run, _NUM_STEPS), checkpoint(straight, _NUM_STEPS))
     for folder in site.attempts():
-        assert [path.name for path in sorted(folder.path.glob("rank_*.log"))] == [f"rank_{i}.log" for i in range(4)]
+        assert [path.name for path in sorted(folder.path.glob("rank_*.log"))] == [f"rank_{i}.log" for i in range(2)]
     assert site.jobs.latest.resolve() == site.jobs.attempt_folders()[-1].path
     assert len(site.jobs.job_ids()) == 1
 
@@ -146,20 +164,24 @@ def test_a_run_that_never_reaches_a_save_is_stopped(site: Site, cluster: Cluster
     assert "2 starts in a row ended with no checkpoint" in site.command("status", site.run).output
 
 
-@pytest.mark.parametrize("partition", ["low", "grace"])
-def test_a_preempted_run_goes_on_when_the_other_job_is_done(site: Site, cluster: Cluster, partition: str) -> None:
+def test_preempted_runs_go_on_when_the_other_job_is_done(site: Site, cluster: Cluster) -> None:
     """With the seconds of KillWait alone, and with a time of grace, in which the ranks hear of it first."""
-    site.submit(*_SHORT, nodes=1, ranks_per_node=1, partition=partition)
-    site.wait_for_step(3)
+    records = [JobsFolder(RunFolder(site.run.parent / partition)) for partition in ("low", "grace")]
+    for jobs in records:
+        where: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "partition": jobs.run.path.name}
+        # Enough for the second one to begin.
+        site.submit(*_SHORT, "train.num_steps=100", "--run-dir", str(jobs.run.path), **where)
+    site.wait_until(lambda: all(last_step(jobs.run.path) >= 3 for jobs in records), "both to train")
     other = ("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--time=5", "--output=/dev/null")
-    preempting = cluster.run(*other, "--wrap=sleep 1")
-    site.wait_until(lambda: cluster.job(preempting)["JobState"] == "COMPLETED", "the other job")
-    assert site.wait_for_state("COMPLETED", "FAILED")["JobState"] == "COMPLETED", site.told()
-    first, second = site.attempts()
-    assert site.causes() == [Cause.STOPPED, Cause.FINISHED], site.told()
-    # What was done when it was told is saved, and not only what was saved before.
-    assert (second.attempt().saved_step or 0) >= 3
-    assert (first.attempt().job, second.attempt().job) == (site.job, site.job)
+    cluster.run(*other, "--wrap=sleep 1")
+    site.wait_until(lambda: all(len(jobs.ended_attempts(1)) >= 2 for jobs in records), "the end of both")
+    for jobs in records:
+        first, second = jobs.ended_attempts(1)
+        assert (first.cause, second.cause) == (Cause.STOPPED, Cause.FINISHED), site.told()
+        # What was done when it was told is saved, and not only what was saved before.
+        assert first.saved_step == first.last_step
+        assert (first.last_step or 0) >= 3
+        assert jobs.job_ids() == [first.attempt.job] == [second.attempt.job]
 
 
 def test_a_cancelled_run_saves_and_does_not_come_back(site: Site, cluster: Cluster) -> None:

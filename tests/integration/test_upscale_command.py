@@ -28,9 +28,12 @@ def test_a_run_is_grown_and_goes_on_from_there(megamem: Megamem, config_file: Pa
         losses.append(json.loads(result.output[result.output.index("{") :])["validation_loss"])
     assert losses[0] == losses[1]
 
-    result = megamem("train", grown / "config.yaml", "--from", grown, "--run-dir", more, *steps)
+    result = megamem("train", grown / "train.yaml", "--from", grown, "--run-dir", more, *steps)
     assert result.code == 0, result.output
-    assert (more / "checkpoints" / "step_00000004").is_dir()
+    result = megamem("checkpoint", "diff", grown, more, "--weights-only")
+    changed = {line.split()[0] for line in result.output.splitlines() if " differs in " in line}
+    assert "banks.0.values" in changed
+    assert [name for name in changed if not name.startswith(("decoder.layers.1.", "decoder.layers.4.", "banks."))] == []
 
     again = megamem("upscale", base, "--output", grown, "--blocks", 2, *MEMORY)
     assert again.code == 2

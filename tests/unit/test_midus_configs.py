@@ -12,6 +12,7 @@ from megamem.config import ModelConfig
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.errors import ConfigError
 from pretrain.growth.placement import anchors, positions
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,6 +37,7 @@ def test_blocks_stand_where_the_paper_says(path: Path) -> None:
     found = anchors("distributed", num_layers=base_of(model).num_layers, num_inserted=model.num_memory_layers)
     assert model.memory is not None
     assert model.memory.placement.blocks == positions(found, after=False)
+    assert config.optimizer.trained_layers == tuple(block + 1 for block in model.memory.placement.blocks)
     # Half as many as there were.
     assert model.num_memory_layers * 3 == model.num_layers
 
@@ -72,3 +74,12 @@ def test_what_a_block_of_memory_computes() -> None:
     scores = 4 * grown.hidden_size * number
     share = (flops[1] - flops[0] - scores) / (copies - flops[0] - scores)
     assert share == pytest.approx(0.119, abs=0.001)
+
+
+def test_heads_that_are_not_as_wide_as_the_model_are_refused() -> None:
+    for override, message in (
+        ("model.memory.num_heads=16", r"model\.memory\.num_heads is 16, but hidden_size = 4096 is made of 32 heads"),
+        ("model.head_dim=64", r"32 heads of 64 columns are not hidden_size = 4096 wide"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(CONFIGS / "8b.yaml", [override])

@@ -42,7 +42,7 @@ MIXED = (
     "lave_x2_3layers_gated",
 )
 TIDE = ("tide_K1_gain", "tide_K2_gain", "tide_K2_nogain", "tide_K4_nogain", "tide_K4_null_soft")
-# Latents are in tests/distributed/test_latent_attention.py; the numbers and the decompositions are of analyses.
+# Latents are in tests/distributed/test_latent_attention.py, decompositions in `test_table_forms.py`; the numbers are of analyses.
 ELSEWHERE = ("mla_lave_ungated", "mla_move_keys_mixed", "tide_numbers", "tide_svd")
 # Largest error over the largest element of the reference: of outputs, and of gradients.
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (5e-6, 2e-5)}
@@ -299,6 +299,35 @@ def test_tide_adds_what_is_recorded(
         with torch.no_grad():
             ablated = tide_stream(case, together, index)
         assert relative_error(ablated, case.tensors[f"ablate_layer{index}.out"]) <= TOLERANCE[dtype][0]
+
+
+@pytest.mark.parametrize("name", [name for name in MIXED if "3layers" not in name])
+@torch.no_grad()
+def test_weights_of_slots_are_the_recorded_gates(golden_dir: Path, name: str) -> None:
+    case = build(golden_dir, name, torch.float64, "auto")
+    mixed_weights(case)
+    values = torch.empty(0, dtype=torch.float64)
+    found = case.layers[0].slot_weights(values, case.inputs(), case.leaves["x"].transpose(0, 1))
+    wanted = case.tensors["mid.gates"].transpose(0, 1).flatten(0, 1).mean(1)
+    assert found.shape[1] == len(case.memory.slot_names)
+    # Averaged in fp32.
+    assert relative_error(found.double(), wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("name", TIDE)
+@torch.no_grad()
+def test_weights_of_slots_are_the_recorded_router(golden_dir: Path, name: str) -> None:
+    case = build(golden_dir, name, torch.float64, "auto")
+    together = tide_weights(case)
+    found: list[Tensor] = []
+    for layer in case.layers:
+        layer.register_forward_hook(lambda module, arguments, out: found.append(module.slot_weights(*arguments)))
+    tide_stream(case, together, None)
+    recorded = json.loads((golden_dir / "token" / f"{name}.json").read_text(encoding="utf-8"))
+    assert [of_layer.shape[1] for of_layer in found] == [len(case.memory.slot_names)] * len(case.layers)
+    assert [float(of_layer[:, -1].mean()) for of_layer in found] == pytest.approx(
+        recorded["null_weight_mean_per_layer"], rel=1e-12
+    )
 
 
 def test_every_recorded_case_is_tested(golden_dir: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryFile
 
 import numpy as np
 import psutil
@@ -151,19 +152,15 @@ def bench_tables_rank(
 
 @contextmanager
 def _file(folder: Path, size: int) -> Iterator[Path]:
-    """A file of that many random bytes, for as long as the context lasts."""
-    path = folder / f"megamem_bench_tables_{os.getpid()}"
+    """A path to a file of that many random bytes, for as long as the context lasts; it has no name that a kill could leave."""
     # What looks random cannot be compressed away, and no two blocks are alike.
     filler = np.random.default_rng(1).integers(0, 2**63, _FILL_BYTES // 8, dtype=np.int64)
-    try:
-        with path.open("xb") as stream:
-            for start in range(0, size, _FILL_BYTES):
-                stream.write((filler ^ start).tobytes()[: size - start])
-            stream.flush()
-            os.fsync(stream.fileno())
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+    with TemporaryFile(dir=folder) as stream:
+        for start in range(0, size, _FILL_BYTES):
+            stream.write((filler ^ start).tobytes()[: size - start])
+        stream.flush()
+        os.fsync(stream.fileno())
+        yield Path(f"/proc/self/fd/{stream.fileno()}")
 
 
 class _Bench:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megamem.config import LatentAttentionConfig, ModelConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.rotary_config import RotaryScalingConfig
 from pretrain.checkpoint.huggingface.names import pairs
@@ -39,6 +40,7 @@ MOVE = MoveConfig(value_dim=12, num_gate_heads=3)
             {"memory": MoveConfig(value_dim=32, mixed_into="latents"), "latent_attention": None},
             "mixed_into is latents, but model.latent_attention is null: set it, or use mixed_into: values",
         ),
+        ({"memory": MidusConfig(num_heads=4)}, "latent_attention is set, and .* midus reads .*: remove"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
