@@ -32,7 +32,7 @@ examples:
   megamem check-plan
   megamem check-plan configs/ultramemv2/2.5b_120b_top256.yaml --set parallel.tensor=2 --set train.recompute=none
 
-All configurations of configs/ take about TIME minutes on one core. What agrees how well: docs/planning.md.
+All configurations of configs/ take some twenty minutes on one core. What agrees how well: docs/planning.md.
 """
 
 

@@ -16,17 +16,22 @@ _COUNT, _PROBABILITY = 8, 4
 def dispatched_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes that a rank sends per microbatch for tokens on their way to experts and back, in all passes.
 
-    Forward: T K (D e + 4) to the experts, with a probability each, and T K D e back, of which (G - 1) / G leave the
-    rank; and E counts of 8 bytes to each other rank. Backward the same, without the counts.
+    Forward: T K (D e + 4) to the experts, with a probability each, and R D e back, of which (G - 1) / G leave the rank;
+    and E counts of 8 bytes to each other rank. Backward T K D e, and R (D e + 4) back. R, the tokens that come to it, is
+    T K too but for the remainder of T K / E, which the first experts get: this is their rank.
     """
     moe, group = config.model.moe, config.parallel.memory
     if moe is None or group == 1:
         return 0.0
     forwards = 2 if config.train.recompute == "full" else 1
     rows, width = division.rank_tokens * moe.top_k, config.model.hidden_size * config.train.element_bytes
-    of_pass = rows * (2 * width + _PROBABILITY) * (group - 1) / group
+    each, rest = divmod(rows, moe.num_experts)
+    mine = moe.num_experts // group
+    received = group * (mine * each + min(mine, rest))
+    there_and_back = (rows + received) * width
+    of_passes = (forwards + 1) * there_and_back + (forwards * rows + received) * _PROBABILITY
     counts = forwards * (group - 1) * moe.num_experts * _COUNT
-    return stage.num_ffns * ((forwards + 1) * of_pass + counts)
+    return stage.num_ffns * (of_passes * (group - 1) / group + counts)
 
 
 def experts_kept(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:

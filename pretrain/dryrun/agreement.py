@@ -13,7 +13,8 @@ HELD_LIMIT, ACTIVATIONS_LIMIT, REDUCTIONS_LIMIT, SENT_LIMIT = 0.02, 0.1, 0.02, 1
 """Shares of what is counted. Buffers that are reduced are padded, so their formula is as exact as that of weights; what
 else is sent is exact, but for the whole bytes that a call's share is rounded to."""
 _SMALL = 1e-3
-"""Parts below this share of what is held, and groups below this share of all that is sent, are not worth a limit."""
+"""Parts below this share of what is held are not worth a limit."""
+_PADDED = ("tables", "dense", "copies")
 
 # By the axes of a dry run's groups: what of `StageSent` they send.
 _AXES: Mapping[str, str] = {
@@ -60,12 +61,10 @@ def figures(report: RankReport, stage: StageBytes, sent: StageSent) -> Iterator[
     yield Figure("activations", stage.activations, report.activation_bytes, ACTIVATIONS_LIMIT)
     if report.held.host or stage.host_tables:
         yield Figure(MemoryPart.HOST.value, stage.host_tables, report.held.host, HELD_LIMIT)
-    counted_by_field = _counted(report)
-    total = sum(counted_by_field.values())
-    for name, num_bytes in counted_by_field.items():
+    for name, num_bytes in _counted(report).items():
         predicted = getattr(sent, name)
-        if max(predicted, num_bytes) > _SMALL * total:
-            limit = REDUCTIONS_LIMIT if name in ("tables", "dense") else SENT_LIMIT
+        if max(predicted, num_bytes) > 0:
+            limit = REDUCTIONS_LIMIT if name in _PADDED else SENT_LIMIT
             yield Figure(f"sent: {name}", predicted, num_bytes, limit)
 
 
@@ -73,10 +72,10 @@ def _counted(report: RankReport) -> dict[str, float]:
     """Bytes sent by field of `StageSent`."""
     found = dict.fromkeys((*_AXES.values(), "messages", "copies"), 0.0)
     for call in report.collectives:
-        if call.op == "send":
-            found["messages"] += call.sent_bytes
-        elif call.axis == "pipeline" and call.op == "all_reduce":
-            found["copies"] += call.sent_bytes
-        elif call.axis in _AXES:
+        if call.axis in _AXES:
             found[_AXES[call.axis]] += call.sent_bytes
+        elif call.op == "send":
+            found["messages"] += call.sent_bytes
+        elif call.axis == "pipeline":
+            found["copies"] += call.sent_bytes
     return found
