@@ -144,8 +144,10 @@ class ModelConfig(Config):
                     "model.memory.placement.position is instead in every block, which leaves no feed-forward for "
                     "model.moe: use position: beside, or fewer blocks"
                 )
-            is_inserted = any(self.memory.slot_of(span) is Slot.BLOCK for span in self.memory_spans)
-            if is_inserted and self.num_attention_heads * self.attention_head_dim != self.hidden_size:
+            if (
+                self.memory.slot is Slot.BLOCK
+                and self.num_attention_heads * self.attention_head_dim != self.hidden_size
+            ):
                 raise ValueError(
                     f"model.memory.kind is {self.memory.kind}, whose blocks add what their heads read to the residual "
                     f"stream, but {self.num_attention_heads} heads of {self.attention_head_dim} columns are not "
@@ -183,9 +185,7 @@ class ModelConfig(Config):
                 "model.rotary_scaling.kind is yarn, whose attention_factor is for queries and keys that are turned whole, "
                 "and those of model.latent_attention are turned in part: use ntk, linear or llama3"
             )
-        slots = {self.memory.slot_of(span) for span in self.memory_spans} if self.memory is not None else set()
-        if slots & {Slot.HEADS, Slot.BLOCK}:
-            assert self.memory is not None
+        if self.memory is not None and self.memory.slot in (Slot.HEADS, Slot.BLOCK):
             raise ValueError(
                 f"model.memory.kind is {self.memory.kind}, whose memories read what heads of plain attention give: set "
                 "model.latent_attention: null, or choose another memory"

@@ -138,8 +138,11 @@ class JobsFolder:
     def begin_attempt(self, attempt: Attempt) -> AttemptFolder:
         """The folder of a new attempt, to which `latest` points from now on."""
         folder = AttemptFolder(self.attempts / f"{len(self.attempt_folders()) + 1:04d}")
-        folder.path.mkdir(parents=True)
-        _write(folder.begun, asdict(attempt))
+        # Whoever looks finds it with its record, or not at all.
+        unnamed = AttemptFolder(self.attempts / f".{folder.path.name}.{uuid.uuid4().hex}")
+        unnamed.path.mkdir(parents=True)
+        _write(unnamed.begun, asdict(attempt))
+        unnamed.path.rename(folder.path)
         link = self.path / f".latest.{uuid.uuid4().hex}"
         link.symlink_to(Path("attempts") / folder.path.name)
         os.replace(link, self.latest)

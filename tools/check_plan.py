@@ -95,7 +95,9 @@ def on_few_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     num_ranks = layout.pipeline * of_stage
     rounds = layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1)
     batch = rounds * train.micro_batch_size * of_stage // (layout.tensor * layout.context)
-    model = config.model if config.model.vocab_size else replace(config.model, vocab_size=_VOCABULARY)
+    # Of a memory of tokens, if it is one.
+    vocab_size = config.model.vocab_size or getattr(config.model.memory, "vocab_size", _VOCABULARY)
+    model = replace(config.model, vocab_size=vocab_size)
     smaller = replace(config, model=model, train=replace(train, global_batch_size=batch, batch_ramp=None))
     return smaller, num_ranks
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from megamem.slots import Slot
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import slots_of_memories
 from pretrain.costs.context import context_way, run_costs
 from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.held import copied_elements
@@ -63,7 +65,8 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
     return StageSent(
         memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
         context=m * _context(config, stage),
-        tensor=m * tensor_passes(config, stage) * (layout.tensor - 1) * hidden + _tensor_sums(config, stage, division),
+        tensor=m * (layout.tensor - 1) * (tensor_passes(config, stage) * hidden + _latents(config, stage, division))
+        + _tensor_sums(config, stage, division),
         messages=m * crossings * hidden,
         tables=ring(local_tables(config, stage), division.table_replicas),
         dense=ring(local_dense(config, stage), division.replicas * layout.context),
@@ -100,6 +103,24 @@ def tensor_passes(config: RunConfig, stage: Stage) -> int:
     pairs = stage.num_blocks + (stage.num_ffns if config.model.moe is None else 0)
     # The embedding scatters, and gathers backward; the output projection scatters backward alone.
     return (2 * forwards + 3) * pairs + 2 * stage.has_embedding + 3 * stage.has_loss
+
+
+def _latents(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Bytes of a microbatch that latent attention sends to each other rank besides, forward and backward.
+
+    Their down-projection gathers hidden states as that of queries does, and their up-projection the latents; a column of
+    theirs is computed on one rank, and all columns go to the rank that has the token; rotary keys are gathered.
+    """
+    latent = config.model.latent_attention
+    if latent is None:
+        return 0.0
+    forwards = 2 if config.train.recompute == "full" else 1
+    blocks = [block for chunk in stage.chunks for block in chunk.layers]
+    twice = sum(slots_of_memories(config.model, block).count(Slot.VALUES) for block in blocks)
+    gathered = stage.num_blocks * config.model.hidden_size + (stage.num_blocks + twice) * latent.latent_dim
+    exchanged = (latent.latent_dim + latent.rotary_dim) / config.parallel.tensor + latent.rotary_dim
+    elements = (forwards + 2) * gathered + (forwards + 1) * stage.num_blocks * exchanged
+    return division.rank_tokens * elements * config.train.element_bytes
 
 
 def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:

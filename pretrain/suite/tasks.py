@@ -32,7 +32,6 @@ MOST_ROUNDS = 8
 MOST_FACTS = 20_000
 """In one text; there are 85,750 names to ask for, about."""
 _NUM_INPUTS, _NUM_LABELS = 8, 4
-_MOST_FURTHER = 7
 
 
 @dataclass(frozen=True)
@@ -200,5 +199,5 @@ def _place(depth: float, number: int) -> int:
 
 
 def _further(names: Names, facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    chosen = names.draw.sample(facts, min(len(facts), _MOST_FURTHER))
-    return [(asked(name), f" {value}") for name, value in chosen]
+    """All of them, in any order."""
+    return [(asked(name), f" {value}") for name, value in names.draw.sample(facts, len(facts))]

@@ -464,7 +464,7 @@ def _(base: RunConfig, second: RunConfig) -> None:
         seen: list[RunFolder] = []
         with (
             patch.object(tools.train, "run_on_ranks", lambda main, num_ranks, log_dir: main() or 0),
-            patch.object(tools.train, "train_rank", lambda stages, folder, start, seen=seen: seen.append(folder)),
+            patch.object(tools.train, "train_rank", lambda stages, folder, *others, seen=seen: seen.append(folder)),
         ):
             assert main(["train", "named.yaml"]) == 0
         assert [folder.path for folder in seen] == [Path("runs") / name]

@@ -67,7 +67,10 @@ def test_a_chain_of_stages_is_that_run_whatever_happens_to_its_jobs(
         cluster.run("scancel", "--signal=KILL", f"{first}.0")
         site.wait_until(lambda at=attempt: len(links[0].ended_attempts(1)) == at, "its end")  # type: ignore[misc]
     site.wait_until(lambda: len(links[0].job_ids()) == 2, "another job")
-    assert cluster.job(second)["Dependency"].startswith(f"afterok:{links[0].job_ids()[1]}")
+    after = f"afterok:{links[0].job_ids()[1]}"
+    site.wait_until(lambda: cluster.job(second)["Dependency"].startswith(after), "the second link to wait for it")
+    # Slurm says why a job waits when it has looked at it.
+    site.wait_until(lambda: cluster.job(second)["Reason"] == "Dependency", "the second link's reason")
     status = site.command("status", site.run).output
     assert f"job {second} of stage second pending (Dependency)" in status
 

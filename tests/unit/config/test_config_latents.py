@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -73,8 +73,7 @@ def test_a_head_behind_latents_is_no_place_for_a_memory() -> None:
     from megamem.slots import Slot
 
     class OnHeads(MoveConfig):
-        def slot_of(self, span: Any) -> Slot:
-            return Slot.HEADS
+        slot: ClassVar[Slot | None] = Slot.HEADS
 
     with pytest.raises(
         ValueError, match=r"kind is move, whose memories read what heads .*: set model.latent_attention: null"
