@@ -140,7 +140,7 @@ def test_a_text_that_is_too_short_is_refused(writer: Writer) -> None:
     with pytest.raises(ConfigError, match=r"hops needs \d+ tokens of this tokenizer, and the length is 40: ask longer"):
         writer.write("hops", 0.5, 40, NUM_WRONG, random.Random(1))
     with pytest.raises(
-        ConfigError, match=r"documents of 64 tokens keep 16 of them .* kv needs \d+ tokens .* is 48: ask"
+        ConfigError, match=r"documents of 64 tokens keep 32 of them .* kv needs \d+ tokens .* is 32: ask"
     ):
         writer.document("kv", 64, random.Random(1))
 

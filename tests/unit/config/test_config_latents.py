@@ -12,6 +12,7 @@ from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.rotary_config import RotaryScalingConfig
+from megamem.slots import Slot
 from pretrain.checkpoint.huggingface.names import pairs
 from pretrain.checkpoint.megatron_ranks.layout import RankLayout
 from pretrain.checkpoint.releases import released_pairs
@@ -70,8 +71,6 @@ def test_formats_without_latents_say_so() -> None:
 
 
 def test_a_head_behind_latents_is_no_place_for_a_memory() -> None:
-    from megamem.slots import Slot
-
     class OnHeads(MoveConfig):
         slot: ClassVar[Slot | None] = Slot.HEADS
 
