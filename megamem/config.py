@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamem.config_base import Config, EffectiveWhen, LossWeight
 from megamem.identity import Role
-from megamem.memory_config import MemoryConfig
+from megamem.memory_config import Backbone, MemoryConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingPlan
 from megamem.slots import Slot
@@ -156,13 +156,14 @@ class ModelConfig(Config):
             self.memory.check(
                 hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )
-            self.memory.check_backbone(
+            backbone = Backbone(
                 hidden_size=self.hidden_size,
                 query_groups=self.query_groups,
                 head_dim=self.attention_head_dim,
                 latent_dim=None if self.latent_attention is None else self.latent_attention.latent_dim,
                 vocab_size=self.vocab_size,
             )
+            self.memory.check_backbone(backbone)
 
     def _check_latents(self, latent: LatentAttentionConfig) -> None:
         if latent.rotary_dim % 2 or latent.rotary_dim >= self.attention_head_dim:

@@ -116,6 +116,25 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class Backbone:
+    """What a memory may have to fit of the model around it.
+
+    Attributes:
+        hidden_size: of the residual stream.
+        query_groups: key/value heads of attention.
+        head_dim: columns of a head.
+        latent_dim: width of attention's latents; None: it has none.
+        vocab_size: token ids; None: as many as the tokenizer has.
+    """
+
+    hidden_size: int
+    query_groups: int
+    head_dim: int
+    latent_dim: int | None
+    vocab_size: int | None
+
+
+@dataclass(frozen=True)
 class MemoryConfig(Config, ABC):
     """One memory layer, the same in every block that has one. What others read of it stands in the methods below."""
 
@@ -147,11 +166,8 @@ class MemoryConfig(Config, ABC):
             ValueError: with key, value and fix.
         """
 
-    def check_backbone(
-        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
-    ) -> None:
-        """Refuse widths, key/value heads, latents of attention (None: it has none) and a vocabulary (None: that of the
-        tokenizer) that this memory does not fit.
+    def check_backbone(self, backbone: Backbone) -> None:
+        """Refuse a backbone that this memory does not fit.
 
         Raises:
             ValueError: with key, value and fix.

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Lookup, MemoryConfig, Table
+from megamem.memory_config import Backbone, Lookup, MemoryConfig, Table
 from megamem.slots import Slot
 from megamem.spans import Span
 
@@ -43,9 +43,8 @@ class TokenTableConfig(MemoryConfig):
         """Rows of a bank."""
         return self.vocab_size * self.rows_per_token
 
-    def check_backbone(
-        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
-    ) -> None:
+    def check_backbone(self, backbone: Backbone) -> None:
+        vocab_size = backbone.vocab_size
         if vocab_size is not None and vocab_size != self.vocab_size:
             raise ValueError(
                 f"model.memory.vocab_size is {self.vocab_size}, but model.vocab_size is {vocab_size}: every token id "
@@ -98,16 +97,9 @@ class MixedValuesConfig(TokenTableConfig):
     def lookup(self) -> Lookup:
         return Lookup(self.rows_per_token, scores=self.num_gate_heads)
 
-    def check_backbone(
-        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
-    ) -> None:
-        super().check_backbone(
-            hidden_size=hidden_size,
-            query_groups=query_groups,
-            head_dim=head_dim,
-            latent_dim=latent_dim,
-            vocab_size=vocab_size,
-        )
+    def check_backbone(self, backbone: Backbone) -> None:
+        super().check_backbone(backbone)
+        query_groups, head_dim, latent_dim = backbone.query_groups, backbone.head_dim, backbone.latent_dim
         if self.mixed_into == "latents" and latent_dim is None:
             raise ValueError(
                 "model.memory.mixed_into is latents, but model.latent_attention is null: set it, or use mixed_into: values"

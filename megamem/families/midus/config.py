@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Lookup, MemoryConfig, Observed, Table
+from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Table
 from megamem.sharing import SharingPlan, private_banks
 from megamem.slots import Slot
 
@@ -41,9 +41,8 @@ class MidusConfig(MemoryConfig):
                 "num_keys or lower top_k"
             )
 
-    def check_backbone(
-        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
-    ) -> None:
+    def check_backbone(self, backbone: Backbone) -> None:
+        hidden_size, head_dim = backbone.hidden_size, backbone.head_dim
         if self.num_heads * head_dim != hidden_size:
             raise ValueError(
                 f"model.memory.num_heads is {self.num_heads}, but hidden_size = {hidden_size} is made of "

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Lookup, Observed
+from megamem.memory_config import Backbone, Lookup, Observed
 from megamem.sharing import SharingPlan, common_bank
 from megamem.token_tables.config import TokenTableConfig
 
@@ -45,18 +45,10 @@ class TideConfig(TokenTableConfig):
     def plan(self, num_layers: int) -> SharingPlan:
         return common_bank(self.num_rows, num_layers, on_every_stage=True)
 
-    def check_backbone(
-        self, *, hidden_size: int, query_groups: int, head_dim: int, latent_dim: int | None, vocab_size: int | None
-    ) -> None:
-        super().check_backbone(
-            hidden_size=hidden_size,
-            query_groups=query_groups,
-            head_dim=head_dim,
-            latent_dim=latent_dim,
-            vocab_size=vocab_size,
-        )
-        if self.value_dim != hidden_size:
+    def check_backbone(self, backbone: Backbone) -> None:
+        super().check_backbone(backbone)
+        if self.value_dim != backbone.hidden_size:
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, but rows are added to a residual stream of "
-                f"{hidden_size} columns as they are: set model.memory.value_dim: {hidden_size}"
+                f"{backbone.hidden_size} columns as they are: set model.memory.value_dim: {backbone.hidden_size}"
             )
