@@ -17,6 +17,7 @@ from pretrain.config.validate import validate
 from pretrain.costs.memory import stage_bytes
 from pretrain.costs.sent import stages_sent
 from tools.parsers import add_command
+from tools.vocabulary import with_vocabulary
 
 if TYPE_CHECKING:
     from pretrain.dryrun.agreement import Figure
@@ -95,10 +96,8 @@ def on_few_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     num_ranks = layout.pipeline * of_stage
     rounds = layout.pipeline * (2 if layout.virtual_pipeline > 1 else 1)
     batch = rounds * train.micro_batch_size * of_stage // (layout.tensor * layout.context)
-    # Of a memory of tokens, if it is one.
-    vocab_size = config.model.vocab_size or getattr(config.model.memory, "vocab_size", _VOCABULARY)
-    model = replace(config.model, vocab_size=vocab_size)
-    smaller = replace(config, model=model, train=replace(train, global_batch_size=batch, batch_ramp=None))
+    config = with_vocabulary(config, _VOCABULARY)
+    smaller = replace(config, train=replace(train, global_batch_size=batch, batch_ramp=None))
     return smaller, num_ranks
 
 

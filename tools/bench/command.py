@@ -21,6 +21,7 @@ from tools.parsers import add_command
 from tools.ranks import add_device, add_nproc, default_num_ranks, fewest_ranks, run_on_ranks, started_world_size
 from tools.stages import add_stage
 from tools.tables import token_tables
+from tools.vocabulary import with_vocabulary
 
 _EPILOG = """\
 examples:
@@ -333,7 +334,7 @@ def _with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
     """Tokens are random: no tokenizer says how many there are."""
     if vocab_size < 1:
         raise ConfigError(f"--vocab-size is {vocab_size}: it must be at least 1")
-    return replace(config, model=replace(config.model, vocab_size=config.model.vocab_size or vocab_size))
+    return with_vocabulary(config, vocab_size)
 
 
 def _load_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
