@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.costs.attention import cached_bytes_per_token
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.sampling import Sampling
 from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
+from tools.pace import Pace
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
 from tools.tables import form_of, token_tables
+from tools.words import size_in_words
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
@@ -84,6 +87,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="pass the whole text through the model for every token, to compare (default: the new token alone)",
+    )
     parser.add_argument("--tables", metavar="DIR", help="read the memory's tables from here, see below")
     add_nproc(parser, "1", what="ranks to start here, over which the memory tables are split", default=1)
     parser.set_defaults(func=run_generate)
@@ -99,6 +107,7 @@ class Request:
         samplings: one per sample.
         stops: texts that end a sample, and are no part of it.
         tables: a folder or form that the memory's rows come from; None: they are part of the model.
+        cached: whether attention remembers the text.
     """
 
     prompt: str
@@ -106,6 +115,7 @@ class Request:
     samplings: Sequence[Sampling]
     stops: Sequence[str] = ()
     tables: str | None = None
+    cached: bool = True
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -136,7 +146,7 @@ def _request(args: argparse.Namespace) -> Request:
     first = Sampling(args.temperature, args.top_p, args.seed, args.top_k)
     samplings = [replace(first, seed=first.seed + number) for number in range(args.samples)]
     prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
-    return Request(prompt, args.max_tokens, samplings, args.stop, args.tables)
+    return Request(prompt, args.max_tokens, samplings, args.stop, args.tables, not args.no_cache)
 
 
 def _read_prompt(file: str) -> str:
@@ -170,6 +180,7 @@ def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, r
                 f"{config.train.sequence_length:,} (train.sequence_length)",
                 file=sys.stderr,
             )
+        pace = Pace()
         for number, sampling in enumerate(request.samplings, start=1):
             if len(request.samplings) > 1:
                 write(f"--- sample {number} of {len(request.samplings)} (seed {sampling.seed}) ---\n")
@@ -183,11 +194,21 @@ def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, r
                 eod=tokenizer.eod,
                 sampling=sampling,
                 group=groups.megatron.ep,
+                cached=request.cached,
             )
+            timed = pace.of(generated, num_prompt=1 + len(ids), context_tokens=config.train.sequence_length)
             with closing(generated):
-                for text in texts(generated, tokenizer, request.stops):
+                for text in texts(timed, tokenizer, request.stops):
                     write(text)
             write("\n")
+        if groups.is_main and pace.spent:
+            print(f"{pace.in_words()}; {_cache_in_words(config, request)}", file=sys.stderr)
+
+
+def _cache_in_words(config: RunConfig, request: Request) -> str:
+    if not request.cached:
+        return "no cache"
+    return f"cache {size_in_words(cached_bytes_per_token(config.model, config.train.element_bytes))} per token"
 
 
 def texts(ids: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str]) -> Iterator[str]:
