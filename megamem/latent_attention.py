@@ -33,7 +33,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megamem.attention import last_token_attention
+from megamem.attention import SdpaCoreAttention, last_token_attention
 from megamem.block import MemorySite
 from megamem.config import LatentAttentionConfig
 from megamem.inputs import Inputs
@@ -62,6 +62,7 @@ class LatentAttention(Attention):
     """Attention whose keys and values are made of latents, as Megatron's layer builds and calls attention."""
 
     tp_group: torch.distributed.ProcessGroup
+    core_attention: SdpaCoreAttention
 
     def __init__(
         self,
@@ -133,7 +134,8 @@ class LatentAttention(Attention):
         keys, values = self._cached(cache, of_keys, of_values, self._turned(rotary_keys.unsqueeze(2), angles))
         head, rotary_dim = self.hidden_size_per_attention_head, self.widths[1]
         # [n, d - r, C] and [n, d, C].
-        by_heads = self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+        up_projection = self.linear_kv_up_proj.get_parameter("weight")
+        by_heads = up_projection.unflatten(0, (self.num_attention_heads_per_partition, -1))
         to_keys, to_values = by_heads.split([head - rotary_dim, head], 1)
         queries = self._by_heads(self.linear_q_proj(hidden)[0])
         plain, rotary = queries.split([head - rotary_dim, rotary_dim], 3)

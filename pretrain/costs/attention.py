@@ -80,6 +80,15 @@ def cached_bytes_per_token(model: ModelConfig, element: int) -> int:
     return (model.num_layers * (latent.latent_dim + latent.rotary_dim) + mixed_apart * latent.latent_dim) * element
 
 
+def expanded_bytes(model: ModelConfig, element: int) -> int:
+    """Bytes of all heads' own values of all rows, in elements of so many bytes: N^2 n d of each table, of memories that
+    expand values for every head (`MemoryConfig.expands_values`), where that is done once for generation."""
+    memory = model.memory
+    assert memory is not None
+    assert memory.expands_values
+    return sum(bank.num_rows for bank in model.memory_plan.banks) * model.hidden_size * element
+
+
 def _up_projection(model: ModelConfig) -> int:
     """Weights that make keys and values of latents, C n (2 d - r)."""
     latent = model.latent_attention

@@ -24,7 +24,7 @@ from megamem.rotary_config import RotaryScalingConfig
 from parallel.groups import ParallelGroups
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import cached_bytes_per_token
+from pretrain.costs.attention import cached_bytes_per_token, expanded_bytes
 from pretrain.generate import generate
 from pretrain.sampling import Sampling
 
@@ -187,6 +187,30 @@ def test_what_is_mixed_into_values_is_in_the_cache(run_ranks: Any) -> None:
         return len(MIXED)
 
     assert run_ranks(main, 1) == [len(MIXED)]
+
+
+def test_values_that_are_expanded_once_give_the_same_logits(run_ranks: Any) -> None:
+    """And take the bytes of the formula."""
+
+    def main() -> dict[str, float]:
+        found = {}
+        config, tokens = on(CASES["midus"]), some_tokens()
+        with joined(config) as groups:
+            # In bf16 rounding may select other rows.
+            for dtype, tolerance in (TOLERANCE | {torch.bfloat16: 0.2}).items():
+                chunk = chunk_of(config, groups, dtype)
+                wanted = at_once(chunk, tokens)
+                num_bytes = 0
+                for layer in chunk.memory_layers:
+                    layer.expand_values()
+                    num_bytes += layer.own_values.nbytes  # type: ignore[union-attr]
+                assert num_bytes == expanded_bytes(config.model, dtype.itemsize)
+                logits, _ = continued(chunk, tokens, 4)
+                found[str(dtype)] = error(logits, wanted[:, 3:]) / tolerance
+        return found
+
+    (found,) = run_ranks(main, 1)
+    assert max(found.values()) <= 1, found
 
 
 TEXTS = ("ultramem_v2, activated", "midus", "move", "tide", "latents, move for values alone", "skips", "experts")

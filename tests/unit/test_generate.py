@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megamem.config import ModelConfig
+from megamem.families.midus.config import MidusConfig
+from megamem.families.pkm.config import PkmConfig
 from megamem.kv_cache import KeyValueCache
+from megamem.memory_config import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.costs.attention import cached_bytes_per_token
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.errors import ConfigError
 from pretrain.generate import generate
 from pretrain.sampling import Sampling
 from tools import generate as command
@@ -306,3 +312,38 @@ def test_the_tables_are_split_over_as_many_ranks_as_were_asked_for(monkeypatch: 
     arguments = parser.parse_args(["generate", "runs/one", "--nproc", "4"])
     arguments.func(arguments)
     assert asked == [ParallelConfig(memory=4), 4]
+
+
+MEMORY = MidusConfig(num_heads=4, placement=PlacementConfig(blocks=(1,)))
+GROWN = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, memory=MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "message"),
+    [
+        (replace(GROWN, memory=None), 1, "the model's memory is none, whose heads expand no values"),
+        (replace(GROWN, memory=PkmConfig(value_dim=32)), 1, "memory is pkm, whose heads expand no values"),
+        (GROWN, 2, "needs whole tables: generate on one rank, not 2"),
+        (GROWN, 1, None),
+    ],
+)
+def test_values_are_expanded_where_heads_do_and_tables_are_whole(
+    monkeypatch: pytest.MonkeyPatch, model: ModelConfig, num_ranks: int, message: str | None
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("tools.generate.find_checkpoint", lambda folder, step: SimpleNamespace(path=Path("there")))
+    monkeypatch.setattr(
+        "tools.generate.saved_config", lambda saved, parallel: RunConfig(model=model, parallel=parallel)
+    )
+    monkeypatch.setattr("tools.generate.note_edited_config", lambda folder, saved: None)
+    monkeypatch.setattr(command, "run_on_ranks", lambda main, num_ranks: started.append(num_ranks))
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["generate", "runs/one", "--expand-values", "--nproc", str(num_ranks)])
+    if message is None:
+        arguments.func(arguments)
+        assert started == [1]
+    else:
+        with pytest.raises(ConfigError, match=message):
+            arguments.func(arguments)
+        assert not started

@@ -20,6 +20,7 @@ class MidusConfig(MemoryConfig):
 
     slot: ClassVar[Slot | None] = Slot.BLOCK
     """All that its block adds."""
+    expands_values: ClassVar[bool] = True
 
     kind: Literal["midus"] = "midus"
     """midus: inserted blocks of head-wise memory."""
