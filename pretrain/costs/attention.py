@@ -66,6 +66,29 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     return attention * head
 
 
+def cached_bytes_per_token(model: ModelConfig, element: int) -> int:
+    """Bytes that generation keeps of a token of the text, in elements of so many bytes.
+
+    A block's cache holds keys and values of its key/value heads, 2 g d columns. Of latent attention it holds a latent and a
+    rotary key, C + r; and one more latent, C, where a memory mixes those of values alone. What a memory mixes into values
+    or latents adds nothing else: they are held as they were mixed.
+    """
+    latent = model.latent_attention
+    if latent is None:
+        return 2 * model.query_groups * model.attention_head_dim * model.num_layers * element
+    mixed_apart = slots_of_memories(model).count(Slot.VALUES)
+    return (model.num_layers * (latent.latent_dim + latent.rotary_dim) + mixed_apart * latent.latent_dim) * element
+
+
+def expanded_bytes(model: ModelConfig, element: int) -> int:
+    """Bytes of all heads' own values of all rows, in elements of so many bytes: N^2 n d of each table, of memories that
+    expand values for every head (`MemoryConfig.expands_values`), where that is done once for generation."""
+    memory = model.memory
+    assert memory is not None
+    assert memory.expands_values
+    return sum(bank.num_rows for bank in model.memory_plan.banks) * model.hidden_size * element
+
+
 def _up_projection(model: ModelConfig) -> int:
     """Weights that make keys and values of latents, C n (2 d - r)."""
     latent = model.latent_attention
