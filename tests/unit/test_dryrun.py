@@ -72,6 +72,10 @@ LATENTS = replace(
     ),
     train=replace(SPLIT.train, recompute="none"),
 )
+QUERIES_TOO = replace(
+    LATENTS,
+    model=replace(LATENTS.model, latent_attention=LatentAttentionConfig(64, 16, query_latent_dim=96)),
+)
 MIXTURE = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
@@ -93,6 +97,7 @@ CONFIGS = {
     "offloaded": OFFLOADED,
     "selective": SELECTIVE,
     "latents": LATENTS,
+    "latents, of queries too": QUERIES_TOO,
     **CUT,
 }
 REAL = replace(
