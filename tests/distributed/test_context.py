@@ -29,6 +29,7 @@ from parallel.context_ring import RingAttention
 from parallel.context_ways import attention_core
 from parallel.cpu import cuda_on_cpu
 from pretrain.costs.context import context_costs
+from pretrain.dryrun.recorder import Recorder
 from pretrain.megatron import transformer_config
 
 LENGTH, SEQUENCES, HEADS, WIDTH = 24, 2, 4, 6
@@ -289,3 +290,42 @@ def test_sequences_that_are_whole_are_attended_to_without_a_collective(seen: Any
     for of_rank in seen:
         assert of_rank["cores alone"] == {SdpaCoreAttention}
         assert all(of_rank[size, "cores"] == WAYS for size in SIZES)
+
+
+def most_held(way: str, group: dist.ProcessGroup | None, num_key_heads: int) -> tuple[int, int]:
+    """Elements that attention holds at its most, forward and backward, of 64 tokens per rank and 8 query heads; in
+    vectors of one head of all of the rank's tokens.
+    """
+    tokens = 64
+    own = [torch.randn(tokens, 1, n, WIDTH, requires_grad=True) for n in (8, num_key_heads, num_key_heads)]
+    with Recorder({}, answers=False).recording() as recorder:
+        out = attention(WAYS[way], group)(*own, attention_mask=None)
+        forward = recorder.peak.total
+        recorder.restart_peak()
+        out.sum().backward()
+        backward = recorder.peak.total
+    vector = 4 * tokens * WIDTH
+    return forward // vector, backward // vector
+
+
+def test_a_ring_of_any_size_holds_what_is_there_and_what_is_coming(run_ranks: Any) -> None:
+    """With as many tokens per rank, twice as many ranks hold no more; where keys are gathered, twice as many of them."""
+
+    def main() -> dict[Any, tuple[int, int]]:
+        half, _ = dist.new_subgroups(4)
+        assert dist.group.WORLD is not None
+        groups = {4: half, 8: dist.group.WORLD}
+        return {
+            (way, size, key_heads): most_held(way, group, key_heads)
+            for way, key_heads in itertools.product(("gather", "ring"), (2, 8))
+            for size, group in groups.items()
+        }
+
+    for found in run_ranks(main, 8):
+        for key_heads in (2, 8):
+            (forward, backward), (of_8, backward_of_8) = found["ring", 4, key_heads], found["ring", 8, key_heads]
+            assert of_8 == forward
+            # A sum of gradients, of keys and values, is made while one is still on its way.
+            assert backward_of_8 - backward <= 2 * key_heads
+            for gathered, twice in zip(found["gather", 4, key_heads], found["gather", 8, key_heads], strict=True):
+                assert twice - gathered >= 4 * 2 * key_heads

@@ -11,26 +11,30 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from commands import assert_same_tensors, checkpoint, evaluations, steps
 
 from parallel.launch import RankError
 from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.checkpoint.folder import read_state, sealed
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_stages
 from pretrain.errors import StoppedEarly
 from pretrain.folder import RunFolder
 from pretrain.history import Incident, read_history
 from pretrain.loop import StopRequest, train
 from pretrain.optimizer import GradientNorms
-from pretrain.run import Run, open_run, owning
+from pretrain.run import Run, owning
 from pretrain.session import session
+from pretrain.stages import train_stages
 from tests.deadline import launch_within
 
 RULE = ("health.spikes.window_steps=2", "health.spikes.grad_norm_deviations=300", "health.spikes.loss_deviations=null")
 REWIND = ("health.spikes.action=rewind", *RULE)
-RUN = ("train.num_steps=10", "checkpoint.every_steps=4", "checkpoint.keep_last=0", "logging.memory_every_steps=3")
+STAGED = ("checkpoint.every_steps=4", "checkpoint.keep_last=0", "logging.memory_every_steps=3")
+RUN = ("train.num_steps=10", *STAGED)
 
 
 class Spikes(Callback):
@@ -55,19 +59,44 @@ class Spikes(Callback):
 
 
 def train_with(
-    config_file: Path, path: Path, overrides: Sequence[str], samples: Sequence[int], stop_after: int | None = None
+    config_file: Path,
+    path: Path,
+    overrides: Sequence[str],
+    samples: Sequence[int],
+    stop_after: int | None = None,
+    common: Sequence[str] = RUN,
 ) -> None:
-    config = load_config(config_file, [*RUN, *overrides])
+    stages = load_stages(config_file, [*common, *overrides])
     folder = RunFolder(path)
     folder.make()
 
     def main() -> None:
         stop = StopRequest()
-        with session(config) as groups, owning(folder, groups) as owner:
-            run = open_run(config, folder, groups)
-            train(run, [*default_callbacks(run, owner), Spikes(samples, stop, stop_after)], stop)
+        with session(*stages) as groups, owning(folder, groups) as owner:
+
+            def train_one(run: Run) -> None:
+                train(run, [*default_callbacks(run, owner), Spikes(samples, stop, stop_after)], stop)
+
+            train_stages(stages, folder, groups, train_one, stop)
 
     launch_within(main, 2, timeout_s=240, log_dir=folder.logs)
+
+
+def moved(source: Path, target: Path, step: int, first: int, end: int, num_before: int = 0) -> None:
+    """Copy the checkpoint of a step into another run, as of one that passes over the samples from `first` to `end`
+    without having read them; `num_before` passages are there already.
+    """
+    shutil.copytree(checkpoint(source, step), checkpoint(target, step))
+    file = checkpoint(target, step) / "state.json"
+    content = json.loads(file.read_text())
+    state = content["run"]
+    assert (state["consumed_samples"], len(state["passed_over"])) == (first, num_before)
+    content["run"] |= {"consumed_samples": end, "passed_over": [*state["passed_over"], [first, end]], "recent": []}
+    file.write_text(json.dumps(sealed(content)))
+
+
+def rows_without_counts(path: Path) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in row if key not in ("num_spikes", "num_rewinds")} for row in steps(path)]
 
 
 def incidents(path: Path) -> list[Incident]:
@@ -90,17 +119,10 @@ def test_a_run_that_goes_back_is_the_one_that_never_read_the_data(
     assert state.passed_over == ((32, 72),)
     assert (state.consumed_samples, state.consumed_tokens) == (72 + 6 * 8, 10 * 8 * 32)
     assert (state.num_updates, state.num_skipped, state.num_spikes, state.num_rewinds) == (10, 0, 2, 2)
-    shutil.copytree(checkpoint(rewound, 4), checkpoint(tmp_path, 4))
-    file = checkpoint(tmp_path, 4) / "state.json"
-    content = json.loads(file.read_text())
-    assert content["run"]["consumed_samples"] == 32
-    content["run"] |= {"consumed_samples": 72, "recent": []}
-    file.write_text(json.dumps(sealed(content)))
+    moved(rewound, tmp_path, 4, 32, 72)
     train_with(config_file, tmp_path, (), ())
     assert_same_tensors(checkpoint(rewound, 10), checkpoint(tmp_path, 10))
-    of_rule = {"num_spikes", "num_rewinds"}
-    rows = [{key: value for key, value in row.items() if key not in of_rule} for row in steps(rewound)]
-    assert rows[4:] == steps(tmp_path)
+    assert rows_without_counts(rewound)[4:] == steps(tmp_path)
     assert evaluations(rewound) == evaluations(tmp_path)
 
 
@@ -147,3 +169,45 @@ def test_a_spike_is_skipped_as_if_its_gradient_were_not_finite(config_file: Path
         assert (incident.step, incident.kind) == (7, "spike")
         assert incident.message.endswith("; its update was not applied")
         assert [row["num_spikes"] for row in steps(tmp_path / name)] == [0] * 6 + [1] * 4
+
+
+def test_a_run_of_stages_goes_back_to_where_a_stage_began_and_no_further(
+    config_file: Path, tmp_path: Path, warm: None
+) -> None:
+    """The second stage, of twice the length and half the sequences, meets a spike in its second step; the third, on
+    other data and with another rate, in its first. What was passed over counts in the stages that follow.
+    """
+    stages = [
+        {"name": "first", "num_steps": 5},
+        {
+            "name": "second",
+            "num_steps": 4,
+            "train": {"sequence_length": 64, "global_batch_size": 4, "micro_batch_size": 2},
+        },
+        {"name": "third", "num_steps": 3, "optimizer": {"lr": 1e-3}},
+    ]
+    file = tmp_path / "staged.yaml"
+    content = yaml.safe_load(config_file.read_text())
+    del content["train"]["num_steps"]
+    file.write_text(yaml.safe_dump({**content, "stages": stages}))
+    run = tmp_path / "run"
+    # 5 x 8 and 4 sequences until the first spike; 8, two passed over, and 4 x 4 of the second stage until the other.
+    train_with(file, run, REWIND, (44, 64), common=STAGED)
+    assert [(event.step, event.message.split(", and ")[0]) for event in incidents(run) if event.kind == "rewind"] == [
+        (7, "went back to the checkpoint of step 5"),
+        (10, "went back to the checkpoint of step 9"),
+    ]
+    state = read_state(checkpoint(run, 12)).run
+    assert state.passed_over == ((40, 48), (64, 72))
+    assert (state.consumed_samples, state.consumed_tokens) == (72 + 3 * 8, 12 * 8 * 32)
+    assert [row["step"] for row in steps(run)] == list(range(1, 13))
+
+    second, third = tmp_path / "second", tmp_path / "third"
+    moved(run, second, 5, 40, 48)
+    moved(run, third, 9, 64, 72, num_before=1)
+    for path in (second, third):
+        train_with(file, path, (), (), common=STAGED)
+    assert_same_tensors(checkpoint(second, 9), checkpoint(run, 9))
+    assert_same_tensors(checkpoint(third, 12), checkpoint(run, 12))
+    assert rows_without_counts(run)[5:9] == steps(second)[:4]
+    assert rows_without_counts(run)[9:] == steps(third)

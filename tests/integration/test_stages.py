@@ -32,7 +32,7 @@ ENDS = (6, 10, 14)
 
 @pytest.fixture(scope="module")
 def staged_file(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Constant with a ramp; a cosine on a blend; four times the context, cut over two ranks."""
+    """Constant with a ramp; a cosine on a blend; four times the context, cut over two ranks, of separate documents."""
     folder = tmp_path_factory.mktemp("staged")
     (folder / "sources").mkdir()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("d*.py")):
@@ -74,6 +74,7 @@ def staged_file(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
                 "train": {"sequence_length": 128, "global_batch_size": 2},
                 "optimizer": {"lr": 1e-3, "value_lr_from": "stage", "value_lr_decay_tokens": 0},
                 "parallel": {"context": 2},
+                "data": {"documents": "separate"},
             },
         ],
     }
