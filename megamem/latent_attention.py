@@ -88,8 +88,8 @@ class LatentAttention(Attention):
         layernorm = partial(submodules.layernorm, config=config, eps=config.layernorm_epsilon)
         self.kv_layernorm = layernorm(hidden_size=latent.latent_dim)
         # Megatron asks whether norms of queries and keys are in the way of a fusion.
-        self.q_layernorm = self.k_layernorm = None
-        self.compresses_queries = latent.query_latent_dim is not None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm = None
         if latent.query_latent_dim is None:
             self.linear_q_proj = linear(config.hidden_size, heads * head)
         else:
@@ -160,7 +160,7 @@ class LatentAttention(Attention):
 
     def _queries(self, hidden: Tensor) -> Tensor:
         """[s, b, n, d], before they are turned, of this rank's tokens [t, b, D]."""
-        if not self.compresses_queries:
+        if self.q_layernorm is None:
             return self._by_heads(self.linear_q_proj(hidden)[0])
         latents = self.q_layernorm(self._down_projected(self.linear_q_down_proj, hidden))
         return self._by_heads(self.linear_q_up_proj(latents)[0])
