@@ -82,7 +82,7 @@ def block_spec(
                 linear=provider.column_parallel_linear(),
                 core_attention=core,
                 linear_proj=provider.row_parallel_linear(),
-                kv_layernorm=qk,
+                layernorm=qk,
             )
         else:
             heads = SelfAttentionSubmodules(

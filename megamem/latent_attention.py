@@ -2,7 +2,8 @@
 pass.
 
 c = x W_DKV is a token's latent, of which one up-projection makes keys and values of all heads; the last columns of every
-key are a rotary key, made of x beside the latent and the same for all heads. Megatron's own module is not taken because
+key are a rotary key, made of x beside the latent and the same for all heads. Queries are made of x, or of a latent of
+their own. Megatron's own module is not taken because
 
 - it gathers the rotary key of its local linears so that the gradient is that of one tensor-parallel rank's heads alone,
   and cannot be built where Transformer Engine is absent (megatron-core 0.16.1);
@@ -16,7 +17,7 @@ up-projection of keys is applied to the new token's queries instead, and that of
 
 Legend: s tokens of a sequence on this context-parallel rank and t of them on this tensor-parallel rank, k tokens of a
 cache, b sequences, D hidden size, n heads of this tensor-parallel rank, d columns of a head of which r are rotary,
-C = d_c columns of a latent.
+C = d_c columns of a latent and Q = d_c' of one of queries.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class LatentAttentionSubmodules:
 
     Attributes:
         linear: of queries, of latents with rotary keys, and of keys and values; tensor-parallel ranks split its columns.
-        kv_layernorm: of latents.
+        layernorm: of latents.
         core_attention: see `megamem.attention`.
         linear_proj: of outputs; tensor-parallel ranks split its rows.
     """
 
     linear: Callable[..., nn.Module]
-    kv_layernorm: Callable[..., nn.Module]
+    layernorm: Callable[..., nn.Module]
     core_attention: Callable[..., nn.Module]
     linear_proj: Callable[..., nn.Module]
 
@@ -89,15 +90,20 @@ class LatentAttention(Attention):
             is_expert=False,
             tp_group=self.tp_group,
         )
-        self.linear_q_proj = linear(config.hidden_size, heads * head)
         self.linear_kv_down_proj = linear(config.hidden_size, sum(self.widths))
         # Of each head its key's d - r columns, then its value.
         self.linear_kv_up_proj = linear(latent.latent_dim, heads * (2 * head - latent.rotary_dim))
-        self.kv_layernorm = submodules.kv_layernorm(
-            config=config, hidden_size=latent.latent_dim, eps=config.layernorm_epsilon
-        )
+        layernorm = partial(submodules.layernorm, config=config, eps=config.layernorm_epsilon)
+        self.kv_layernorm = layernorm(hidden_size=latent.latent_dim)
         # Megatron asks whether norms of queries and keys are in the way of a fusion.
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm = None
+        if latent.query_latent_dim is None:
+            self.linear_q_proj = linear(config.hidden_size, heads * head)
+        else:
+            self.linear_q_down_proj = linear(config.hidden_size, latent.query_latent_dim)
+            self.q_layernorm = layernorm(hidden_size=latent.query_latent_dim)
+            self.linear_q_up_proj = linear(latent.query_latent_dim, heads * head)
 
     def forward(
         self,
@@ -164,7 +170,7 @@ class LatentAttention(Attention):
         latents, rotary_keys = self._compressed(hidden_states)
         of_keys, of_values = self.latents(self.kv_layernorm(latents), inputs, hidden_states)
         keys, values = self._up_projected(of_keys, of_values)
-        queries = self._by_heads(self.linear_q_proj(hidden_states)[0])
+        queries = self._queries(hidden_states)
         rotary_dim = self.widths[1]
         if rotary_dim:
             plain, turned = queries.split([queries.shape[3] - rotary_dim, rotary_dim], 3)
@@ -209,12 +215,23 @@ class LatentAttention(Attention):
 
     def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [t, b, C] and rotary keys [t, b, r] of this rank's tokens."""
-        combined, _ = self.linear_kv_down_proj(hidden)
-        if self._splits:
-            # From some columns of all tokens, [s, b, (C + r) / TP].
-            combined = all_to_all_hp2sp(combined, self.tp_group).view(*hidden.shape[:2], -1)
-        latents, rotary_keys = combined.split(self.widths, 2)
+        latents, rotary_keys = self._down_projected(self.linear_kv_down_proj, hidden).split(self.widths, 2)
         return latents, rotary_keys
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        """[s, b, n, d], before they are turned, of this rank's tokens [t, b, D]."""
+        if self.q_layernorm is None:
+            return self._by_heads(self.linear_q_proj(hidden)[0])
+        latents = self.q_layernorm(self._down_projected(self.linear_q_down_proj, hidden))
+        return self._by_heads(self.linear_q_up_proj(latents)[0])
+
+    def _down_projected(self, linear: nn.Module, hidden: Tensor) -> Tensor:
+        """All columns of this rank's tokens, [t, b, C + r] or [t, b, Q]."""
+        columns: Tensor = linear(hidden)[0]
+        if self._splits:
+            # From some columns of all tokens.
+            columns = all_to_all_hp2sp(columns, self.tp_group).view(*hidden.shape[:2], -1)
+        return columns
 
     def _up_projected(self, of_keys: Tensor, of_values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys without their rotary columns [s, b, n, d - r] and values [s, b, n, d], of latents [t, b, C] each."""

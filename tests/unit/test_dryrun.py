@@ -86,6 +86,10 @@ INSERTED = replace(
     optimizer=OptimizerConfig(trained_layers=(3, 6)),
 )
 """Two blocks go forward alone; of the others two are trained, and two pass gradients on."""
+QUERIES_TOO = replace(
+    LATENTS,
+    model=replace(LATENTS.model, latent_attention=LatentAttentionConfig(64, 16, query_latent_dim=96)),
+)
 MIXTURE = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
@@ -108,6 +112,7 @@ CONFIGS = {
     "selective": SELECTIVE,
     "latents": LATENTS,
     "inserted": INSERTED,
+    "latents, of queries too": QUERIES_TOO,
     **CUT,
 }
 REAL = replace(
