@@ -105,9 +105,11 @@ def block_spec(
         )
         if site is not None:
             match site.slot:
-                case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP:
+                case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP | Slot.INSERTED:
                     around = {"make_ffn": make_ffn, "site": site, "side_stream": side_stream}
                     block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
+                    if site.slot is Slot.INSERTED:
+                        block.pre_mlp_layernorm = IdentityOp
                 case Slot.VALUES | Slot.LATENTS:
                     attention["site"] = site
                     block.self_attention.module = AttentionWithMemory if latent is None else LatentAttentionWithMemory

@@ -39,7 +39,7 @@ class MemorySite(nn.Module):
 class FfnWithMemory(MegatronModule, MemorySite):
     """The `mlp` slot of a block that has a memory, h + FFN(n) + Mem(n) with n = Norm(h) in the usual case.
 
-    Without a feed-forward (`Slot.INSTEAD`) it is h + Mem(n). With `Slot.SKIP` the slot is the feed-forward alone, and
+    Without a feed-forward (`Slot.INSTEAD`, `Slot.INSERTED`) it is Mem(n) alone. With `Slot.SKIP` the slot is the feed-forward alone, and
     `MemoryBlock` asks `read` for the memory's output.
     """
 
@@ -47,7 +47,7 @@ class FfnWithMemory(MegatronModule, MemorySite):
         self, config: TransformerConfig, make_ffn: Callable[..., nn.Module], site: Site, side_stream: SideStream
     ) -> None:
         super().__init__(config=config)
-        self.ffn = None if site.slot is Slot.INSTEAD else make_ffn(config=config)
+        self.ffn = None if site.slot in (Slot.INSTEAD, Slot.INSERTED) else make_ffn(config=config)
         self.memory = site.make_memory()
         self.slot, self.side_stream = site.slot, side_stream
 
@@ -225,7 +225,9 @@ class MemoryBlock(TransformerLayer):
             return self._with_arrivals(self._forward_post_mlp(self.mlp(normal), hidden), context, ())
         if self.config.sequence_parallel:
             inputs = inputs.share(self.tp_group)
-        out = self._forward_post_mlp(self.mlp(normal, inputs), hidden)
+        # An inserted block adds what its memory reads, and not what its attention says.
+        stream = hidden_states if self.slot is Slot.INSERTED else hidden
+        out = self._forward_post_mlp(self.mlp(normal, inputs), stream)
         if self.reads_once:
             return out, context
         leaving = (self.mlp.read(normal, inputs),) if self.slot is Slot.SKIP else ()

@@ -138,10 +138,11 @@ class ModelConfig(Config):
                 f"{self.num_attention_heads}"
             )
         if self.memory is not None:
-            replaces_all = self.memory.placement.position == "instead" and self.num_memory_layers == self.num_layers
+            position = self.memory.placement.position
+            replaces_all = position != "beside" and self.num_memory_layers == self.num_layers
             if self.moe is not None and self.memory.placement.spans is None and replaces_all:
                 raise ValueError(
-                    "model.memory.placement.position is instead in every block, which leaves no feed-forward for "
+                    f"model.memory.placement.position is {position} in every block, which leaves no feed-forward for "
                     "model.moe: use position: beside, or fewer blocks"
                 )
             if (

@@ -29,6 +29,10 @@ class Slot(Enum):
     """h + FFN(n) + Mem(n): `forward(n, inputs)` returns [t, b, D]."""
     INSTEAD = "instead"
     """h + Mem(n); the block has no feed-forward."""
+    INSERTED = "inserted"
+    """x + Mem(x + Attn(Norm(x))): all that an inserted block adds to the residual stream x, behind attention with its
+    output projection. `forward(n, inputs)` is given the sum as it is: the block has neither a second norm nor a
+    feed-forward. The model's blocks are counted with it."""
     SKIP = "skip"
     """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
     VALUES = "values"
@@ -43,6 +47,16 @@ class Slot(Enum):
     """h + Mem(heads): the memory takes the place of the output projection and of the feed-forward, and is all that such
     a block adds to the residual stream (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of
     all ranks together are as wide as h. The model's blocks are counted with it."""
+
+    @property
+    def is_inserted(self) -> bool:
+        """Whether a memory here is all that its block adds."""
+        return self in (Slot.INSERTED, Slot.BLOCK)
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether the block has a feed-forward besides."""
+        return self is not Slot.INSTEAD and not self.is_inserted
 
     @property
     def module(self) -> str:

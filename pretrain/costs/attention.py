@@ -19,11 +19,11 @@ def slots_of_memories(model: ModelConfig, block: int | None = None) -> list[Slot
     return [memory.slot_of(span) for span in model.memory_spans if block is None or span.read == block]
 
 
-def attention_weights(model: ModelConfig, *, is_inserted: bool = False) -> int:
+def attention_weights(model: ModelConfig, slots: Sequence[Slot] = ()) -> int:
     """Weights of a block's projections, which tensor-parallel ranks split: D d (2 n + 2 g), or, with latents,
-    2 D d n + D (C + r) + C n (2 d - r). An inserted block has no output projection."""
+    2 D d n + D (C + r) + C n (2 d - r). A memory behind the heads takes the place of the output projection."""
     width, head, heads = model.hidden_size, model.attention_head_dim, model.num_attention_heads
-    queries_and_outputs = width * head * heads * (1 if is_inserted else 2)
+    queries_and_outputs = width * head * heads * (1 if Slot.BLOCK in slots else 2)
     latent = model.latent_attention
     if latent is None:
         return queries_and_outputs + 2 * width * head * model.query_groups

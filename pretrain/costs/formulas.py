@@ -79,11 +79,13 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     lookups = 1 if memory is not None and memory.reads_once else model.num_memory_layers
     reads = lookups * memory.lookup.rows if memory is not None else 0
     ffn, experts, idle = _ffn_parameters(model)
-    # An inserted block has neither an output projection nor a second norm.
-    inserted = _count_memories(model, Slot.BLOCK)
+    # Inserted blocks have no second norm, and some no output projection.
+    slots = slots_of_memories(model)
+    behind_heads, inserted = slots.count(Slot.BLOCK), sum(slot.is_inserted for slot in slots)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=(depth - inserted) * attention_weights(model) + inserted * attention_weights(model, is_inserted=True),
+        attention=(depth - behind_heads) * attention_weights(model)
+        + behind_heads * attention_weights(model, (Slot.BLOCK,)),
         ffn=ffn,
         norms=(2 * depth - inserted + 1) * width + depth * attention_gains(model),
         retrieval=own.retrieval,
@@ -106,7 +108,7 @@ def _embedding_size(model: ModelConfig) -> int:
 
 def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
     """Parameters of all feed-forwards; of those, all experts'; of those, the ones that a token does not use."""
-    depth = model.num_layers - _count_memories(model, Slot.INSTEAD, Slot.BLOCK)
+    depth = model.num_layers - sum(not slot.has_ffn for slot in slots_of_memories(model))
     if model.moe is None:
         return depth * 3 * model.hidden_size * model.ffn_hidden_size, 0, 0
     expert = 3 * model.hidden_size * model.moe.expert_ffn_hidden_size
@@ -114,11 +116,6 @@ def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
     idle = (model.moe.num_experts - model.moe.top_k) * expert
     experts = model.moe.num_experts * expert
     return depth * (experts + router), depth * experts, depth * idle
-
-
-def _count_memories(model: ModelConfig, *slots: Slot) -> int:
-    """Memory layers that act in one of these slots."""
-    return sum(slot in slots for slot in slots_of_memories(model))
 
 
 def memory_layer_costs(model: ModelConfig) -> LayerCosts:
@@ -176,8 +173,8 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
     memory, width = model.memory, model.hidden_size
     here = [index for index, span in enumerate(model.memory_spans) if span.read == block]
     slots = slots_of_memories(model, block)
-    weights = attention_weights(model, is_inserted=Slot.BLOCK in slots) + projected_twice(model, slots)
-    if Slot.INSTEAD not in slots and Slot.BLOCK not in slots:
+    weights = attention_weights(model, slots) + projected_twice(model, slots)
+    if all(slot.has_ffn for slot in slots):
         ffn = 3 * width * model.ffn_hidden_size
         if model.moe is not None:
             ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)

@@ -110,7 +110,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     return Stage(
         chunks=chunks,
         num_blocks=len(blocks),
-        num_ffns=sum(not {Slot.INSTEAD, Slot.BLOCK} & {*slots_of_memories(model, block)} for block in blocks),
+        num_ffns=sum(all(slot.has_ffn for slot in slots_of_memories(model, block)) for block in blocks),
         split_weights=split,
         whole_weights=whole,
         table_elements=tables,
@@ -144,8 +144,7 @@ def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int
     """Weights of blocks without their memories, see `_block_weights`."""
     split = whole = experts = 0
     for block in blocks:
-        slots = slots_of_memories(model, block)
-        of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
+        of_block = _block_weights(model, slots_of_memories(model, block))
         split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
     return split, whole, experts
 
@@ -160,12 +159,13 @@ def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
     return family_of(model.memory).costs(model.memory, view, model.hidden_size)
 
 
-def _block_weights(model: ModelConfig, has_no_ffn: bool, is_inserted: bool) -> tuple[int, int, int]:
-    """Weights of one block that tensor-parallel ranks split, that all hold, and of experts; see `count_parameters`."""
+def _block_weights(model: ModelConfig, slots: Sequence[Slot]) -> tuple[int, int, int]:
+    """Weights of one block with memories in `slots` that tensor-parallel ranks split, that all hold, and of experts;
+    see `count_parameters`."""
     width = model.hidden_size
-    split = attention_weights(model, is_inserted=is_inserted)
-    norms = (2 - is_inserted) * width + attention_gains(model)
-    if has_no_ffn or is_inserted:
+    split = attention_weights(model, slots)
+    norms = (2 - any(slot.is_inserted for slot in slots)) * width + attention_gains(model)
+    if not all(slot.has_ffn for slot in slots):
         return split, norms, 0
     if model.moe is None:
         return split + 3 * width * model.ffn_hidden_size, norms, 0

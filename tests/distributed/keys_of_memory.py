@@ -46,6 +46,7 @@ NAMES_OF_KINDS = {
     "pkm": {"query_proj", "keys", "query_norm"},
     "memory_plus": {"query_proj", "keys", "query_norm", "value_proj", "silu_gate"},
     "peer": {"query_proj", "keys", "query_norm"},
+    "linear": {"query_proj", "keys"},
     "move": {"gate_proj"},
     "lave": {"gate_proj"},
     "tide": {"router"},
@@ -67,7 +68,7 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer", "move", "lave", "tide", "midus"):
+for _kind in ("ultramem", "pkm", "memory_plus", "peer", "linear", "move", "lave", "tide", "midus"):
     _enter_kind(_kind)
 
 
@@ -232,6 +233,21 @@ def _enter_shuffle(second_value: str) -> None:
 
 for _shuffle in ("table", "none"):
     _enter_shuffle(_shuffle)
+
+
+@MEMORIES.key("model.memory.queries_per_head", True, with_kind("ultramem", num_heads=3))
+def _(base: Subject, second: Subject) -> None:
+    """Of one side, three queries of 6 columns for one."""
+    for subject, heads in ((base, 1), (second, 3)):
+        assert subject.memory_weights["query_proj"].shape == (2 * heads * 6, 32)
+        assert subject.memory_weights["keys"].shape == (3, 2, 24, 6, 2)
+
+
+@MEMORIES.key("model.memory.num_rows", 70, with_kind("linear", value_dim=32, num_rows=60))
+def _(base: Subject, second: Subject) -> None:
+    for subject, rows in ((base, 60), (second, 70)):
+        assert subject.shapes["banks.0.values"] == (rows, 32)
+        assert subject.memory_weights["keys"].shape == (1, rows, 6)
 
 
 @MEMORIES.key("model.memory.query_norm", False, PKM)
@@ -522,6 +538,29 @@ def _(base: Subject, second: Subject) -> None:
         "decoder.layers.1.mlp.ffn.linear_fc1.weight",
         "decoder.layers.1.mlp.ffn.linear_fc2.weight",
     }
+
+
+@MEMORIES.key(
+    "model.memory.placement.position",
+    "inserted",
+    set_key(FOUR_BLOCKS, "model.memory.placement", PlacementConfig(blocks=(1,))),
+)
+def _(base: Subject, second: Subject) -> None:
+    """Neither a feed-forward nor a second norm, and nothing is added at first: block 1 hands on what it is given."""
+    assert blocks_with_memory(base) == blocks_with_memory(second) == [1]
+    assert {name for name in base.weights if name not in second.weights} == {
+        "decoder.layers.1.mlp.ffn.linear_fc1.weight",
+        "decoder.layers.1.mlp.ffn.linear_fc2.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+    }
+    assert not second.weights["banks.0.values"].any()
+    x = torch.randn(8, 1, 32, generator=torch.Generator().manual_seed(3))
+    for subject in (base, second):
+        with torch.no_grad():
+            out, _ = subject.model.decoder.layers[1](
+                x, rotary_pos_emb=subject.model.rotary_pos_emb(8), context=None, context_mask=None
+            )
+        assert torch.equal(out, x) == (subject is second)
 
 
 def outputs_that_the_memory_changes(subject: Subject) -> list[int]:

@@ -36,6 +36,7 @@ from tests.microbatch import some_inputs
 
 HIDDEN = 32
 V2 = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=12, top_k=6)
+V1 = UltraMemConfig(num_keys=8, key_dim=8, value_dim=16, top_k=6)
 GRID: Any = {"num_keys": 8, "key_dim": 8, "top_k": 4, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 KINDS = {
@@ -45,7 +46,8 @@ KINDS = {
     "v2, projected blocks, one core, no shuffle": replace(
         V2, key_expansion=3, value_blocks="projected", num_cores=1, shuffle="none"
     ),
-    "ultramem": UltraMemConfig(num_keys=8, key_dim=8, value_dim=16, top_k=6),
+    "ultramem": V1,
+    "ultramem, queries per head": replace(V1, num_heads=2, queries_per_head=True),
     "memory_plus": PRODUCT,
     "memory_plus, every option": replace(PRODUCT, biases=True, output_gate=True, query_norm=False),
     "pkm": PkmConfig(value_dim=HIDDEN, **GRID),
@@ -275,6 +277,26 @@ def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     same = replace(V2, key_expansion=2, value_blocks="projected", pre_value_dim=0, query="single")
     outs = [build(config)[0](tokens(), some_inputs(tokens())) for config in (memory, same)]
     assert torch.equal(outs[0], outs[1])
+
+
+def test_heads_with_queries_of_their_own_are_layers_of_one_head_that_are_added() -> None:
+    together, bank = build(replace(V1, num_heads=3, queries_per_head=True))
+    expected = torch.zeros(5, 1, HIDDEN, dtype=torch.float64)
+    for head in range(3):
+        alone, other_bank = build(V1)
+        with torch.no_grad():
+            # [2 sides, 3 heads, d, D].
+            queries = together.query_proj.view(2, 3, 8, HIDDEN)
+            alone.query_proj.copy_(queries[:, head].flatten(0, 1))
+            alone.keys.copy_(together.keys[head : head + 1])
+            alone.cores.copy_(together.cores[:, head : head + 1])
+            for name in ("query_norm", "keys_norm", "value_proj"):
+                alone.get_parameter(name).copy_(together.get_parameter(name))
+            other_bank.get_parameter("values").copy_(bank.get_parameter("values"))
+            begin_step([alone])
+            expected += alone(tokens(), some_inputs(tokens()))
+    out = together(tokens(), some_inputs(tokens()))
+    assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
