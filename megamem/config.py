@@ -154,6 +154,12 @@ class ModelConfig(Config):
                     f"stream, but {self.num_attention_heads} heads of {self.attention_head_dim} columns are not "
                     f"hidden_size = {self.hidden_size} wide: leave model.head_dim at null"
                 )
+            if self.memory.is_inserted and (self.memory.reads_once or self.memory.width("pre_values")):
+                raise ValueError(
+                    f"model.memory.placement.position is inserted, where tables begin as zeros, but kind "
+                    f"{self.memory.kind} normalises its rows or multiplies them with those of pre-values, which do not "
+                    "learn from there: choose another kind, or one without pre-values (pre_value_dim: 0)"
+                )
             self.memory.check(
                 hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )

@@ -58,6 +58,8 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             "weight",
         ]:
             return Constant(1.0)
+        case [*_, "input_layernorm", "bias"]:
+            return Constant(0.0)
         case [*_, "memory", own_name] if memory is not None:
             return family_of(memory).distribution(own_name, memory, model)
         case ["shared_read", own_name] if memory is not None:

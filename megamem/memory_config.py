@@ -40,6 +40,9 @@ class PlacementConfig(Config):
     ] = "beside"
     """beside: the memory adds to the feed-forward of its block; instead: it replaces it; inserted: it is all that its
     block adds to the residual stream, x + Mem(x + Attn(Norm(x))), from values of zeros on (MIDUS, Eq. 1)."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Of an inserted block, what normalises the residual stream before its attention. rms: RMSNorm, as in the other
+    blocks; layer: LayerNorm, as MIDUS writes it, with the gain of the following block and a bias of zeros at first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,6 +203,11 @@ class MemoryConfig(Config, ABC):
         if self.slot is not None:
             return self.slot.is_inserted
         return self.placement.spans is None and self.placement.position == "inserted"
+
+    @property
+    def has_layer_norm(self) -> bool:
+        """Whether LayerNorm stands before the attention of its blocks."""
+        return self.is_inserted and self.placement.norm == "layer"
 
     @property
     @abstractmethod

@@ -13,10 +13,15 @@ from dataclasses import dataclass, fields
 from megamem.config import ModelConfig
 from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
-from megamem.slots import Slot
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
-from pretrain.costs.attention import attention_gains, attention_weights, projected_twice, slots_of_memories
+from pretrain.costs.attention import (
+    attention_gains,
+    attention_weights,
+    biases_of_norm,
+    projected_twice,
+    slots_of_memories,
+)
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -81,13 +86,14 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     ffn, experts, idle = _ffn_parameters(model)
     # Inserted blocks have no second norm, and some no output projection.
     slots = slots_of_memories(model)
-    behind_heads, inserted = slots.count(Slot.BLOCK), sum(slot.is_inserted for slot in slots)
+    unprojected = [slot for slot in slots if not slot.has_output_projection]
+    inserted = sum(slot.is_inserted for slot in slots)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=(depth - behind_heads) * attention_weights(model)
-        + behind_heads * attention_weights(model, (Slot.BLOCK,)),
+        attention=(depth - len(unprojected)) * attention_weights(model)
+        + len(unprojected) * attention_weights(model, unprojected),
         ffn=ffn,
-        norms=(2 * depth - inserted + 1) * width + depth * attention_gains(model),
+        norms=(2 * depth - inserted + 1) * width + inserted * biases_of_norm(model) + depth * attention_gains(model),
         retrieval=own.retrieval,
         memory_projections=own.projections + _shared_parameters(model),
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,

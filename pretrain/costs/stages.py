@@ -15,7 +15,7 @@ from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import attention_gains, attention_weights, slots_of_memories
+from pretrain.costs.attention import attention_gains, attention_weights, biases_of_norm, slots_of_memories
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def _block_weights(model: ModelConfig, slots: Sequence[Slot]) -> tuple[int, int,
     see `count_parameters`."""
     width = model.hidden_size
     split = attention_weights(model, slots)
-    norms = (2 - any(slot.is_inserted for slot in slots)) * width + attention_gains(model)
+    is_inserted = any(slot.is_inserted for slot in slots)
+    norms = (2 - is_inserted) * width + is_inserted * biases_of_norm(model) + attention_gains(model)
     if not all(slot.has_ffn for slot in slots):
         return split, norms, 0
     if model.moe is None:

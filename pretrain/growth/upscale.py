@@ -19,11 +19,11 @@ from megamem.distributions import Constant
 from megamem.initial_outputs import build_layer, initialised_layer
 from megamem.initialisation import distribution_of
 from megamem.memory_config import MemoryConfig
-from megamem.slots import Slot
 from pretrain.checkpoint.formats.format import OpenedCheckpoint
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import slots_of_memories
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import Block
 from pretrain.growth.tensors import Drawn, Followed, GrownTensors, MeanOf, Origin
@@ -31,7 +31,8 @@ from pretrain.state import RunState
 
 _IN_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NOT_IN_MEMORY_BLOCKS = ("pre_mlp_layernorm.", "mlp.")
-_NOT_BESIDE_HEADS = "self_attention.linear_proj."
+_NORM = "input_layernorm.weight"
+_OUTPUT_PROJECTION = "self_attention.linear_proj."
 _TO_RESIDUAL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 _KEYS = ("model.memory.", "seed=")
 
@@ -104,16 +105,16 @@ def _grown_config(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Se
     model = replace(before.model, num_layers=len(blocks))
     plain = to_dict(replace(before, name=name, model=model, parallel=parallel, stage=None))
     placed = [f"model.memory.placement.blocks={memories}"] if memories else []
-    config = from_dict(plain, f"the configuration of {base.path}", [*overrides, *placed])
+    origin = f"the configuration of {base.path}"
+    config = from_dict(plain, origin, [*overrides, *placed])
+    if config.model.memory is not None and config.model.memory.slot is None:
+        placed.append("model.memory.placement.position=inserted")
+        config = from_dict(plain, origin, [*overrides, *placed])
     memory = config.model.memory
-    if memory is not None and memory.slot is None:
-        placement = replace(memory.placement, position="inserted")
-        memory = replace(memory, placement=placement)
-        config = replace(config, model=replace(config.model, memory=memory))
-    if memory is not None and (memory.reads_once or not memory.is_inserted):
+    if memory is not None and not memory.is_inserted:
         raise ConfigError(
             f"model.memory.kind is {memory.kind}, whose memories do not stand in blocks of their own: only those are "
-            "inserted, and without placement.spans (docs/upscale.md says which)"
+            "inserted (docs/upscale.md says which)"
         )
     return config
 
@@ -123,8 +124,10 @@ def _origins(
 ) -> Iterator[tuple[str, Origin]]:
     """Everything but the memories: their blocks' attention is the source's."""
     in_block: dict[int, list[str]] = {}
-    behind_heads = model.memory is not None and model.memory.slot is Slot.BLOCK
-    left_out = (*_NOT_IN_MEMORY_BLOCKS, _NOT_BESIDE_HEADS) if behind_heads else _NOT_IN_MEMORY_BLOCKS
+    has_layer_norm = model.memory is not None and model.memory.has_layer_norm
+    slots = slots_of_memories(model)
+    is_projected = all(slot.has_output_projection for slot in slots)
+    left_out = _NOT_IN_MEMORY_BLOCKS if is_projected else (*_NOT_IN_MEMORY_BLOCKS, _OUTPUT_PROJECTION)
     for name in tensors:
         if match := _IN_BLOCK.fullmatch(name):
             in_block.setdefault(int(match[1]), []).append(match[2])
@@ -138,6 +141,9 @@ def _origins(
                 continue
             name = f"decoder.layers.{number}.{suffix}"
             sources = tuple(f"decoder.layers.{source}.{suffix}" for source in block.sources)
+            if block.inserted == "memory" and has_layer_norm and suffix == _NORM:
+                info = tensors[f"decoder.layers.{block.sources[0]}.{suffix}"]
+                yield name.replace(".weight", ".bias"), Drawn(info, Constant(0.0))
             if block.inserted == "muted" and _TO_RESIDUAL.fullmatch(name):
                 yield name, Drawn(tensors[sources[0]], Constant(0.0))
             else:

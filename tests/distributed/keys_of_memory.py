@@ -365,6 +365,44 @@ def _(base: Subject, second: Subject) -> None:
     is_linear_in("model.memory.key_balance_weight", 0.5, base, second, {"keys", "query_proj"})
 
 
+def _enter_query(query: Any) -> None:
+    base = set_key(with_kind("midus", num_heads=4), "model.memory.placement", PlacementConfig(blocks=(1,)))
+
+    @MEMORIES.key("model.memory.query_from", query, base)
+    def _(base: Subject, second: Subject) -> None:
+        """What the memory of block 1 is given, beside what attention's core gives there."""
+        found = {}
+        for name, subject in (("base", base), ("second", second)):
+            block, seen = subject.model.decoder.layers[1], {}
+            attention = block.self_attention.core_attention
+            core = attention.core if name == "base" else attention
+            hooks = [
+                core.register_forward_hook(lambda module, arguments, out, seen=seen: seen.update(heads=out)),
+                subject.layer.register_forward_pre_hook(
+                    lambda module, arguments, seen=seen: seen.update(given=arguments[0].flatten(2))
+                ),
+                block.register_forward_pre_hook(
+                    lambda module, arguments, keywords, seen=seen: seen.update(x=(*arguments, *keywords.values())[0]),
+                    with_kwargs=True,
+                ),
+            ]
+            subject.logits()
+            for hook in hooks:
+                hook.remove()
+            found[name] = seen
+        assert same(found["base"]["given"], found["base"]["heads"])
+        seen, projection = found["second"], "decoder.layers.1.self_attention.linear_proj.weight"
+        assert (projection in second.weights) == (query == "projected")
+        if query == "projected":
+            assert same(seen["given"], seen["heads"] @ second.weights[projection].T)
+        else:
+            assert same(seen["given"], seen["x"] + seen["heads"])
+
+
+for _query in ("stream_and_heads", "projected"):
+    _enter_query(_query)
+
+
 # Memories that the token id addresses.
 
 MOVE = with_kind("move", vocab_size=70, value_dim=32, num_gate_heads=4)
@@ -561,6 +599,23 @@ def _(base: Subject, second: Subject) -> None:
                 x, rotary_pos_emb=subject.model.rotary_pos_emb(8), context=None, context_mask=None
             )
         assert torch.equal(out, x) == (subject is second)
+
+
+@MEMORIES.key(
+    "model.memory.placement.norm",
+    "layer",
+    set_key(with_kind("midus", num_heads=4), "model.memory.placement", PlacementConfig(blocks=(1,))),
+)
+def _(base: Subject, second: Subject) -> None:
+    """A bias of zeros; and the mean is taken off before attention."""
+    norm = "decoder.layers.1.input_layernorm"
+    assert second.weights.keys() - base.weights.keys() == {f"{norm}.bias"}
+    assert not second.weights[f"{norm}.bias"].any()
+    x = 3.0 + torch.randn(8, 1, 32, generator=torch.Generator().manual_seed(3))
+    for subject, centred in ((base, x), (second, x - x.mean(-1, keepdim=True))):
+        with torch.no_grad():
+            normal = subject.model.decoder.layers[1].input_layernorm(x)
+        assert torch.allclose(normal, centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt(), atol=1e-6)
 
 
 def outputs_that_the_memory_changes(subject: Subject) -> list[int]:

@@ -46,6 +46,15 @@ KINDS = {
         placement=PlacementConfig(blocks=(0, 3), position="inserted"),
     ),
     "midus": MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3))),
+    "midus, stream and heads": MidusConfig(
+        num_heads=4, num_keys=12, value_dim=16, query_from="stream_and_heads", placement=PlacementConfig(blocks=(1, 3))
+    ),
+    "midus, projected": MidusConfig(
+        num_heads=4, num_keys=12, value_dim=16, query_from="projected", placement=PlacementConfig(blocks=(1, 3))
+    ),
+    "midus, layer norm": MidusConfig(
+        num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3), norm="layer")
+    ),
     "peer": PeerConfig(value_dim=HIDDEN, biases=True, query_norm=False, **GRID),
 }
 

@@ -41,9 +41,12 @@ OTHERS = {
     "ultramem": ["kind=ultramem", "num_keys=8", "value_dim=8", "queries_per_head=true", "shuffle=table"],
 }
 """Memories that elsewhere stand around the feed-forward."""
-MEMORIES = {"memory": KEYS} | {
-    name: [*HEADS, *(f"model.memory.{key}" for key in keys)] for name, keys in OTHERS.items()
-}
+MEMORIES = {
+    "memory": KEYS,
+    "memory, layer norm": [*KEYS, "model.memory.placement.norm=layer"],
+    "memory, projected": [*KEYS, "model.memory.query_from=projected"],
+    "memory, stream and heads": [*KEYS, "model.memory.query_from=stream_and_heads"],
+} | {name: [*HEADS, *(f"model.memory.{key}" for key in keys)] for name, keys in OTHERS.items()}
 METHODS = ("llama-pro", *MEMORIES)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 2": {},
@@ -267,13 +270,12 @@ def test_what_cannot_be_grown_is_refused(base: Path, grown: Mapping[str, OpenedC
         upscale(opened, blocks, KEYS[1:], name="grown")
     with pytest.raises(ConfigError, match=r"train\.num_steps=4: what a grown model is made of"):
         upscale(opened, blocks, [*KEYS, "train.num_steps=4"], name="grown")
-    with pytest.raises(ConfigError, match=r"model\.memory\.kind is tide, whose memories do not stand in blocks"):
-        upscale(
-            opened,
-            blocks,
-            ["model.memory.kind=tide", "model.memory.value_dim=32", "model.memory.vocab_size=61"],
-            name="grown",
-        )
+    lave = ("kind=lave", "value_dim=16", "vocab_size=61", "num_gate_heads=2")
+    with pytest.raises(ConfigError, match=r"model\.memory\.kind is lave, whose memories do not stand in blocks"):
+        upscale(opened, blocks, [f"model.memory.{key}" for key in lave], name="grown")
+    for kind in (["kind=peer", "value_dim=32"], ["kind=tide", "value_dim=32", "vocab_size=61"]):
+        with pytest.raises(ConfigError, match=r"position is inserted, where tables begin as zeros, but kind"):
+            upscale(opened, blocks, [f"model.memory.{key}" for key in kind], name="grown")
     with pytest.raises(ConfigError, match=r"model\.memory\.num_heads is 2, but hidden_size = 32 is made of 4 heads"):
         upscale(opened, blocks, [*KEYS, "model.memory.num_heads=2"], name="grown")
     lacking = replace(

@@ -104,6 +104,16 @@ MODELS = {
     "midus, two blocks": replace(
         DENSE, memory=MidusConfig(num_heads=4, num_keys=8, value_dim=12, placement=PlacementConfig(blocks=(1, 3)))
     ),
+    **{
+        f"midus, {query}": replace(
+            DENSE,
+            memory=MidusConfig(num_heads=4, num_keys=8, query_from=query, placement=PlacementConfig(blocks=(1, 3))),  # type: ignore[arg-type]
+        )
+        for query in ("stream_and_heads", "projected")
+    },
+    "midus, layer norm": replace(
+        DENSE, memory=MidusConfig(num_heads=4, num_keys=8, placement=PlacementConfig(blocks=(1, 3), norm="layer"))
+    ),
     "midus, untied, no qk norm": replace(
         DENSE,
         tied_embeddings=False,

@@ -45,7 +45,7 @@ FLAT: dict[str, Any] = {
     "tucker_penalty_margin": 0.15,
     "key_balance_weight": 0.0,
     "sharing": {"pattern": "none", "group": 1, "window": "paper"},
-    "placement": {"every": 1, "blocks": None, "spans": None, "position": "beside"},
+    "placement": {"every": 1, "blocks": None, "spans": None, "position": "beside", "norm": "rms"},
 }
 
 
