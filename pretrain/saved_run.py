@@ -13,7 +13,6 @@ from megamem.identity import Role
 from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
 from pretrain.checkpoint.folder import (
-    STATE_FILE,
     SavedState,
     list_checkpoints,
     newest_complete,
@@ -21,6 +20,7 @@ from pretrain.checkpoint.folder import (
     read_state,
     refuse_damage,
     step_folder,
+    step_named,
 )
 from pretrain.checkpoint.hashes import damaged_files
 from pretrain.config.changes import config_changes
@@ -199,11 +199,9 @@ def starting_checkpoint(path: Path | None, folder: RunFolder) -> SavedState | No
 
 
 def _checkpoint_at(path: Path) -> SavedState:
-    """The checkpoint of a folder that is one, or the newest one of a run's folder."""
-    if not (path / STATE_FILE).is_file():
-        return find_checkpoint(RunFolder(path), None, with_optimizer=True)
-    step = read_state(path).step
-    return find_checkpoint(RunFolder(path.resolve().parent.parent), step, with_optimizer=True)
+    """The checkpoint of a folder that has the name of one, or the newest one of a run's folder."""
+    step = step_named(path.resolve())
+    return find_checkpoint(RunFolder(path if step is None else path.resolve().parent.parent), step, with_optimizer=True)
 
 
 def recorded_start(folder: RunFolder) -> SavedState | None:

@@ -63,6 +63,12 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+def step_named(path: Path) -> int | None:
+    """The step whose checkpoint a path is by its name; None: a checkpoint would have another."""
+    match = _STEP_NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
 def writing_folder(folder: Path, step: int) -> Path:
     """Where it is while being written."""
     return folder / f"{_WRITING_PREFIX}step_{step:08d}"
@@ -170,7 +176,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Folders named as finished checkpoints, oldest step first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
+    found = [(step, path) for path in folder.iterdir() if (step := step_named(path)) is not None]
     return [path for _, path in sorted(found)]
 
 

@@ -108,6 +108,11 @@ class StepTime:
         return sum(self.by_part.values())
 
     @property
+    def memory_s(self) -> float:
+        """What the memory takes of it."""
+        return sum(seconds for part, seconds in self.by_part.items() if part.startswith("memory: "))
+
+    @property
     def memory_costs(self) -> list[tuple[TimePart, float, str]]:
         """The three largest parts of the memory's cost, with seconds and what would lessen them."""
         own = [(part, self.by_part[part], words) for part, words in _REMEDIES.items() if self.by_part[part] > 0]

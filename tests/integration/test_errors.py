@@ -44,6 +44,23 @@ def test_configuration(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("checkpoints/step_00000009", "has no checkpoint of step 9: there are 3, 6"),
+        ("checkpoints", "has no checkpoint yet"),
+        ("gone/checkpoints/step_00000009", "gone: no such run folder"),
+    ],
+)
+def test_a_checkpoint_to_go_on_from_that_is_not_there(
+    megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path, path: str, words: str
+) -> None:
+    result = megamem("train", config_file, "--from", saved_run / path, "--run-dir", tmp_path / "run")
+    assert result.code == 4, result.output
+    assert words in result.output
+    assert not (tmp_path / "run").exists()
+
+
 def test_missing_configuration(megamem: Megamem, tmp_path: Path) -> None:
     result = megamem("train", tmp_path / "none.yaml")
     assert result.code == 2

@@ -42,13 +42,16 @@ _STEP_EPILOG = """\
 examples:
   megamem bench step configs/quickstart.yaml --nproc 1
   megamem bench step configs/quickstart.yaml parallel.memory=2 --nproc 2 --pair
+  megamem bench hardware --write mine.yaml --nproc 2
+  megamem bench step configs/quickstart.yaml --nproc 2 --gpu mine.yaml
 """
 _HARDWARE_EPILOG = """\
 examples:
   megamem bench hardware --write mine.yaml
   megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 64 --gpu mine.yaml
 
-Measures copies, products of matrices, gathers, launches, and all-to-all and all-reduce between the ranks of one node.
+Measures copies, products of matrices, gathers, launches, and all-to-all and all-reduce between the ranks of one node:
+products and gathers in bf16 on GPUs, in fp32 on CPUs, which is what runs there compute in.
 What it cannot see from there (the network between nodes, the link to the host) is that of --like.
 """
 _KERNELS_EPILOG = """\
@@ -209,6 +212,12 @@ def _add_step_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="the device's peak in the run's precision, for MFU (default: known for bf16 on A100, H100, H200, B200)",
     )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="print what megamem plan predicts on it beside what was measured: a name that plan knows, or what "
+        "`megamem bench hardware` wrote here",
+    )
 
 
 def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
@@ -290,6 +299,7 @@ def run_bench_step(args: argparse.Namespace) -> int:
     configs = _load_configs(args)
     if args.peak_tflops is not None and args.peak_tflops <= 0:
         raise ConfigError(f"--peak-tflops is {args.peak_tflops:g}: it must be above 0")
+    hardware = None if args.gpu is None else load_hardware(args.gpu)
     from tools.bench.step import Contender, bench_steps_rank, with_pairs
 
     if args.pair:
@@ -297,7 +307,9 @@ def run_bench_step(args: argparse.Namespace) -> int:
     else:
         contenders = {name: Contender(config) for name, config in configs.items()}
     num_ranks = _num_ranks(args, [contender.config for contender in contenders.values()])
-    return run_on_ranks(lambda: bench_steps_rank(contenders, args.rounds, args.steps, args.peak_tflops), num_ranks)
+    return run_on_ranks(
+        lambda: bench_steps_rank(contenders, args.rounds, args.steps, args.peak_tflops, hardware), num_ranks
+    )
 
 
 def run_bench_context(args: argparse.Namespace) -> int:

@@ -23,6 +23,11 @@ _ROW_COLUMNS = 256
 """Of the table that is gathered from: rows of 512 bytes in bf16."""
 
 
+def _precision(device: torch.device) -> torch.dtype:
+    """That of training: CPUs have no fast bf16."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much is moved and computed per figure.
@@ -91,19 +96,21 @@ def _stream_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
 
 
 def _matmul_flops_per_s(device: torch.device, sizes: Sizes) -> float:
-    left, right = (torch.ones(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=device) for _ in range(2))
+    left, right = (torch.ones(sizes.matrix, sizes.matrix, dtype=_precision(device), device=device) for _ in range(2))
     return 2 * sizes.matrix**3 / _seconds(lambda: left @ right, device, sizes.rounds)
 
 
 def _gather_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
     """Of the rows that `gather_sum` reads."""
-    rows = sizes.copied_bytes // (2 * _ROW_COLUMNS)
-    table = torch.ones(rows, _ROW_COLUMNS, dtype=torch.bfloat16, device=device)
+    dtype = _precision(device)
+    row_bytes = dtype.itemsize * _ROW_COLUMNS
+    rows = sizes.copied_bytes // row_bytes
+    table = torch.ones(rows, _ROW_COLUMNS, dtype=dtype, device=device)
     reads = 128
     ids = torch.randint(rows, (max(1, rows // reads), reads), device=device)
-    coef = torch.ones(*ids.shape, 1, dtype=torch.bfloat16, device=device)
+    coef = torch.ones(*ids.shape, 1, dtype=dtype, device=device)
     gather_sum = select_kernels("auto", device_type=device.type).gather_sum
-    return ids.numel() * 2 * _ROW_COLUMNS / _seconds(lambda: gather_sum(table, ids, coef), device, sizes.rounds)
+    return ids.numel() * row_bytes / _seconds(lambda: gather_sum(table, ids, coef), device, sizes.rounds)
 
 
 def _launch_s(device: torch.device, sizes: Sizes) -> float:

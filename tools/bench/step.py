@@ -13,7 +13,9 @@ from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.costs.equal_compute import flops_measure, solve_experts, solve_ffn_width
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.costs.hardware import Hardware
 from pretrain.costs.step import Cost, Part, part_costs
+from pretrain.costs.timing import step_time
 from pretrain.errors import ConfigError
 from pretrain.session import session
 from tools.bench.step_profile import Phase, StepTimes, measure_turns, turns
@@ -107,7 +109,9 @@ def experts_pair(config: RunConfig) -> Contender:
     )
 
 
-def bench_steps_rank(contenders: Mapping[str, Contender], rounds: int, steps: int, peak_tflops: float | None) -> None:
+def bench_steps_rank(
+    contenders: Mapping[str, Contender], rounds: int, steps: int, peak_tflops: float | None, hardware: Hardware | None
+) -> None:
     """What one rank does: one layout after the other, and on GPUs one configuration after the other."""
     configs = {name: contender.config for name, contender in contenders.items()}
     step_s: dict[str, float] = {}
@@ -122,7 +126,9 @@ def bench_steps_rank(contenders: Mapping[str, Contender], rounds: int, steps: in
                 step_s[name] = median(times.step_s)
                 if groups.is_main:
                     peak = peak_tflops or _peak_of(configs[name], groups)
-                    lines = config_lines(name, contenders[name], times, groups.world_size, peak)
+                    lines = [*config_lines(name, contenders[name], times, groups.world_size, peak)]
+                    if hardware is not None:
+                        lines += plan_lines(configs[name], times, groups.world_size, hardware)
                     print("", *lines, sep="\n", flush=True)
         if groups.is_main:
             print("", *ratios(contenders, step_s), sep="\n")
@@ -181,6 +187,21 @@ def config_lines(
     yield from _phase_lines(result.marked, step_s)
     if model.memory is not None:
         yield from _memory_lines(result.marked, part_costs(config, num_ranks))
+
+
+def plan_lines(config: RunConfig, measured: StepTimes, num_ranks: int, hardware: Hardware) -> Iterator[str]:
+    """What `megamem plan` predicts on hardware, and how many times as long it took: the step, the memory, the rest.
+
+    The memory's time is known of marked steps, whose share of it is taken for that of steps without marks.
+    """
+    planned, step_s = step_time(config, num_ranks, hardware), median(measured.step_s)
+    lines = [("predicted by megamem plan", planned.total_s, step_s)]
+    if config.model.memory is not None:
+        memory_s = step_s * (1 - measured.marked.mean_s(part="") / measured.marked.mean_s())
+        lines.append(("  the memory in it", planned.memory_s, memory_s))
+        lines.append(("  all else", planned.total_s - planned.memory_s, step_s - memory_s))
+    for what, predicted_s, taken_s in lines:
+        yield f"  {what:32} {predicted_s * 1e3:10.2f} ms         (took {taken_s / predicted_s:.2f} times as long)"
 
 
 def _phase_lines(marked: RangeTimes, step_s: float) -> Iterator[str]:
