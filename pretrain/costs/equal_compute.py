@@ -68,7 +68,7 @@ def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, mult
     slope = at_two - at_one
     if slope == 0:
         raise ValueError(
-            "every block has a memory in place of its feed-forward (model.memory.placement), so that none is left whose "
+            "every block has a memory in place of its feed-forward, so that no feed-forward is left whose "
             "width could be solved for"
         )
     exact = 1 + (target - at_one) / slope

@@ -46,7 +46,7 @@ NAMES_OF_KINDS = {
     "pkm": {"query_proj", "keys", "query_norm"},
     "memory_plus": {"query_proj", "keys", "query_norm", "value_proj", "silu_gate"},
     "peer": {"query_proj", "keys", "query_norm"},
-    "linear": {"query_proj", "keys"},
+    "linear_memory": {"query_proj", "keys"},
     "move": {"gate_proj"},
     "lave": {"gate_proj"},
     "tide": {"router"},
@@ -68,7 +68,7 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer", "linear", "move", "lave", "tide", "midus"):
+for _kind in ("ultramem", "pkm", "memory_plus", "peer", "linear_memory", "move", "lave", "tide", "midus"):
     _enter_kind(_kind)
 
 
@@ -243,7 +243,7 @@ def _(base: Subject, second: Subject) -> None:
         assert subject.memory_weights["keys"].shape == (3, 2, 24, 6, 2)
 
 
-@MEMORIES.key("model.memory.num_rows", 70, with_kind("linear", value_dim=32, num_rows=60))
+@MEMORIES.key("model.memory.num_rows", 70, with_kind("linear_memory", value_dim=32, num_rows=60))
 def _(base: Subject, second: Subject) -> None:
     for subject, rows in ((base, 60), (second, 70)):
         assert subject.shapes["banks.0.values"] == (rows, 32)
@@ -581,7 +581,7 @@ def _(base: Subject, second: Subject) -> None:
 @MEMORIES.key(
     "model.memory.placement.position",
     "inserted",
-    set_key(FOUR_BLOCKS, "model.memory.placement", PlacementConfig(blocks=(1,))),
+    with_model(num_layers=4, memory=replace(MEMORY, pre_value_dim=0, placement=PlacementConfig(blocks=(1,)))),
 )
 def _(base: Subject, second: Subject) -> None:
     """Neither a feed-forward nor a second norm, and nothing is added at first: block 1 hands on what it is given."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megamem.config import ModelConfig
-from megamem.families.linear.config import LinearConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.midus.family import MIDUS
 from megamem.families.pkm.config import PkmConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_runs import MEMORY, SHARED, build, joined, on
 
-from megamem.families.linear.config import LinearConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.peer.config import PeerConfig

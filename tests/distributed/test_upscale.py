@@ -37,7 +37,7 @@ KEYS = [
 HEADS = [f"model.memory.{key}" for key in ("num_heads=2", "key_dim=8", "top_k=4")]
 OTHERS = {
     "pkm": ["kind=pkm", "num_keys=8", "value_dim=32", "query_norm=false", "biases=true", "output_gate=true"],
-    "linear": ["kind=linear", "num_rows=50", "value_dim=32"],
+    "linear": ["kind=linear_memory", "num_rows=50", "value_dim=32"],
     "ultramem": ["kind=ultramem", "num_keys=8", "value_dim=8", "queries_per_head=true", "shuffle=table"],
 }
 """Memories that elsewhere stand around the feed-forward."""

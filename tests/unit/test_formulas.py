@@ -13,7 +13,7 @@ import pytest
 
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.lave.config import LaveConfig
-from megamem.families.linear.config import LinearConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.config import ModelConfig
-from megamem.families.linear.config import LinearConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
@@ -340,7 +340,7 @@ def test_a_linear_memory_takes_the_first_of_equal_scores() -> None:
     assert float(weights.sum()) == pytest.approx(1.0)
     with pytest.raises(ValueError, match=r"num_rows is 9, but 10 rows are to be selected \(top_k\)"):
         replace(memory, top_k=10)
-    with pytest.raises(ValueError, match=r"value_dim is 16, but kind linear has no value projection"):
+    with pytest.raises(ValueError, match=r"value_dim is 16, but kind linear_memory has no value projection"):
         ModelConfig(hidden_size=HIDDEN, memory=LinearConfig(value_dim=16))
 
 

@@ -75,7 +75,7 @@ class MidusLayer(MemoryLayer):
         """What the block adds, by heads [s, b, n, d], for the heads' outputs of the same shape; or of whole tokens,
         [t, b, D]."""
         if heads.dim() == 3:
-            return self(heads.unflatten(2, (self.memory.num_heads, -1)), inputs).flatten(2)  # type: ignore[no-any-return]
+            return self(heads.unflatten(2, (self.memory.num_heads, -1)), inputs).flatten(2)
         queries = heads.flatten(0, 1)
         found = self.retrieve(queries)
         # Of R tokens each.

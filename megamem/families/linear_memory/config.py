@@ -15,8 +15,8 @@ from megamem.sharing import SharingPlan, private_banks
 class LinearConfig(MemoryConfig):
     """One linear memory: every row of the table has a key, which each head compares with its query (MIDUS, Eq. 8-9)."""
 
-    kind: Literal["linear"] = "linear"
-    """linear: a key per row."""
+    kind: Literal["linear_memory"] = "linear_memory"
+    """linear_memory: a key per row."""
     num_heads: PositiveInt = 1
     """H: heads, each with queries and keys of its own; they share the values."""
     num_rows: PositiveInt = 1024

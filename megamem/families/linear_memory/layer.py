@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.kept_scores import kept_scores
-from kernels.list_topk.torch_ops import list_topk
-from megamem.families.linear.config import LinearConfig
+from kernels.list_topk.naive import list_topk
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 
@@ -37,6 +37,7 @@ class LinearLayer(MemoryLayer):
         products = torch.bmm(queries.transpose(0, 1), self.keys.transpose(1, 2)).transpose(0, 1)
         products = products.to(torch.promote_types(products.dtype, torch.float32))
         with torch.no_grad():
+            # A stable sort, as PyTorch's operations on devices; there is no fused kernel for scores of whole lists.
             rows = list_topk(products, memory.top_k)
         return rows, kept_scores(products.unsqueeze(3), rows).squeeze(3).softmax(2)
 

@@ -7,7 +7,7 @@ import math
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, symmetric
 from megamem.families.family import Family, LayerCosts
-from megamem.families.linear.config import LinearConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.sharing import LayerView
 
 
@@ -47,7 +47,7 @@ def _table_std(memory: LinearConfig, model: ModelConfig, sigma_s: float | None) 
 
 LINEAR = Family(
     config=LinearConfig,
-    layer_path="megamem.families.linear.layer:LinearLayer",
+    layer_path="megamem.families.linear_memory.layer:LinearLayer",
     costs=_costs,
     distribution=_distribution,
     table_std=_table_std,
