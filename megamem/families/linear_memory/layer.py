@@ -37,8 +37,9 @@ class LinearLayer(MemoryLayer):
         products = torch.bmm(queries.transpose(0, 1), self.keys.transpose(1, 2)).transpose(0, 1)
         products = products.to(torch.promote_types(products.dtype, torch.float32))
         with torch.no_grad():
-            # A stable sort, as PyTorch's operations on devices; there is no fused kernel for scores of whole lists.
-            rows = list_topk(products, memory.top_k)
+            # A stable sort, as PyTorch's operations on devices; there is no fused kernel for scores of whole lists. What
+            # is kept for backward must not be a view of all positions.
+            rows = list_topk(products, memory.top_k).contiguous()
         return rows, kept_scores(products.unsqueeze(3), rows).squeeze(3).softmax(2)
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
