@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megamem.attention import SdpaCoreAttention
-from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock
+from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock, without_stream
 from megamem.config import LatentAttentionConfig
 from megamem.kv_cache import CachingSelfAttention
 from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules, LatentAttentionWithMemory
 from megamem.moe import moe_spec
-from megamem.norm import RMSNorm
+from megamem.norm import LayerNorm, RMSNorm
 from megamem.side_stream import SideStream
 from megamem.slots import Site, Slot
 from megamem.spans import pending_before
@@ -105,10 +105,18 @@ def block_spec(
             mlp_bda=get_bias_dropout_add,
         )
         if site is not None:
+            if site.layer_norm:
+                block.input_layernorm = LayerNorm
             match site.slot:
-                case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP:
+                case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP | Slot.INSERTED | Slot.STREAM_AND_HEADS | Slot.PROJECTED:
                     around = {"make_ffn": make_ffn, "site": site, "side_stream": side_stream}
                     block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
+                    if site.slot.is_inserted:
+                        block.pre_mlp_layernorm = IdentityOp
+                    if not site.slot.has_output_projection:
+                        heads.linear_proj = HeadsToTokens
+                    if site.slot is Slot.PROJECTED:
+                        block.self_attn_bda = without_stream
                 case Slot.VALUES | Slot.LATENTS:
                     attention["site"] = site
                     block.self_attention.module = AttentionWithMemory if latent is None else LatentAttentionWithMemory

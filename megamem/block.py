@@ -39,7 +39,7 @@ class MemorySite(nn.Module):
 class FfnWithMemory(MegatronModule, MemorySite):
     """The `mlp` slot of a block that has a memory, h + FFN(n) + Mem(n) with n = Norm(h) in the usual case.
 
-    Without a feed-forward (`Slot.INSTEAD`) it is h + Mem(n). With `Slot.SKIP` the slot is the feed-forward alone, and
+    Without a feed-forward (`Slot.INSTEAD`, inserted blocks) it is Mem(n) alone. With `Slot.SKIP` the slot is the feed-forward alone, and
     `MemoryBlock` asks `read` for the memory's output.
     """
 
@@ -47,7 +47,7 @@ class FfnWithMemory(MegatronModule, MemorySite):
         self, config: TransformerConfig, make_ffn: Callable[..., nn.Module], site: Site, side_stream: SideStream
     ) -> None:
         super().__init__(config=config)
-        self.ffn = None if site.slot is Slot.INSTEAD else make_ffn(config=config)
+        self.ffn = make_ffn(config=config) if site.slot.has_ffn else None
         self.memory = site.make_memory()
         self.slot, self.side_stream = site.slot, side_stream
 
@@ -169,6 +169,15 @@ class HeadsToTokens(MegatronModule):
         return all_to_all_hp2sp(heads, self.group).unflatten(0, (-1, heads.shape[1])), None
 
 
+def without_stream(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Instead of Megatron's sum of a block's residual stream and its attention's output: the latter alone."""
+
+    def output(output_and_bias: tuple[Tensor, None], stream: Tensor, dropout: float) -> Tensor:
+        return output_and_bias[0]
+
+    return output
+
+
 class MemoryBlock(TransformerLayer):
     """A block that has a memory, or after which the output of a skipping one joins (UltraMem, section 3.2).
 
@@ -225,7 +234,9 @@ class MemoryBlock(TransformerLayer):
             return self._with_arrivals(self._forward_post_mlp(self.mlp(normal), hidden), context, ())
         if self.config.sequence_parallel:
             inputs = inputs.share(self.tp_group)
-        out = self._forward_post_mlp(self.mlp(normal, inputs), hidden)
+        # An inserted block adds what its memory reads, and not what its attention says.
+        stream = hidden_states if self.slot is not None and self.slot.is_inserted else hidden
+        out = self._forward_post_mlp(self.mlp(normal, inputs), stream)
         if self.reads_once:
             return out, context
         leaving = (self.mlp.read(normal, inputs),) if self.slot is Slot.SKIP else ()

@@ -53,9 +53,8 @@ def calibrate_scores(memory: TuckerConfig, num_keys: int, cores: Tensor, *, seed
         (_SAMPLE_TOKENS, memory.num_queries, memory.key_dim), seed, f"{name}.calibration.queries"
     )
     keys = _unit_mean_square((heads, 2, num_keys, rank, memory.key_dim), seed, f"{name}.calibration.keys")
-    if memory.query_mode == "single":
-        queries = queries.repeat_interleave(rank, dim=1)
-    scores = torch.einsum("tsrd,hsnrd->sthnr", queries.view(_SAMPLE_TOKENS, 2, rank, memory.key_dim), keys)
+    queries = queries.view(_SAMPLE_TOKENS, 2, *memory.query_shape, memory.key_dim).expand(-1, -1, heads, rank, -1)
+    scores = torch.einsum("tshrd,hsnrd->sthnr", queries, keys)
     wide = cores.detach().cpu().double()
     zeros = torch.zeros(heads, rank, dtype=torch.float64)
     u, v = leading_singular_vectors(wide.sum(0), zeros, zeros)

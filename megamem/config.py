@@ -140,10 +140,11 @@ class ModelConfig(Config):
                 f"{self.num_attention_heads}"
             )
         if self.memory is not None:
-            replaces_all = self.memory.placement.position == "instead" and self.num_memory_layers == self.num_layers
+            position = self.memory.placement.position
+            replaces_all = position != "beside" and self.num_memory_layers == self.num_layers
             if self.moe is not None and self.memory.placement.spans is None and replaces_all:
                 raise ValueError(
-                    "model.memory.placement.position is instead in every block, which leaves no feed-forward for "
+                    f"model.memory.placement.position is {position} in every block, which leaves no feed-forward for "
                     "model.moe: use position: beside, or fewer blocks"
                 )
             if (
@@ -154,6 +155,12 @@ class ModelConfig(Config):
                     f"model.memory.kind is {self.memory.kind}, whose blocks add what their heads read to the residual "
                     f"stream, but {self.num_attention_heads} heads of {self.attention_head_dim} columns are not "
                     f"hidden_size = {self.hidden_size} wide: leave model.head_dim at null"
+                )
+            if self.memory.is_inserted and (self.memory.reads_once or self.memory.width("pre_values")):
+                raise ValueError(
+                    f"model.memory.placement.position is inserted, where tables begin as zeros, but kind "
+                    f"{self.memory.kind} normalises its rows or multiplies them with those of pre-values, which do not "
+                    "learn from there: choose another kind, or one without pre-values (pre_value_dim: 0)"
                 )
             self.memory.check(
                 hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None

@@ -87,11 +87,7 @@ def spread(count: int, most: int) -> Sequence[int]:
 @torch.no_grad()
 def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) -> InitialOutput:
     tables = _DrawnTables(memory, model.memory_plan.views[index].bank, seed)
-    layer = build_layer(model, memory, index, tables, seed)
-    for name, parameter in layer.named_parameters():
-        if (distribution := distribution_of(f"{layer.name}.{name}", model)) is not None:
-            fill(parameter, distribution, seed=seed, name=f"{layer.name}.{name}")
-    calibration = layer.calibrate(seed)
+    layer, calibration = initialised_layer(model, memory, index, tables, seed)
     tables.std = table_std(model, memory, [calibration.sigma_s] if calibration is not None else [])
     num_tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, _SAMPLE_READS // memory.lookup.rows))
     tokens = sample_tokens(num_tokens, model.hidden_size, seed, layer.name)
@@ -154,6 +150,24 @@ def build_layer(model: ModelConfig, memory: MemoryConfig, index: int, tables: Ta
         name=model.memory_name(index),
         seed=seed,
     )
+
+
+@torch.no_grad()
+def initialised_layer(
+    model: ModelConfig,
+    memory: MemoryConfig,
+    index: int,
+    tables: TableLookup,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[MemoryLayer, ScoreCalibration | None]:
+    """A memory layer by itself with the weights that a run with this seed gives it, and what it calibrated."""
+    layer = build_layer(model, memory, index, tables, seed)
+    for name, parameter in layer.named_parameters():
+        if (distribution := distribution_of(f"{layer.name}.{name}", model)) is not None:
+            fill(parameter, distribution, seed=seed, name=f"{layer.name}.{name}")
+    layer.to(dtype)
+    return layer, layer.calibrate(seed)
 
 
 def sample_tokens(count: int, width: int, seed: int, name: str) -> Tensor:

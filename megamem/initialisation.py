@@ -60,6 +60,8 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
             "weight",
         ]:
             return Constant(1.0)
+        case [*_, "input_layernorm", "bias"]:
+            return Constant(0.0)
         case [*_, "memory", own_name] if memory is not None:
             return family_of(memory).distribution(own_name, memory, model)
         case ["shared_read", own_name] if memory is not None:
@@ -89,6 +91,11 @@ def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfi
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
-    """Standard deviation of a bank's tables, given sigma_s of the layers that calibrate theirs (else empty)."""
+    """Standard deviation of a bank's tables, given sigma_s of the layers that calibrate theirs (else empty).
+
+    Inserted blocks begin with values of zeros, and so as the identity (MIDUS, section 2.1).
+    """
+    if memory.is_inserted:
+        return 0.0
     root_mean_square = float(torch.tensor(sigma_s, dtype=torch.float64).square().mean().sqrt()) if sigma_s else None
     return family_of(memory).table_std(memory, model, root_mean_square)

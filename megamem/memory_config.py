@@ -36,9 +36,13 @@ class PlacementConfig(Config):
     """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first
     block, add after the second. Null: the memory adds where it reads."""
     position: Annotated[
-        Literal["beside", "instead"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
+        Literal["beside", "instead", "inserted"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
     ] = "beside"
-    """beside: the memory adds to the feed-forward of its block; instead: it replaces it."""
+    """beside: the memory adds to the feed-forward of its block; instead: it replaces it; inserted: it is all that its
+    block adds to the residual stream, x + Mem(x + Attn(Norm(x))), from values of zeros on (MIDUS, Eq. 1)."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Of an inserted block, what normalises the residual stream before its attention. rms: RMSNorm, as in the other
+    blocks; layer: LayerNorm, as MIDUS writes it, with the gain of the following block and a bias of zeros at first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,7 +198,19 @@ class MemoryConfig(Config, ABC):
             return self.slot
         if span.is_skip:
             return Slot.SKIP
-        return Slot.INSTEAD if self.placement.position == "instead" else Slot.BESIDE
+        return {"beside": Slot.BESIDE, "instead": Slot.INSTEAD, "inserted": Slot.INSERTED}[self.placement.position]
+
+    @property
+    def is_inserted(self) -> bool:
+        """Whether the memories stand in inserted blocks, of which they are all that is added to the residual stream."""
+        if self.slot is not None:
+            return self.slot.is_inserted
+        return self.placement.spans is None and self.placement.position == "inserted"
+
+    @property
+    def has_layer_norm(self) -> bool:
+        """Whether LayerNorm stands before the attention of its blocks."""
+        return self.is_inserted and self.placement.norm == "layer"
 
     @property
     @abstractmethod

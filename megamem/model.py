@@ -422,7 +422,7 @@ def _memories(
             token_group=token_group,
             tensor_group=tensor_group,
         )
-        sites[layer] = Site(memory.slot_of(span), span, make_memory, memory.reads_once)
+        sites[layer] = Site(memory.slot_of(span), span, make_memory, memory.reads_once, memory.has_layer_norm)
     return banks, sites
 
 

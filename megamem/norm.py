@@ -1,8 +1,9 @@
-"""RMSNorm that works under sequence parallelism."""
+"""Norms that work under sequence parallelism."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -32,3 +33,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_normalise(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation with a gain and a bias, in the place of an `RMSNorm`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        device = parameter_device(config)
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+        for parameter in (self.weight, self.bias):
+            declare(parameter, "backbone_no_decay", reduced_over=ReducedOver.TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(x.to(wide), weight.shape, weight, bias, self.eps).to(x.dtype)

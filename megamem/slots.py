@@ -29,6 +29,14 @@ class Slot(Enum):
     """h + FFN(n) + Mem(n): `forward(n, inputs)` returns [t, b, D]."""
     INSTEAD = "instead"
     """h + Mem(n); the block has no feed-forward."""
+    INSERTED = "inserted"
+    """x + Mem(x + Attn(Norm(x))): all that an inserted block adds to the residual stream x, behind attention with its
+    output projection. `forward(n, inputs)` is given the sum as it is: the block has neither a second norm nor a
+    feed-forward. The model's blocks are counted with it."""
+    STREAM_AND_HEADS = "stream_and_heads"
+    """x + Mem(x + heads): as `INSERTED`, without an output projection; the heads of all ranks together are as wide as x."""
+    PROJECTED = "projected"
+    """x + Mem(Attn(Norm(x))): as `INSERTED`, without the residual stream in what the memory is given."""
     SKIP = "skip"
     """h + FFN(n), and Mem(n) joins the residual stream after a later block."""
     VALUES = "values"
@@ -43,6 +51,21 @@ class Slot(Enum):
     """h + Mem(heads): the memory takes the place of the output projection and of the feed-forward, and is all that such
     a block adds to the residual stream (an inserted block). `forward(heads, inputs)` returns [s, b, n, d]; the heads of
     all ranks together are as wide as h. The model's blocks are counted with it."""
+
+    @property
+    def is_inserted(self) -> bool:
+        """Whether a memory here is all that its block adds."""
+        return self in (Slot.INSERTED, Slot.STREAM_AND_HEADS, Slot.PROJECTED, Slot.BLOCK)
+
+    @property
+    def has_output_projection(self) -> bool:
+        """Whether the attention of its block has one."""
+        return self not in (Slot.STREAM_AND_HEADS, Slot.BLOCK)
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether the block has a feed-forward besides."""
+        return self is not Slot.INSTEAD and not self.is_inserted
 
     @property
     def module(self) -> str:
@@ -64,12 +87,14 @@ class Site:
         span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
         make_memory: builds its layer.
         reads_once: whether the layers of a chunk read their tables together.
+        layer_norm: whether LayerNorm stands before attention (of inserted blocks).
     """
 
     slot: Slot
     span: Span
     make_memory: Callable[[], MegatronModule]
     reads_once: bool = False
+    layer_norm: bool = False
 
     def __post_init__(self) -> None:
         assert self.span.is_skip == (self.slot is Slot.SKIP)

@@ -6,6 +6,7 @@ from typing import Any
 
 from megamem.families.family import Family
 from megamem.families.lave.family import LAVE
+from megamem.families.linear_memory.family import LINEAR
 from megamem.families.memory_plus.family import MEMORY_PLUS
 from megamem.families.midus.family import MIDUS
 from megamem.families.move.family import MOVE
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family[Any]] = {
         PKM,
         MEMORY_PLUS,
         PEER,
+        LINEAR,
         MOVE,
         LAVE,
         TIDE,

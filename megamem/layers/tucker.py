@@ -82,7 +82,7 @@ class TuckerLayer(RetrievalLayer):
     def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Row and column scores, [T, H, N, R] each, of the tokens `x` [T, D]: RMS-normalised queries and keys, Eq. 6.
 
-        The queries are shared by the heads, as in the release.
+        The queries are shared by the heads, as in the release, unless each has its own.
         """
         memory = self.memory
         heads, rank, keys = memory.num_heads, memory.tucker_rank, self.num_keys
@@ -91,6 +91,13 @@ class TuckerLayer(RetrievalLayer):
         if memory.query_mode == "single":
             queries = queries.repeat_interleave(rank, dim=1)
         normal_keys = rms_normalise(self.keys.transpose(3, 4), self.keys_norm, self.epsilon)
+        if memory.query_mode == "per_head":
+            # One product per (side, head): [2H, T, d] x [2H, d, N R].
+            by_side_and_head = normal_keys.transpose(0, 1).reshape(2 * heads, keys * rank, memory.key_dim)
+            products = torch.bmm(queries.transpose(0, 1), by_side_and_head.transpose(1, 2))
+            products = products.to(torch.promote_types(products.dtype, torch.float32))
+            rows, columns = products.view(2, heads, x.shape[0], keys, rank).transpose(1, 2).unbind(0)
+            return rows, columns
         # One product per (side, rank): [2R, T, d] x [2R, d, H N].
         by_side_and_rank = normal_keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, memory.key_dim, heads * keys)
         products = torch.bmm(queries.transpose(0, 1), by_side_and_rank)

@@ -34,8 +34,8 @@ class RetrievalConfig(MemoryConfig):
     """The most rows and columns kept by the first selection stage, which otherwise keeps K of each (UltraMemV2, section
     4.1)."""
     num_heads: PositiveInt = 1
-    """H: retrieval heads, each with its own keys and cores. With Tucker cores they share their queries (as released);
-    with product keys each has its own."""
+    """H: retrieval heads, each with its own keys and cores. With Tucker cores they share their queries (as released,
+    but see queries_per_head); with product keys each has its own."""
     key_balance_weight: LossWeight = 0.0
     """Weight (beta) of the key-balance loss, Eq. 19, per layer, with selection frequencies that sum to 1 as released;
     0: off, as in the paper."""
@@ -147,13 +147,21 @@ class TuckerConfig(RetrievalConfig):
             )
 
     @property
-    def query_mode(self) -> Literal["per_rank", "single"]:
-        """Whether each Tucker rank has its own queries."""
+    def query_mode(self) -> Literal["per_rank", "per_head", "single"]:
+        """Whether each Tucker rank, or each head, has its own queries."""
         return "single"
 
     @property
     def num_queries(self) -> int:
-        return 2 * self.tucker_rank if self.query_mode == "per_rank" else 2
+        return 2 * math.prod(self.query_shape)
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """Queries per side: of heads, and of Tucker ranks; 1 where all have the same."""
+        return (
+            self.num_heads if self.query_mode == "per_head" else 1,
+            self.tucker_rank if self.query_mode == "per_rank" else 1,
+        )
 
     @property
     def expansion(self) -> int:

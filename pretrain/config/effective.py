@@ -39,6 +39,10 @@ def _is_placed_around_ffn(run: RunConfig) -> bool:
     return run.model.memory is None or run.model.memory.slot is None
 
 
+def _is_inserted(run: RunConfig) -> bool:
+    return run.model.memory is None or run.model.memory.is_inserted
+
+
 def _has_pre_values(run: RunConfig) -> bool:
     return run.model.memory is not None and run.model.memory.width("pre_values") > 0
 
@@ -75,6 +79,7 @@ RUN_RULES: tuple[CrossRule, ...] = (
         CrossRule(f"model.memory.placement.{key}", _is_placed_around_ffn, "model.memory stands around the feed-forward")
         for key in ("spans", "position")
     ),
+    CrossRule("model.memory.placement.norm", _is_inserted, "model.memory stands in inserted blocks"),
 )
 
 

@@ -20,12 +20,12 @@ def slots_of_memories(model: ModelConfig, block: int | None = None) -> list[Slot
     return [memory.slot_of(span) for span in model.memory_spans if block is None or span.read == block]
 
 
-def attention_weights(model: ModelConfig, *, is_inserted: bool = False) -> int:
+def attention_weights(model: ModelConfig, slots: Sequence[Slot] = ()) -> int:
     """Weights of a block's projections, which tensor-parallel ranks split: D d (2 n + 2 g), or, with latents,
-    2 D d n + D (C + r) + C n (2 d - r), with (D + d n) Q for one D d n if queries have some too. An inserted block has no
-    output projection."""
+    2 D d n + D (C + r) + C n (2 d - r), with (D + d n) Q for one D d n if queries have some too. Some inserted
+    blocks have no output projection."""
     width, head, heads = model.hidden_size, model.attention_head_dim, model.num_attention_heads
-    queries_and_outputs = width * head * heads * (1 if is_inserted else 2)
+    queries_and_outputs = width * head * heads * (1 + all(slot.has_output_projection for slot in slots))
     latent = model.latent_attention
     if latent is None:
         return queries_and_outputs + 2 * width * head * model.query_groups
@@ -39,6 +39,11 @@ def attention_gains(model: ModelConfig) -> int:
     if not model.qk_norm:
         return 0
     return 2 * model.attention_head_dim if model.latent_attention is None else _latent_widths(model.latent_attention)
+
+
+def biases_of_norm(model: ModelConfig) -> int:
+    """Biases of the norm before the attention of an inserted block."""
+    return model.hidden_size if model.memory is not None and model.memory.has_layer_norm else 0
 
 
 def projected_twice(model: ModelConfig, slots: Sequence[Slot]) -> int:

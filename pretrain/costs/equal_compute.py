@@ -68,8 +68,8 @@ def solve_ffn_width(model: ModelConfig, measure: Measure, target: float, *, mult
     slope = at_two - at_one
     if slope == 0:
         raise ValueError(
-            "model.memory.placement.position is instead in every block, so that no feed-forward is left whose width "
-            "could be solved for"
+            "every block has a memory in place of its feed-forward, so that no feed-forward is left whose "
+            "width could be solved for"
         )
     exact = 1 + (target - at_one) / slope
     width = max(multiple, math.floor(exact / multiple + 0.5) * multiple)

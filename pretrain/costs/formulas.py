@@ -13,10 +13,15 @@ from dataclasses import dataclass, fields
 from megamem.config import ModelConfig
 from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
-from megamem.slots import Slot
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
-from pretrain.costs.attention import attention_gains, attention_weights, projected_twice, slots_of_memories
+from pretrain.costs.attention import (
+    attention_gains,
+    attention_weights,
+    biases_of_norm,
+    projected_twice,
+    slots_of_memories,
+)
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -79,13 +84,16 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     lookups = 1 if memory is not None and memory.reads_once else model.num_memory_layers
     reads = lookups * memory.lookup.rows if memory is not None else 0
     ffn, experts, idle = _ffn_parameters(model)
-    # An inserted block has neither an output projection nor a second norm.
-    inserted = _count_memories(model, Slot.BLOCK)
+    # Inserted blocks have no second norm, and some no output projection.
+    slots = slots_of_memories(model)
+    unprojected = [slot for slot in slots if not slot.has_output_projection]
+    inserted = sum(slot.is_inserted for slot in slots)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=(depth - inserted) * attention_weights(model) + inserted * attention_weights(model, is_inserted=True),
+        attention=(depth - len(unprojected)) * attention_weights(model)
+        + len(unprojected) * attention_weights(model, unprojected),
         ffn=ffn,
-        norms=(2 * depth - inserted + 1) * width + depth * attention_gains(model),
+        norms=(2 * depth - inserted + 1) * width + inserted * biases_of_norm(model) + depth * attention_gains(model),
         retrieval=own.retrieval,
         memory_projections=own.projections + _shared_parameters(model),
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
@@ -106,7 +114,7 @@ def _embedding_size(model: ModelConfig) -> int:
 
 def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
     """Parameters of all feed-forwards; of those, all experts'; of those, the ones that a token does not use."""
-    depth = model.num_layers - _count_memories(model, Slot.INSTEAD, Slot.BLOCK)
+    depth = model.num_layers - sum(not slot.has_ffn for slot in slots_of_memories(model))
     if model.moe is None:
         return depth * 3 * model.hidden_size * model.ffn_hidden_size, 0, 0
     expert = 3 * model.hidden_size * model.moe.expert_ffn_hidden_size
@@ -114,11 +122,6 @@ def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
     idle = (model.moe.num_experts - model.moe.top_k) * expert
     experts = model.moe.num_experts * expert
     return depth * (experts + router), depth * experts, depth * idle
-
-
-def _count_memories(model: ModelConfig, *slots: Slot) -> int:
-    """Memory layers that act in one of these slots."""
-    return sum(slot in slots for slot in slots_of_memories(model))
 
 
 def memory_layer_costs(model: ModelConfig) -> LayerCosts:
@@ -176,8 +179,8 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
     memory, width = model.memory, model.hidden_size
     here = [index for index, span in enumerate(model.memory_spans) if span.read == block]
     slots = slots_of_memories(model, block)
-    weights = attention_weights(model, is_inserted=Slot.BLOCK in slots) + projected_twice(model, slots)
-    if Slot.INSTEAD not in slots and Slot.BLOCK not in slots:
+    weights = attention_weights(model, slots) + projected_twice(model, slots)
+    if all(slot.has_ffn for slot in slots):
         ffn = 3 * width * model.ffn_hidden_size
         if model.moe is not None:
             ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)

@@ -98,13 +98,13 @@ def tensor_passes(config: RunConfig, stage: Stage) -> float:
 
     A pair of linears gathers its input and scatters its output: twice forward, and twice backward, which gathers the
     input again for the gradient of a weight that is trained. A block has two pairs, unless experts or a memory stand for
-    the second. Heads of an inserted block are exchanged, not added up, which sends 1 / TP of a scatter. Blocks below
+    the second. Heads without an output projection are exchanged, which sends 1 / TP of a scatter. Blocks below
     what is trained go forward alone.
     """
 
     def both_ways(blocks: Blocks) -> float:
         pairs = blocks.num + (blocks.ffns if config.model.moe is None else 0)
-        return 2 * pairs - blocks.inserted * (1 - 1 / config.parallel.tensor)
+        return 2 * pairs - blocks.unprojected * (1 - 1 / config.parallel.tensor)
 
     passes = both_ways(stage.blocks) + (2 if config.train.recompute == "full" else 1) * both_ways(stage.backward)
     again = stage.trained_blocks.num + (stage.trained_blocks.ffns if config.model.moe is None else 0)

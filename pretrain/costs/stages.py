@@ -15,7 +15,7 @@ from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import attention_gains, attention_weights, slots_of_memories
+from pretrain.costs.attention import attention_gains, attention_weights, biases_of_norm, slots_of_memories
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Blocks:
 
     Attributes:
         num: blocks.
-        inserted: of these, the ones that a memory alone is added in: they have one norm of hidden states, and not two.
+        inserted: of these, the ones to which a memory alone adds: they have one norm of hidden states, and not two.
+        unprojected: of these, the ones whose attention has no output projection.
         ffns: feed-forwards.
         split_weights: weights that tensor-parallel ranks split, without those of memories.
         expert_weights: weights of experts.
@@ -43,6 +44,7 @@ class Blocks:
 
     num: int
     inserted: int
+    unprojected: int
     ffns: int
     split_weights: int
     expert_weights: int
@@ -157,11 +159,12 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
 
 def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
     split, _, experts = _blocks_weights(model, blocks)
-    slots = [set(slots_of_memories(model, block)) for block in blocks]
+    slots = [slots_of_memories(model, block) for block in blocks]
     return Blocks(
         num=len(blocks),
-        inserted=sum(Slot.BLOCK in of_block for of_block in slots),
-        ffns=sum(not {Slot.INSTEAD, Slot.BLOCK} & of_block for of_block in slots),
+        inserted=sum(any(slot.is_inserted for slot in of_block) for of_block in slots),
+        unprojected=sum(not all(slot.has_output_projection for slot in of_block) for of_block in slots),
+        ffns=sum(all(slot.has_ffn for slot in of_block) for of_block in slots),
         split_weights=split,
         expert_weights=experts,
         memories=sum(span.read in blocks for span in model.memory_spans),
@@ -190,8 +193,7 @@ def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int
     """Weights of blocks without their memories, see `_block_weights`."""
     split = whole = experts = 0
     for block in blocks:
-        slots = slots_of_memories(model, block)
-        of_block = _block_weights(model, Slot.INSTEAD in slots, Slot.BLOCK in slots)
+        of_block = _block_weights(model, slots_of_memories(model, block))
         split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
     return split, whole, experts
 
@@ -206,12 +208,14 @@ def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
     return family_of(model.memory).costs(model.memory, view, model.hidden_size)
 
 
-def _block_weights(model: ModelConfig, has_no_ffn: bool, is_inserted: bool) -> tuple[int, int, int]:
-    """Weights of one block that tensor-parallel ranks split, that all hold, and of experts; see `count_parameters`."""
+def _block_weights(model: ModelConfig, slots: Sequence[Slot]) -> tuple[int, int, int]:
+    """Weights of one block with memories in `slots` that tensor-parallel ranks split, that all hold, and of experts;
+    see `count_parameters`."""
     width = model.hidden_size
-    split = attention_weights(model, is_inserted=is_inserted)
-    norms = (2 - is_inserted) * width + attention_gains(model)
-    if has_no_ffn or is_inserted:
+    split = attention_weights(model, slots)
+    is_inserted = any(slot.is_inserted for slot in slots)
+    norms = (2 - is_inserted) * width + is_inserted * biases_of_norm(model) + attention_gains(model)
+    if not all(slot.has_ffn for slot in slots):
         return split, norms, 0
     if model.moe is None:
         return split + 3 * width * model.ffn_hidden_size, norms, 0

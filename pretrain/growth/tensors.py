@@ -29,10 +29,20 @@ class Drawn:
     distribution: Distribution
 
 
+@dataclass(frozen=True)
+class Followed:
+    """A new tensor that follows from others."""
+
+    tensor: Tensor
+
+
+Origin = MeanOf | Drawn | Followed
+
+
 class GrownTensors:
     """A `TensorReader` of a grown model."""
 
-    def __init__(self, source: TensorReader, origins: Mapping[str, MeanOf | Drawn], seed: int) -> None:
+    def __init__(self, source: TensorReader, origins: Mapping[str, Origin], seed: int) -> None:
         """
         Args:
             origins: what each tensor is, by its name here.
@@ -54,6 +64,9 @@ class GrownTensors:
         origin = self._origins.get(region.name)
         if origin is None:
             raise CheckpointError(f"there is no tensor {region.name} in the grown model")
+        if isinstance(origin, Followed):
+            part = tuple(slice(start, start + size) for start, size in zip(region.offset, region.shape, strict=True))
+            return origin.tensor[part]
         if isinstance(origin, Drawn):
             drawn = torch.empty(region.shape, dtype=origin.info.dtype)
             shape, seed = origin.info.shape, self._seed
@@ -65,9 +78,11 @@ class GrownTensors:
         wide = torch.promote_types(parts[0].dtype, torch.float32)
         return torch.stack([part.to(wide) for part in parts]).mean(0).to(parts[0].dtype)
 
-    def _info(self, name: str, origin: MeanOf | Drawn) -> TensorInfo:
+    def _info(self, name: str, origin: Origin) -> TensorInfo:
         if isinstance(origin, Drawn):
             return origin.info
+        if isinstance(origin, Followed):
+            return TensorInfo(tuple(origin.tensor.shape), origin.tensor.dtype)
         for source in origin.names:
             if source not in self._source.tensors:
                 raise CheckpointError(f"{source} is missing, which {name} is made of")

@@ -11,25 +11,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megamem.config import ModelConfig
 from megamem.distributions import Constant
-from megamem.initial_outputs import build_layer
+from megamem.initial_outputs import build_layer, initialised_layer
 from megamem.initialisation import distribution_of
 from megamem.memory_config import MemoryConfig
-from megamem.slots import Slot
 from pretrain.checkpoint.formats.format import OpenedCheckpoint
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import slots_of_memories
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import Block
-from pretrain.growth.tensors import Drawn, GrownTensors, MeanOf
+from pretrain.growth.tensors import Drawn, Followed, GrownTensors, MeanOf, Origin
 from pretrain.state import RunState
 
 _IN_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_NOT_IN_MEMORY_BLOCKS = ("self_attention.linear_proj.", "pre_mlp_layernorm.", "mlp.")
+_NOT_IN_MEMORY_BLOCKS = ("pre_mlp_layernorm.", "mlp.")
+_NORM = "input_layernorm.weight"
+_OUTPUT_PROJECTION = "self_attention.linear_proj."
 _TO_RESIDUAL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 _KEYS = ("model.memory.", "seed=")
 
@@ -51,7 +54,8 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
     """A model with these blocks, at the beginning of a run.
 
     Memories begin with tables of zeros, so that their blocks add nothing, whatever their other weights, which are those
-    that a run with this seed would begin with. The weights of the source are taken as they are, in their dtype.
+    that a run with this seed would begin with. Those that stand around the feed-forward elsewhere are what an inserted
+    block adds (`Slot.INSERTED`). The weights of the source are taken as they are, in their dtype.
 
     Args:
         base: the pretrained model's.
@@ -101,9 +105,13 @@ def _grown_config(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Se
     model = replace(before.model, num_layers=len(blocks))
     plain = to_dict(replace(before, name=name, model=model, parallel=parallel, stage=None))
     placed = [f"model.memory.placement.blocks={memories}"] if memories else []
-    config = from_dict(plain, f"the configuration of {base.path}", [*overrides, *placed])
+    origin = f"the configuration of {base.path}"
+    config = from_dict(plain, origin, [*overrides, *placed])
+    if config.model.memory is not None and config.model.memory.slot is None:
+        placed.append("model.memory.placement.position=inserted")
+        config = from_dict(plain, origin, [*overrides, *placed])
     memory = config.model.memory
-    if memory is not None and memory.slot is not Slot.BLOCK:
+    if memory is not None and not memory.is_inserted:
         raise ConfigError(
             f"model.memory.kind is {memory.kind}, whose memories do not stand in blocks of their own: only those are "
             "inserted (docs/upscale.md says which)"
@@ -113,9 +121,13 @@ def _grown_config(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Se
 
 def _origins(
     tensors: Mapping[str, TensorInfo], model: ModelConfig, blocks: Sequence[Block]
-) -> Iterator[tuple[str, MeanOf | Drawn]]:
+) -> Iterator[tuple[str, Origin]]:
     """Everything but the memories: their blocks' attention is the source's."""
     in_block: dict[int, list[str]] = {}
+    has_layer_norm = model.memory is not None and model.memory.has_layer_norm
+    slots = slots_of_memories(model)
+    is_projected = all(slot.has_output_projection for slot in slots)
+    left_out = _NOT_IN_MEMORY_BLOCKS if is_projected else (*_NOT_IN_MEMORY_BLOCKS, _OUTPUT_PROJECTION)
     for name in tensors:
         if match := _IN_BLOCK.fullmatch(name):
             in_block.setdefault(int(match[1]), []).append(match[2])
@@ -125,10 +137,13 @@ def _origins(
         if missing := [source for source in block.sources if source not in in_block]:
             raise CheckpointError(f"decoder.layers.{missing[0]}. has no weights, which the grown model is made of")
         for suffix in in_block[block.sources[-1]]:
-            if block.inserted == "memory" and suffix.startswith(_NOT_IN_MEMORY_BLOCKS):
+            if block.inserted == "memory" and suffix.startswith(left_out):
                 continue
             name = f"decoder.layers.{number}.{suffix}"
             sources = tuple(f"decoder.layers.{source}.{suffix}" for source in block.sources)
+            if block.inserted == "memory" and has_layer_norm and suffix == _NORM:
+                info = tensors[f"decoder.layers.{block.sources[0]}.{suffix}"]
+                yield name.replace(".weight", ".bias"), Drawn(info, Constant(0.0))
             if block.inserted == "muted" and _TO_RESIDUAL.fullmatch(name):
                 yield name, Drawn(tensors[sources[0]], Constant(0.0))
             else:
@@ -137,18 +152,26 @@ def _origins(
 
 def _memory_origins(
     model: ModelConfig, memory: MemoryConfig, dtype: torch.dtype, seed: int
-) -> Iterator[tuple[str, Drawn]]:
-    """The memories' own weights, and their tables."""
+) -> Iterator[tuple[str, Origin]]:
+    """The memories' own weights, and their tables. What follows from other weights (Tucker layers' gains and singular
+    vectors) is kept, of a layer that is made for it."""
     no_tables: Any = None
     for index in range(model.num_memory_layers):
         # It is asked for the shapes of its weights, and reads nothing.
         with FakeTensorMode():
-            layer = build_layer(model, memory, index, no_tables, seed)
-        for own_name, weight in layer.state_dict().items():
-            name = f"{model.memory_name(index)}.{own_name}"
-            distribution = distribution_of(name, model)
-            assert distribution is not None, f"{name} follows from other weights, which inserted memories have none of"
-            yield name, Drawn(TensorInfo(tuple(weight.shape), dtype), distribution)
+            weights = build_layer(model, memory, index, no_tables, seed).state_dict()
+        name = model.memory_name(index)
+        drawn = {own: distribution_of(f"{name}.{own}", model) for own in weights}
+        followed: Mapping[str, Tensor] = {}
+        if None in drawn.values():
+            layer, _ = initialised_layer(model, memory, index, no_tables, seed, dtype)
+            followed = layer.state_dict()
+        for own, weight in weights.items():
+            distribution = drawn[own]
+            if distribution is None:
+                yield f"{name}.{own}", Followed(followed[own].detach().clone())
+            else:
+                yield f"{name}.{own}", Drawn(TensorInfo(tuple(weight.shape), dtype), distribution)
     for bank in model.memory_plan.banks:
         for table in memory.tables:
             info = TensorInfo((bank.num_rows, table.width), dtype)

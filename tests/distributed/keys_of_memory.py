@@ -46,6 +46,7 @@ NAMES_OF_KINDS = {
     "pkm": {"query_proj", "keys", "query_norm"},
     "memory_plus": {"query_proj", "keys", "query_norm", "value_proj", "silu_gate"},
     "peer": {"query_proj", "keys", "query_norm"},
+    "linear_memory": {"query_proj", "keys"},
     "move": {"gate_proj"},
     "lave": {"gate_proj"},
     "tide": {"router"},
@@ -67,7 +68,7 @@ def _enter_kind(kind: Any) -> None:
         assert base.shapes["banks.0.pre_values"] == (144, 64)
 
 
-for _kind in ("ultramem", "pkm", "memory_plus", "peer", "move", "lave", "tide", "midus"):
+for _kind in ("ultramem", "pkm", "memory_plus", "peer", "linear_memory", "move", "lave", "tide", "midus"):
     _enter_kind(_kind)
 
 
@@ -234,6 +235,21 @@ for _shuffle in ("table", "none"):
     _enter_shuffle(_shuffle)
 
 
+@MEMORIES.key("model.memory.queries_per_head", True, with_kind("ultramem", num_heads=3))
+def _(base: Subject, second: Subject) -> None:
+    """Of one side, three queries of 6 columns for one."""
+    for subject, heads in ((base, 1), (second, 3)):
+        assert subject.memory_weights["query_proj"].shape == (2 * heads * 6, 32)
+        assert subject.memory_weights["keys"].shape == (3, 2, 24, 6, 2)
+
+
+@MEMORIES.key("model.memory.num_rows", 70, with_kind("linear_memory", value_dim=32, num_rows=60))
+def _(base: Subject, second: Subject) -> None:
+    for subject, rows in ((base, 60), (second, 70)):
+        assert subject.shapes["banks.0.values"] == (rows, 32)
+        assert subject.memory_weights["keys"].shape == (1, rows, 6)
+
+
 @MEMORIES.key("model.memory.query_norm", False, PKM)
 def _(base: Subject, second: Subject) -> None:
     assert set(base.memory_weights) - set(second.memory_weights) == {"query_norm"}
@@ -347,6 +363,44 @@ def _(base: Subject, second: Subject) -> None:
 @MEMORIES.key("model.memory.key_balance_weight", 0.5)
 def _(base: Subject, second: Subject) -> None:
     is_linear_in("model.memory.key_balance_weight", 0.5, base, second, {"keys", "query_proj"})
+
+
+def _enter_query(query: Any) -> None:
+    base = set_key(with_kind("midus", num_heads=4), "model.memory.placement", PlacementConfig(blocks=(1,)))
+
+    @MEMORIES.key("model.memory.query_from", query, base)
+    def _(base: Subject, second: Subject) -> None:
+        """What the memory of block 1 is given, beside what attention's core gives there."""
+        found = {}
+        for name, subject in (("base", base), ("second", second)):
+            block, seen = subject.model.decoder.layers[1], {}
+            attention = block.self_attention.core_attention
+            core = attention.core if name == "base" else attention
+            hooks = [
+                core.register_forward_hook(lambda module, arguments, out, seen=seen: seen.update(heads=out)),
+                subject.layer.register_forward_pre_hook(
+                    lambda module, arguments, seen=seen: seen.update(given=arguments[0].flatten(2))
+                ),
+                block.register_forward_pre_hook(
+                    lambda module, arguments, keywords, seen=seen: seen.update(x=(*arguments, *keywords.values())[0]),
+                    with_kwargs=True,
+                ),
+            ]
+            subject.logits()
+            for hook in hooks:
+                hook.remove()
+            found[name] = seen
+        assert same(found["base"]["given"], found["base"]["heads"])
+        seen, projection = found["second"], "decoder.layers.1.self_attention.linear_proj.weight"
+        assert (projection in second.weights) == (query == "projected")
+        if query == "projected":
+            assert same(seen["given"], seen["heads"] @ second.weights[projection].T)
+        else:
+            assert same(seen["given"], seen["x"] + seen["heads"])
+
+
+for _query in ("stream_and_heads", "projected"):
+    _enter_query(_query)
 
 
 # Memories that the token id addresses.
@@ -522,6 +576,46 @@ def _(base: Subject, second: Subject) -> None:
         "decoder.layers.1.mlp.ffn.linear_fc1.weight",
         "decoder.layers.1.mlp.ffn.linear_fc2.weight",
     }
+
+
+@MEMORIES.key(
+    "model.memory.placement.position",
+    "inserted",
+    with_model(num_layers=4, memory=replace(MEMORY, pre_value_dim=0, placement=PlacementConfig(blocks=(1,)))),
+)
+def _(base: Subject, second: Subject) -> None:
+    """Neither a feed-forward nor a second norm, and nothing is added at first: block 1 hands on what it is given."""
+    assert blocks_with_memory(base) == blocks_with_memory(second) == [1]
+    assert {name for name in base.weights if name not in second.weights} == {
+        "decoder.layers.1.mlp.ffn.linear_fc1.weight",
+        "decoder.layers.1.mlp.ffn.linear_fc2.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+    }
+    assert not second.weights["banks.0.values"].any()
+    x = torch.randn(8, 1, 32, generator=torch.Generator().manual_seed(3))
+    for subject in (base, second):
+        with torch.no_grad():
+            out, _ = subject.model.decoder.layers[1](
+                x, rotary_pos_emb=subject.model.rotary_pos_emb(8), context=None, context_mask=None
+            )
+        assert torch.equal(out, x) == (subject is second)
+
+
+@MEMORIES.key(
+    "model.memory.placement.norm",
+    "layer",
+    set_key(with_kind("midus", num_heads=4), "model.memory.placement", PlacementConfig(blocks=(1,))),
+)
+def _(base: Subject, second: Subject) -> None:
+    """A bias of zeros; and the mean is taken off before attention."""
+    norm = "decoder.layers.1.input_layernorm"
+    assert second.weights.keys() - base.weights.keys() == {f"{norm}.bias"}
+    assert not second.weights[f"{norm}.bias"].any()
+    x = 3.0 + torch.randn(8, 1, 32, generator=torch.Generator().manual_seed(3))
+    for subject, centred in ((base, x), (second, x - x.mean(-1, keepdim=True))):
+        with torch.no_grad():
+            normal = subject.model.decoder.layers[1].input_layernorm(x)
+        assert torch.allclose(normal, centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt(), atol=1e-6)
 
 
 def outputs_that_the_memory_changes(subject: Subject) -> list[int]:

@@ -16,10 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megamem.config import ModelConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.midus.family import MIDUS
+from megamem.families.pkm.config import PkmConfig
 from megamem.families.registry import FAMILIES
-from megamem.memory_config import PlacementConfig
+from megamem.families.ultramem.config import UltraMemConfig
+from megamem.memory_config import MemoryConfig, PlacementConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.sharded_bank import announce_tokens
@@ -191,7 +194,11 @@ def trained(run_ranks: Any) -> dict[str, list[Trained]]:
 def test_steps_are_the_same_on_every_layout(trained: dict[str, list[Trained]], layout: str) -> None:
     """Losses, norms, and all weights after the steps: keys and expansions follow their heads."""
     (alone,) = trained["one rank, 4 key/value heads" if "query_groups" in LAYOUTS[layout] else "one rank"]
-    ranks = trained[layout]
+    assert_alike(trained[layout], alone)
+
+
+def assert_alike(ranks: list[Trained], alone: Trained) -> None:
+    """What four ranks tell is what one tells."""
     assert len(ranks) == 4
     for (loss, norm), (expected_loss, expected_norm) in zip(ranks[0].steps, alone.steps, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -203,6 +210,53 @@ def test_steps_are_the_same_on_every_layout(trained: dict[str, list[Trained]], l
         assert error <= TOLERANCE, name
         assert torch.equal(seen.setdefault((name, offset), weight), weight), f"copies of {name} differ"
     assert {name for name, _ in seen} == set(expected)
+
+
+INSERTED: Any = {"placement": PlacementConfig(blocks=(0, 3, 5), position="inserted"), "top_k": 4}
+OTHERS: dict[str, MemoryConfig] = {
+    "pkm": PkmConfig(num_heads=4, num_keys=8, key_dim=4, value_dim=32, query_norm=False, **INSERTED),
+    "ultramem": UltraMemConfig(
+        num_heads=4, queries_per_head=True, num_keys=8, key_dim=4, value_dim=16, initialisation="released", **INSERTED
+    ),
+    "linear": LinearConfig(num_heads=4, num_rows=40, key_dim=8, value_dim=32, **INSERTED),
+    "projected": replace(MEMORY, query_from="projected"),
+    "stream and heads, layer norm": replace(
+        MEMORY, query_from="stream_and_heads", placement=replace(MEMORY.placement, norm="layer")
+    ),
+}
+FEW = ("tensor 2 x pipeline 2 x memory 2, recomputed", "context 2 x tensor 2", "pipeline 2 x virtual 3, recomputed")
+
+
+@pytest.fixture(scope="module")
+def others_trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
+    """By memory and layout, what every rank tells."""
+
+    def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
+        found: dict[str, dict[str, Trained]] = {name: {} for name in OTHERS}
+        with pytest.MonkeyPatch.context() as patch:
+            # As in `with_values`.
+            patch.setattr("megamem.initialisation.table_std", lambda model, memory, sigma_s: 0.5)
+            for name, memory in OTHERS.items():
+                for layout, sizes in layouts.items():
+                    config = laid_out(sizes)
+                    with tiny_run(replace(config, model=replace(config.model, memory=memory))) as run:
+                        found[name][layout] = train_and_tell(run)
+        return found
+
+    by_rank = run_ranks(lambda: main({layout: LAYOUTS[layout] for layout in FEW}), 4, timeout_s=300)
+    (alone,) = run_ranks(lambda: main({"one rank": {}}), 1)
+    return {
+        name: {**{layout: [rank[name][layout] for rank in by_rank] for layout in FEW}, "one rank": [each["one rank"]]}
+        for name, each in alone.items()
+    }
+
+
+@pytest.mark.parametrize("layout", FEW)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_inserted_memories_train_the_same_on_every_layout(
+    others_trained: dict[str, dict[str, list[Trained]]], name: str, layout: str
+) -> None:
+    assert_alike(others_trained[name][layout], others_trained[name]["one rank"][0])
 
 
 def test_what_one_layout_saves_another_one_resumes(

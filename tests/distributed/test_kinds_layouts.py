@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny_runs import MEMORY, SHARED, build, joined, on
 
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.peer.config import PeerConfig
@@ -23,10 +24,37 @@ GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 4, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 KINDS = {
     "ultramem": UltraMemConfig(num_keys=12, key_dim=8, value_dim=16, top_k=4),
+    "ultramem, inserted": UltraMemConfig(
+        value_dim=16,
+        queries_per_head=True,
+        placement=PlacementConfig(blocks=(0, 3), position="inserted"),
+        **GRID,
+    ),
     "ultramem_v2, activated": replace(MEMORY, pre_value_activation="gelu", sharing=SharingConfig("ring", 2)),
     "memory_plus": replace(PRODUCT, biases=True, output_gate=True, sharing=SharingConfig("all")),
     "pkm": PkmConfig(value_dim=HIDDEN, **GRID),
+    "pkm, inserted": PkmConfig(
+        value_dim=HIDDEN, placement=PlacementConfig(blocks=(0, 3), position="inserted"), query_norm=False, **GRID
+    ),
+    "linear": LinearConfig(num_heads=2, num_rows=50, key_dim=8, top_k=4, value_dim=HIDDEN),
+    "linear, inserted": LinearConfig(
+        num_heads=4,
+        num_rows=50,
+        key_dim=8,
+        top_k=4,
+        value_dim=HIDDEN,
+        placement=PlacementConfig(blocks=(0, 3), position="inserted"),
+    ),
     "midus": MidusConfig(num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3))),
+    "midus, stream and heads": MidusConfig(
+        num_heads=4, num_keys=12, value_dim=16, query_from="stream_and_heads", placement=PlacementConfig(blocks=(1, 3))
+    ),
+    "midus, projected": MidusConfig(
+        num_heads=4, num_keys=12, value_dim=16, query_from="projected", placement=PlacementConfig(blocks=(1, 3))
+    ),
+    "midus, layer norm": MidusConfig(
+        num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3), norm="layer")
+    ),
     "peer": PeerConfig(value_dim=HIDDEN, biases=True, query_norm=False, **GRID),
 }
 

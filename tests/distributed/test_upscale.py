@@ -22,7 +22,7 @@ from pretrain.checkpoint.store.tensors import Region, TensorReader, pieces
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.data.tokenizer import train_bpe
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.growth.plan import Method, grown_blocks
+from pretrain.growth.plan import grown_blocks
 from pretrain.growth.upscale import Grown, upscale
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, joined, on, tiny_run
 from tests.whole_tensors import WholeTensors, whole_tensors
@@ -34,7 +34,20 @@ KEYS = [
     "model.memory.num_keys=8",
     "model.memory.value_dim=16",
 ]
-METHODS: dict[str, Method] = {"memory": "memory", "llama-pro": "llama-pro"}
+HEADS = [f"model.memory.{key}" for key in ("num_heads=2", "key_dim=8", "top_k=4")]
+OTHERS = {
+    "pkm": ["kind=pkm", "num_keys=8", "value_dim=32", "query_norm=false", "biases=true", "output_gate=true"],
+    "linear": ["kind=linear_memory", "num_rows=50", "value_dim=32"],
+    "ultramem": ["kind=ultramem", "num_keys=8", "value_dim=8", "queries_per_head=true", "shuffle=table"],
+}
+"""Memories that elsewhere stand around the feed-forward."""
+MEMORIES = {
+    "memory": KEYS,
+    "memory, layer norm": [*KEYS, "model.memory.placement.norm=layer"],
+    "memory, projected": [*KEYS, "model.memory.query_from=projected"],
+    "memory, stream and heads": [*KEYS, "model.memory.query_from=stream_and_heads"],
+} | {name: [*HEADS, *(f"model.memory.{key}" for key in keys)] for name, keys in OTHERS.items()}
+METHODS = ("llama-pro", *MEMORIES)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 2": {},
     "tensor 2": {"tensor": 2},
@@ -46,9 +59,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 RESOURCES = Resources(num_workers=1, max_memory_bytes=2 * RESERVE_BYTES)
 
 
-def grow(base: OpenedCheckpoint, method: Method, num_inserted: int = 2) -> Grown:
+def grow(base: OpenedCheckpoint, name: str, num_inserted: int = 2) -> Grown:
+    """By a method, or by the memories of a name."""
+    keys = MEMORIES.get(name, [])
+    method: Any = "memory" if keys else name
     blocks = grown_blocks(method, num_layers=base.config.model.num_layers, num_inserted=num_inserted)
-    return upscale(base, blocks, KEYS if method == "memory" else [], name="grown")
+    return upscale(base, blocks, keys, name="grown")
 
 
 def written(grown: Grown, folder: Path) -> OpenedCheckpoint:
@@ -85,7 +101,7 @@ def base(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def grown(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenedCheckpoint]:
     folder = tmp_path_factory.mktemp("grown")
-    return {name: written(grow(open_checkpoint(base), method), folder / name) for name, method in METHODS.items()}
+    return {name: written(grow(open_checkpoint(base), name), folder / name) for name in METHODS}
 
 
 def test_blocks_of_memory_have_the_next_ones_attention_and_no_values(
@@ -125,19 +141,46 @@ def test_blocks_of_memory_have_the_next_ones_attention_and_no_values(
         assert not torch.equal(first[0], first[1])
 
 
-def test_new_weights_are_those_of_a_run_with_this_seed(run_ranks: Any, grown: Mapping[str, OpenedCheckpoint]) -> None:
-    config = grown["memory"].config
+def test_other_memories_stand_behind_the_next_ones_whole_attention(
+    base: Path, grown: Mapping[str, OpenedCheckpoint]
+) -> None:
+    """With its output projection; without a second norm and a feed-forward."""
+    before = whole(open_checkpoint(base).reader)
+    for name in OTHERS:
+        after = whole(grown[name].reader)
+        for new, following in ((1, 1), (4, 3)):
+            here = f"decoder.layers.{new}."
+            parts = {part.removeprefix(here) for part in after if part.startswith(here)}
+            for part in (
+                "input_layernorm.weight",
+                "self_attention.linear_qkv.weight",
+                "self_attention.linear_proj.weight",
+                "self_attention.q_layernorm.weight",
+                "self_attention.k_layernorm.weight",
+            ):
+                assert torch.equal(after[here + part], before[f"decoder.layers.{following}.{part}"])
+                parts.remove(part)
+            assert all(part.startswith("mlp.memory.") for part in parts)
+            assert parts
+        assert not after["banks.0.values"].any()
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_new_weights_are_those_of_a_run_with_this_seed(
+    run_ranks: Any, grown: Mapping[str, OpenedCheckpoint], name: str
+) -> None:
+    config = grown[name].config
 
     def main() -> dict[str, Tensor]:
         with tiny_run(config) as run:
             return dict(whole(whole_tensors(run.bare[0])))
 
     fresh = run_ranks(main, 1)[0]
-    written_tensors = whole(grown["memory"].reader)
+    written_tensors = whole(grown[name].reader)
     assert set(fresh) == set(written_tensors)
-    for name in fresh:
-        if ".memory." in name or name.startswith("banks."):
-            assert torch.equal(fresh[name], written_tensors[name]), name
+    for weight in fresh:
+        if ".memory." in weight or weight.startswith("banks."):
+            assert torch.equal(fresh[weight], written_tensors[weight]), weight
 
 
 def begun(config: RunConfig, path: Path) -> tuple[list[Tensor], tuple[float, float]]:
@@ -227,8 +270,12 @@ def test_what_cannot_be_grown_is_refused(base: Path, grown: Mapping[str, OpenedC
         upscale(opened, blocks, KEYS[1:], name="grown")
     with pytest.raises(ConfigError, match=r"train\.num_steps=4: what a grown model is made of"):
         upscale(opened, blocks, [*KEYS, "train.num_steps=4"], name="grown")
-    with pytest.raises(ConfigError, match=r"model\.memory\.kind is pkm, whose memories do not stand in blocks"):
-        upscale(opened, blocks, ["model.memory.kind=pkm", "model.memory.value_dim=32"], name="grown")
+    lave = ("kind=lave", "value_dim=16", "vocab_size=61", "num_gate_heads=2")
+    with pytest.raises(ConfigError, match=r"model\.memory\.kind is lave, whose memories do not stand in blocks"):
+        upscale(opened, blocks, [f"model.memory.{key}" for key in lave], name="grown")
+    for kind in (["kind=peer", "value_dim=32"], ["kind=tide", "value_dim=32", "vocab_size=61"]):
+        with pytest.raises(ConfigError, match=r"position is inserted, where tables begin as zeros, but kind"):
+            upscale(opened, blocks, [f"model.memory.{key}" for key in kind], name="grown")
     with pytest.raises(ConfigError, match=r"model\.memory\.num_heads is 2, but hidden_size = 32 is made of 4 heads"):
         upscale(opened, blocks, [*KEYS, "model.memory.num_heads=2"], name="grown")
     lacking = replace(

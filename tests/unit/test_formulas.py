@@ -13,6 +13,7 @@ import pytest
 
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.lave.config import LaveConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
@@ -59,6 +60,9 @@ MODELS = {
     ),
     "memory, every second block": replace(DENSE, memory=replace(MEMORY, placement=PlacementConfig(every=2))),
     "ultramem": replace(DENSE, memory=UltraMemConfig(num_keys=12, key_dim=8, value_dim=12, top_k=6)),
+    "ultramem, queries per head": replace(
+        DENSE, memory=UltraMemConfig(num_heads=3, queries_per_head=True, num_keys=12, key_dim=8, value_dim=12, top_k=6)
+    ),
     "ultramem, spans": replace(
         DENSE,
         memory=UltraMemConfig(num_keys=12, top_k=6, placement=PlacementConfig(spans="0:2/1:3")),
@@ -71,11 +75,19 @@ MODELS = {
         DENSE, memory=replace(PRODUCT, placement=PlacementConfig(blocks=(1, 2), position="instead"))
     ),
     "pkm": replace(DENSE, memory=PkmConfig(value_dim=32, **GRID)),
+    "pkm, two inserted blocks": replace(
+        DENSE,
+        memory=PkmConfig(value_dim=32, placement=PlacementConfig(blocks=(1, 3), position="inserted"), **GRID),
+    ),
+    "ultramem, one inserted block over latents": replace(
+        LATENT, memory=UltraMemConfig(num_keys=12, placement=PlacementConfig(blocks=(0,), position="inserted"))
+    ),
     "pkm, biases": replace(DENSE, memory=PkmConfig(value_dim=32, biases=True, **GRID)),
     "pkm, projected and gated": replace(
         DENSE, memory=PkmConfig(value_dim=12, value_projection=True, output_gate=True, **GRID)
     ),
     "peer": replace(DENSE, memory=PeerConfig(value_dim=32, **GRID)),
+    "linear": replace(DENSE, memory=LinearConfig(num_heads=3, num_rows=50, key_dim=8, top_k=5, value_dim=32)),
     "move": replace(DENSE, memory=MoveConfig(num_slots=3, **TOKENS)),
     "move, ungated": replace(DENSE, memory=MoveConfig(gated_standard_path=False, **TOKENS)),
     "lave, every second block": replace(DENSE, memory=LaveConfig(placement=PlacementConfig(every=2), **TOKENS)),
@@ -95,6 +107,16 @@ MODELS = {
     "tide, no gain": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, row_gain=False)),
     "midus, two blocks": replace(
         DENSE, memory=MidusConfig(num_heads=4, num_keys=8, value_dim=12, placement=PlacementConfig(blocks=(1, 3)))
+    ),
+    **{
+        f"midus, {query}": replace(
+            DENSE,
+            memory=MidusConfig(num_heads=4, num_keys=8, query_from=query, placement=PlacementConfig(blocks=(1, 3))),  # type: ignore[arg-type]
+        )
+        for query in ("stream_and_heads", "projected")
+    },
+    "midus, layer norm": replace(
+        DENSE, memory=MidusConfig(num_heads=4, num_keys=8, placement=PlacementConfig(blocks=(1, 3), norm="layer"))
     ),
     "midus, untied, no qk norm": replace(
         DENSE,

@@ -54,6 +54,9 @@ def test_the_page_has_all_of_them() -> None:
         ("configs/midus/8b.yaml", "blocks of memory"),
         ("configs/midus/8b.yaml", "copies of blocks"),
         ("configs/midus/1b.yaml", "blocks of memory"),
+        ("configs/midus/8b_linear.yaml", "blocks of memory"),
+        ("configs/midus/8b_pkm.yaml", "blocks of memory"),
+        ("configs/midus/8b_ultramem.yaml", "blocks of memory"),
     ]
 
 

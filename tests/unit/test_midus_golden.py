@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from megamem.bank import Bank
 from megamem.families.midus.config import MidusConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs
+from megamem.norm import LayerNorm
 from tests.unit.test_model_token_golden import (
     TOLERANCE,
     attend,
@@ -43,14 +43,13 @@ BLOCKS = (
     "midus_h4_r_small",
     "midus_k1",
     "midus_llama_gqa_rope",
+    "midus_variant_query_residual",
 )
-# Stacks are held by `test_inserted_blocks`, the backward pass of tables by `test_values_get_what_algorithm_1_gives`. A
-# query that the residual stream is added to (Table 11) is not there.
+# Stacks are held by `test_inserted_blocks`, the backward pass of tables by `test_values_get_what_algorithm_1_gives`.
 ELSEWHERE = (
     "midus_stack_distributed",
     "midus_stack_top_heavy",
     "midus_value_backward",
-    "midus_variant_query_residual",
 )
 
 
@@ -69,7 +68,10 @@ class Block:
         own, config = self.leaves, self.config
         x = own["x"]
         if config["norm"] == "layernorm":
-            normal = F.layer_norm(x, x.shape[-1:], own["attn_norm"], own["attn_norm_bias"], config["eps"])
+            norm = LayerNorm(megatron(config, x.dtype), x.shape[-1], config["eps"])
+            # Leaves of the test stand for the product's parameters.
+            weights = {"weight": own["attn_norm"], "bias": own["attn_norm_bias"]}
+            normal = torch.func.functional_call(norm, weights, (x,))
         else:
             normal = rms_normalise(x, own["attn_norm"])
         query, key, value = (
@@ -80,6 +82,9 @@ class Block:
             query, key = (rotate(part, config["rope_theta"]) for part in (query, key))
         # Ours is [s, b, n, d].
         heads = split_heads(attend(query, key, value), config["H"]).permute(2, 0, 1, 3)
+        if config["query_residual"]:
+            stream = x.transpose(0, 1)
+            return x + self.layer(stream + heads.flatten(2), Inputs(None)).transpose(0, 1)
         return x + self.layer(heads, Inputs(None)).transpose(0, 1).flatten(2)
 
 
@@ -87,7 +92,13 @@ def build(golden_dir: Path, name: str, dtype: torch.dtype, kernels: Literal["aut
     folder = golden_dir / "head"
     config = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["config"]
     tensors = load_file(folder / f"{name}.safetensors")
-    memory = MidusConfig(num_heads=config["H"], num_keys=config["n"], top_k=config["k"], value_dim=config["r"])
+    memory = MidusConfig(
+        num_heads=config["H"],
+        num_keys=config["n"],
+        top_k=config["k"],
+        value_dim=config["r"],
+        query_from="stream_and_heads" if config["query_residual"] else "heads",
+    )
     ops, plan = select_kernels(kernels, device_type="cpu"), memory.plan(1)
     bank = Bank(plan.banks[0], memory, ops, dtype=dtype, device="cpu", replica_rank=0)
     layer = family_of(memory).layer()(

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.config import ModelConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
@@ -36,6 +37,7 @@ from tests.microbatch import some_inputs
 
 HIDDEN = 32
 V2 = UltraMemV2Config(num_keys=8, key_dim=8, value_dim=16, pre_value_dim=12, top_k=6)
+V1 = UltraMemConfig(num_keys=8, key_dim=8, value_dim=16, top_k=6)
 GRID: Any = {"num_keys": 8, "key_dim": 8, "top_k": 4, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 KINDS = {
@@ -45,7 +47,8 @@ KINDS = {
     "v2, projected blocks, one core, no shuffle": replace(
         V2, key_expansion=3, value_blocks="projected", num_cores=1, shuffle="none"
     ),
-    "ultramem": UltraMemConfig(num_keys=8, key_dim=8, value_dim=16, top_k=6),
+    "ultramem": V1,
+    "ultramem, queries per head": replace(V1, num_heads=2, queries_per_head=True),
     "memory_plus": PRODUCT,
     "memory_plus, every option": replace(PRODUCT, biases=True, output_gate=True, query_norm=False),
     "pkm": PkmConfig(value_dim=HIDDEN, **GRID),
@@ -275,6 +278,70 @@ def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     same = replace(V2, key_expansion=2, value_blocks="projected", pre_value_dim=0, query="single")
     outs = [build(config)[0](tokens(), some_inputs(tokens())) for config in (memory, same)]
     assert torch.equal(outs[0], outs[1])
+
+
+def test_heads_with_queries_of_their_own_are_layers_of_one_head_that_are_added() -> None:
+    together, bank = build(replace(V1, num_heads=3, queries_per_head=True))
+    expected = torch.zeros(5, 1, HIDDEN, dtype=torch.float64)
+    for head in range(3):
+        alone, other_bank = build(V1)
+        with torch.no_grad():
+            # [2 sides, 3 heads, d, D].
+            queries = together.query_proj.view(2, 3, 8, HIDDEN)
+            alone.query_proj.copy_(queries[:, head].flatten(0, 1))
+            alone.keys.copy_(together.keys[head : head + 1])
+            alone.cores.copy_(together.cores[:, head : head + 1])
+            for name in ("query_norm", "keys_norm", "value_proj"):
+                alone.get_parameter(name).copy_(together.get_parameter(name))
+            other_bank.get_parameter("values").copy_(bank.get_parameter("values"))
+            begin_step([alone])
+            expected += alone(tokens(), some_inputs(tokens()))
+    out = together(tokens(), some_inputs(tokens()))
+    assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_linear_memory_with_all_pairs_of_product_keys_is_that_of_product_keys() -> None:
+    """Outputs and gradients: a key of a row there is the first half of a line of keys here."""
+    product, table = build(PkmConfig(value_dim=HIDDEN, query_norm=False, **GRID))
+    memory = LinearConfig(num_heads=2, num_rows=64, key_dim=16, top_k=4, value_dim=HIDDEN)
+    linear, other_table = build(memory, view=LayerView(0, 0, 64, 64))
+    rows, columns = (product.keys.detach()[:, side] for side in (0, 1))
+    with torch.no_grad():
+        linear.query_proj.copy_(product.query_proj)
+        pairs = (rows.unsqueeze(2).expand(-1, -1, 8, -1), columns.unsqueeze(1).expand(-1, 8, -1, -1))
+        linear.keys.copy_(torch.cat(pairs, 3).flatten(1, 2))
+        other_table.get_parameter("values").copy_(table.get_parameter("values"))
+    outs, hiddens = [], []
+    for layer in (product, linear):
+        hiddens.append(tokens().requires_grad_())
+        outs.append(layer(hiddens[-1], some_inputs(hiddens[-1])))
+        (outs[-1] * outs[-1].detach().cos()).sum().backward()
+    of_pairs = linear.keys.grad.unflatten(1, (8, 8))
+    assert product.keys.grad.any()
+    for ours, theirs in (
+        (outs[1], outs[0]),
+        (hiddens[1].grad, hiddens[0].grad),
+        (linear.query_proj.grad, product.query_proj.grad),
+        (of_pairs[..., :8].sum(2), product.keys.grad[:, 0]),
+        (of_pairs[..., 8:].sum(1), product.keys.grad[:, 1]),
+        (other_table.get_parameter("values").grad, table.get_parameter("values").grad),
+    ):
+        assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_a_linear_memory_takes_the_first_of_equal_scores() -> None:
+    memory = LinearConfig(num_rows=9, key_dim=4, top_k=3, value_dim=HIDDEN)
+    linear, _ = build(memory, view=LayerView(0, 0, 9, 9))
+    with torch.no_grad():
+        linear.keys.zero_()
+        linear.keys[0, 5] = linear.query_proj @ tokens(1)[0, 0]
+    found, weights = linear.retrieve(tokens(1)[0])
+    assert found.tolist() == [[[5, 0, 1]]]
+    assert float(weights.sum()) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match=r"num_rows is 9, but 10 rows are to be selected \(top_k\)"):
+        replace(memory, top_k=10)
+    with pytest.raises(ValueError, match=r"value_dim is 16, but kind linear_memory has no value projection"):
+        ModelConfig(hidden_size=HIDDEN, memory=LinearConfig(value_dim=16))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ from pydantic import PositiveInt
 from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Table
 from megamem.sharing import SharingPlan, private_banks
 from megamem.slots import Slot
+from megamem.spans import Span
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class MidusConfig(MemoryConfig):
     own from a table that the heads share."""
 
     slot: ClassVar[Slot | None] = Slot.BLOCK
-    """All that its block adds."""
+    """All that its block adds; behind its heads, unless `query_from` says otherwise."""
     expands_values: ClassVar[bool] = True
     """By the matrix of each head."""
 
@@ -34,6 +35,10 @@ class MidusConfig(MemoryConfig):
     value_dim: PositiveInt = 32
     """V: columns of the table that a block's heads share (the paper's r), from which each head expands its own values;
     the width of a head is the paper's."""
+
+    query_from: Literal["heads", "stream_and_heads", "projected"] = "heads"
+    """What is cut into the heads' queries (Table 11): heads: the outputs of attention's heads; stream_and_heads: the
+    residual stream with them; projected: what the output projection makes of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +58,17 @@ class MidusConfig(MemoryConfig):
             )
 
     @property
+    def reads_whole_tokens(self) -> bool:
+        """Whether queries are cut from columns of all heads together, so that every tensor-parallel rank reads with all
+        heads for its own tokens."""
+        return self.query_from != "heads"
+
+    def slot_of(self, span: Span) -> Slot:
+        return {"heads": Slot.BLOCK, "stream_and_heads": Slot.STREAM_AND_HEADS, "projected": Slot.PROJECTED}[
+            self.query_from
+        ]
+
+    @property
     def tables(self) -> tuple[Table, ...]:
         return (Table("values", self.value_dim, "value_dim"),)
 
@@ -62,7 +78,7 @@ class MidusConfig(MemoryConfig):
 
     @property
     def tensor_sizes(self) -> Mapping[str, int]:
-        return {"num_heads": self.num_heads}
+        return {} if self.reads_whole_tokens else {"num_heads": self.num_heads}
 
     @property
     def observed(self) -> Observed:

@@ -21,7 +21,7 @@ def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
     return LayerCosts(
         retrieval=keys,
         projections=expansion,
-        split_by_heads=keys + expansion,
+        split_by_heads=0 if memory.reads_whole_tokens else keys + expansion,
         key_flops=2.0 * keys,
         selection_flops=1.0 * memory.num_heads * memory.top_k**2,
         projection_flops=2.0 * expansion,

@@ -31,13 +31,18 @@ class MidusLayer(MemoryLayer):
     Keys and W_h follow their heads to the tensor-parallel ranks, each of which has all tokens. So a rank asks its bank
     for R consecutive tokens of n heads where one rank alone would ask for one token of H: on every layout a rank
     brings as many queries as it has tokens between the blocks.
+
+    Queries that are cut from whole tokens (`query_from`, Table 11) are those of this rank's tokens between the blocks: every
+    rank then holds the keys and W_h of all heads.
     """
 
     memory: MidusConfig
 
     def _build(self, hidden_size: int, seed: int) -> None:
         memory, head_dim = self.memory, hidden_size // self.memory.num_heads
-        self.num_ranks = 1 if self.tensor_group is None else self.tensor_group.size()
+        self.num_ranks = 1
+        if self.tensor_group is not None and not memory.reads_whole_tokens:
+            self.num_ranks = self.tensor_group.size()
         heads = memory.num_heads // self.num_ranks
         self.keys = self._by_head(heads, 2, memory.num_keys, head_dim // 2)
         self.expansion = self._by_head(heads, memory.value_dim, head_dim)
@@ -46,6 +51,8 @@ class MidusLayer(MemoryLayer):
 
     def _by_head(self, *shape: int) -> nn.Parameter:
         """A weight of this rank's heads."""
+        if self.memory.reads_whole_tokens:
+            return self._weight(*shape)
         device = parameter_device(self.config)
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
         declare(weight, "retrieval", reduced_over=ReducedOver.DATA, tensor_dim=0)
@@ -68,7 +75,10 @@ class MidusLayer(MemoryLayer):
         )
 
     def forward(self, heads: Tensor, inputs: Inputs) -> Tensor:
-        """What the block adds, by heads [s, b, n, d], for the heads' outputs of the same shape."""
+        """What the block adds, by heads [s, b, n, d], for the heads' outputs of the same shape; or of whole tokens,
+        [t, b, D]."""
+        if heads.dim() == 3:
+            return self(heads.unflatten(2, (self.memory.num_heads, -1)), inputs).flatten(2)
         queries = heads.flatten(0, 1)
         found = self.retrieve(queries)
         if self.own_values is not None:
@@ -100,15 +110,13 @@ class MidusLayer(MemoryLayer):
         weights = found.scores.squeeze(3).to(own_values.dtype)
         return F.embedding_bag(rows.flatten(0, 1), own_values, mode="sum", per_sample_weights=weights.flatten(0, 1))
 
-    def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """See `MemoryLayer.initial_output`: `hidden` stands for the heads' outputs."""
-        out: Tensor = self(hidden.unflatten(2, (self.memory.num_heads, -1)), inputs)
-        return out.flatten(2)
-
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Keys and expansions are whole over the heads of all tensor-parallel ranks."""
+        if self.memory.reads_whole_tokens:
+            whole: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            return whole
         assert metadata is not None
         entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             dict(self.named_parameters(recurse=False)),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from megamem.config_base import EffectiveWhen
 from megamem.retrieval.config import TuckerConfig
 
 
@@ -20,6 +21,13 @@ class UltraMemConfig(TuckerConfig):
 
     kind: Literal["ultramem"] = "ultramem"
     """ultramem: Tucker cores, a projection per virtual block."""
+    queries_per_head: Annotated[bool, EffectiveWhen(lambda c: c.num_heads > 1, "num_heads is above 1")] = False
+    """Every head has queries of its own, as with product keys (MIDUS, Table 3); false: all have the same, as
+    released."""
+
+    @property
+    def query_mode(self) -> Literal["per_rank", "per_head", "single"]:
+        return "per_head" if self.queries_per_head else "single"
 
     @property
     def num_value_projections(self) -> int:

@@ -35,7 +35,7 @@ class UltraMemV2Config(TuckerConfig):
     """Activation of the pre-value products: none is Eq. 15, gelu is Eq. 13 (as always in PEER)."""
 
     @property
-    def query_mode(self) -> Literal["per_rank", "single"]:
+    def query_mode(self) -> Literal["per_rank", "per_head", "single"]:
         return self.query
 
     @property

@@ -99,6 +99,13 @@ LIMITS = [
     *at_least(0, "model.memory.pre_value_dim", **MEMORY),
     *at_least(1, "model.memory.vocab_size", "model.memory.num_slots", "model.memory.num_gate_heads", **MOVE),
     *at_most(128, "model.memory.num_gate_heads", **MOVE),
+    *at_least(
+        1,
+        "model.memory.num_rows",
+        model__memory__kind="linear_memory",
+        model__memory__top_k=1,
+        model__memory__value_dim=128,
+    ),
     *at_least(1, "model.memory.num_tables", model__memory__kind="tide"),
     *at_least(1, "model.memory.num_keys", "model.memory.value_dim", "model.memory.top_k", **MIDUS),
     *at_least(4, "model.memory.num_keys", **{**MIDUS, "model__memory__top_k": 4}),

@@ -1,0 +1,54 @@
+"""The record of linear memories."""
+
+from __future__ import annotations
+
+import math
+
+from megamem.config import ModelConfig
+from megamem.distributions import Distribution, symmetric
+from megamem.families.family import Family, LayerCosts
+from megamem.families.linear_memory.config import LinearConfig
+from megamem.sharing import LayerView
+
+
+def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:
+    """Queries, H d D, and keys, H d N, every one of which a token is scored against.
+
+    For backward are kept the queries, the scores of the kept entries and what was read; backward holds the gradients of
+    all scores.
+    """
+    entries, queries = memory.num_heads * memory.top_k, memory.num_heads * memory.key_dim
+    weights, scores = queries * (width + memory.num_rows), memory.num_heads * memory.num_rows
+    return LayerCosts(
+        retrieval=weights,
+        key_flops=2.0 * weights,
+        selection_bytes=4 * scores + 8 * entries,
+        kept_wide=entries,
+        kept_narrow=queries + entries,
+        kept_ids=2 * entries,
+        backward_wide=2 * scores,
+    )
+
+
+def _distribution(name: str, memory: LinearConfig, model: ModelConfig) -> Distribution:
+    """As those of product keys, which have two halves of a key where this has one."""
+    match name:
+        case "query_proj":
+            return symmetric(math.sqrt(6 / (model.hidden_size + memory.num_heads * memory.key_dim)))
+        case "keys":
+            return symmetric(memory.key_dim**-0.5)
+    raise AssertionError(f"no initial distribution is defined for the memory's {name}")
+
+
+def _table_std(memory: LinearConfig, model: ModelConfig, sigma_s: float | None) -> float:
+    """1 / sqrt(V), as of product keys."""
+    return memory.value_dim**-0.5
+
+
+LINEAR = Family(
+    config=LinearConfig,
+    layer_path="megamem.families.linear_memory.layer:LinearLayer",
+    costs=_costs,
+    distribution=_distribution,
+    table_std=_table_std,
+)
