@@ -143,7 +143,7 @@ class LatentAttention(Attention):
         up_projection = self.linear_kv_up_proj.get_parameter("weight")
         by_heads = up_projection.unflatten(0, (self.num_attention_heads_per_partition, -1))
         to_keys, to_values = by_heads.split([head - rotary_dim, head], 1)
-        queries = self._by_heads(self.linear_q_proj(hidden)[0])
+        queries = self._queries(hidden)
         plain, rotary = queries.split([head - rotary_dim, rotary_dim], 3)
         queries_of_latents = torch.einsum("sbnk,nkc->sbnc", plain, to_keys)
         read = last_token_attention(
