@@ -39,17 +39,27 @@ def test_the_shipped_ways_add_alike_and_train_what_the_paper_trains() -> None:
     grown = {way.name: planned(base, growth, way, []) for way in growth.ways}
     added = {name: count_parameters(config.model).total - before for name, config in grown.items()}
     assert added.pop("continued") == 0
-    memory = added.pop("memory")
+    memories = {name: added.pop(name) for name in ("memory", "memory-16x")}
     assert set(added.values()) == {369_280}
-    assert memory == 369_536
+    assert set(memories.values()) == {369_536}
     trained = {name: config.optimizer.trained_layers for name, config in grown.items()}
     # A block of memory before its anchor, a copy after it, a mean of two between them.
-    assert trained == {"continued": None, "memory": (2, 5), "llama-pro": (3, 6), "averaged": (2, 5), "solar": None}
+    assert trained == {
+        "continued": None,
+        "memory": (2, 5),
+        "memory-16x": (2, 5),
+        "llama-pro": (3, 6),
+        "averaged": (2, 5),
+        "solar": None,
+    }
     assert {config.model.num_layers for name, config in grown.items() if name != "continued"} == {6}
     assert len({(config.train, config.data, config.evaluation, config.optimizer.lr) for config in grown.values()}) == 1
     optimizer = grown["memory"].optimizer
     assert (optimizer.value_lr, optimizer.retrieval_lr) == (optimizer.lr, optimizer.lr)
     assert (optimizer.value_weight_decay, optimizer.retrieval_weight_decay) == (0, 0)
+    faster = replace(grown["memory-16x"], name="memory", optimizer=replace(optimizer, value_lr=16 * optimizer.lr))
+    assert faster == replace(grown["memory"], optimizer=faster.optimizer)
+    assert grown["memory-16x"].optimizer == faster.optimizer
 
 
 def test_overrides_of_the_command_line_come_last() -> None:
