@@ -201,7 +201,7 @@ class MegamemBlock(nn.Module):
             waiting: outputs of memories by the block after which they are added; this block takes and puts.
         """
         attended = self.self_attn(self.input_layernorm(h), rotation, visible, cache)
-        if self.inserted:
+        if self.inserted and self.memory is not None:
             return h + self.memory(attended, banks[str(self.memory.layer["bank"])])
         h = h + attended
         normal = self.post_attention_layernorm(h)
