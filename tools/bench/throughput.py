@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
@@ -47,7 +48,9 @@ def _print(configs: Mapping[str, RunConfig], times: Mapping[str, StepTimes], num
 def memory_lines(configs: Mapping[str, RunConfig], num_ranks: int) -> Iterator[str]:
     """What rank 0 of each configuration holds, counted on tensors without data; ratios of peaks are to the first."""
     # A process of its own: a dry run takes the place of CUDA, and hides GPUs.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+    context = multiprocessing.get_context("spawn")
+    # Before Megatron is imported, which warns of optional packages.
+    with ProcessPoolExecutor(1, context, initializer=warnings.simplefilter, initargs=("ignore",)) as executor:
         counted = list(executor.map(held_and_peak, configs.values(), [num_ranks] * len(configs)))
     yield "memory of rank 0, counted on tensors without data: between steps, and at the peak of a step"
     for name, (held, peak) in zip(configs, counted, strict=True):
