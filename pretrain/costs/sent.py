@@ -115,8 +115,9 @@ def tensor_passes(config: RunConfig, stage: Stage) -> float:
 def _latents(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes of a microbatch that latent attention sends to each other rank besides, forward and backward.
 
-    Their down-projection gathers hidden states as that of queries does, and their up-projection the latents; a column of
-    theirs is computed on one rank, and all columns go to the rank that has the token; rotary keys are gathered.
+    Their down-projection gathers hidden states as that of queries does, and their up-projection the latents, those of
+    queries too; a column of theirs is computed on one rank, and all columns go to the rank that has the token; rotary
+    keys are gathered.
     """
     latent = config.model.latent_attention
     if latent is None:
@@ -124,8 +125,12 @@ def _latents(config: RunConfig, stage: Stage, division: Division) -> float:
     forwards = 2 if config.train.recompute == "full" else 1
     blocks = [block for chunk in stage.chunks for block in chunk.layers]
     twice = sum(slots_of_memories(config.model, block).count(Slot.VALUES) for block in blocks)
-    gathered = stage.blocks.num * config.model.hidden_size + (stage.blocks.num + twice) * latent.latent_dim
-    exchanged = (latent.latent_dim + latent.rotary_dim) / config.parallel.tensor + latent.rotary_dim
+    of_queries = latent.query_latent_dim or 0
+    gathered = (
+        stage.blocks.num * (config.model.hidden_size + of_queries) + (stage.blocks.num + twice) * latent.latent_dim
+    )
+    columns = latent.latent_dim + latent.rotary_dim + of_queries
+    exchanged = columns / config.parallel.tensor + latent.rotary_dim
     elements = (forwards + 2) * gathered + (forwards + 1) * stage.blocks.num * exchanged
     return division.rank_tokens * elements * config.train.element_bytes
 

@@ -20,6 +20,8 @@ class MidusConfig(MemoryConfig):
 
     slot: ClassVar[Slot | None] = Slot.BLOCK
     """All that its block adds."""
+    expands_values: ClassVar[bool] = True
+    """By the matrix of each head."""
 
     kind: Literal["midus"] = "midus"
     """midus: inserted blocks of head-wise memory."""
