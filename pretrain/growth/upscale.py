@@ -67,11 +67,7 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
         ConfigError: the model has a memory already, or the keys do not fit.
         CheckpointError: the source lacks weights.
     """
-    if base.config.model.memory is not None:
-        raise ConfigError(
-            f"{base.path} has a memory of kind {base.config.model.memory.kind}: blocks are inserted into models without one"
-        )
-    config = _grown_config(base, blocks, overrides, name)
+    config = grown_config(base.config, blocks, overrides, name=name, origin=str(base.path))
     weights = base.weights_in(None)
     origins = dict(_origins(weights.tensors, config.model, blocks))
     if config.model.memory is not None:
@@ -89,7 +85,23 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
     )
 
 
-def _grown_config(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence[str], name: str) -> RunConfig:
+def grown_config(
+    before: RunConfig, blocks: Sequence[Block], overrides: Sequence[str], *, name: str, origin: str
+) -> RunConfig:
+    """The configuration of a model that was grown from one of this configuration.
+
+    Args:
+        overrides: as of `upscale`.
+        name: of the run that goes on from it.
+        origin: what to call the configuration of the pretrained model in messages.
+
+    Raises:
+        ConfigError: the model has a memory already, or the keys do not fit.
+    """
+    if before.model.memory is not None:
+        raise ConfigError(
+            f"{origin} has a memory of kind {before.model.memory.kind}: blocks are inserted into models without one"
+        )
     memories = [number for number, block in enumerate(blocks) if block.inserted == "memory"]
     for text in overrides:
         if not text.startswith(_KEYS if memories else "seed="):
@@ -99,13 +111,12 @@ def _grown_config(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Se
             )
     if memories and not any(text.startswith("model.memory.kind=") for text in overrides):
         raise ConfigError("model.memory.kind is not given: say which memory is inserted, as in model.memory.kind=midus")
-    before = base.config
     # Chunks of another depth would need other texts; a stage is of the run that was.
     parallel = replace(before.parallel, pipeline_layout=None)
     model = replace(before.model, num_layers=len(blocks))
     plain = to_dict(replace(before, name=name, model=model, parallel=parallel, stage=None))
     placed = [f"model.memory.placement.blocks={memories}"] if memories else []
-    origin = f"the configuration of {base.path}"
+    origin = f"the configuration of {origin}"
     config = from_dict(plain, origin, [*overrides, *placed])
     if config.model.memory is not None and config.model.memory.slot is None:
         placed.append("model.memory.placement.position=inserted")

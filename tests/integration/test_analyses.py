@@ -162,3 +162,27 @@ def test_what_cannot_be_analysed_is_told(
         result = megamem("analyse", *words)
         assert message in " ".join(result.output.split()), result.output
         assert result.code == 2
+
+
+def test_importance_of_heads_by_block(megamem: Megamem, runs: dict[str, Path], tmp_path: Path) -> None:
+    """A grown model is the base with blocks between whose heads nothing hangs on yet."""
+    grown = tmp_path / "grown"
+    memory = ("model.memory.kind=midus", "model.memory.num_heads=4", "model.memory.num_keys=4")
+    result = megamem("upscale", runs["dense"], "--output", grown, "--blocks", 1, *memory)
+    assert result.code == 0, result.output
+    found, printed = analyse(megamem, "heads", runs["dense"], grown, "--nproc", 2)
+    base, more = (of_run["readings"] for of_run in found)
+    assert found[1]["inserted"] == [2]
+    for reading in ("sum", "mean"):
+        own = [scores for block, scores in enumerate(more[reading]["scores"]) if block != 2]
+        np.testing.assert_allclose(own, base[reading]["scores"], rtol=1e-4)
+        assert more[reading]["scores"][2] == [0.0] * 4
+        scores = np.array(base[reading]["scores"])
+        assert (scores > 0).all()
+        np.testing.assert_allclose(base[reading]["variance_of_heads"], scores.var(1), rtol=1e-9)
+        np.testing.assert_allclose(base[reading]["sample_variance_of_heads"], scores.var(1, ddof=1), rtol=1e-9)
+    assert "2 (memory)" in printed
+    assert f"{base['sum']['scores'][1][3]:.4g}" in printed
+    means, printed = analyse(megamem, "heads", runs["dense"], "--nll", "mean", "--nproc", 1)
+    np.testing.assert_allclose(means[0]["readings"]["sum"]["scores"], base["sum"]["scores"], rtol=1e-4)
+    assert f"{base['mean']['scores'][1][3]:.3g}"[:4] in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -17,6 +18,23 @@ def test_layouts_of_one_configuration_are_timed_one_after_the_other(megamem: Meg
     assert rows[0][1] == "1.00"
     sent = [float(megabytes) for _, _, megabytes in rows]
     assert sent[0] == 0 < sent[1] < sent[2]
+
+
+def test_what_is_held_is_counted_beside_the_times(megamem: Megamem, config_file: Path) -> None:
+    """Where two layers of four are trained there are fewer gradients and moments; a dry run tells the same bytes."""
+    options = ("--nproc", 2, "--rounds", 1, "--steps", 1, "--memory", "--vocab-size", 257)
+    result = megamem("bench", config_file, "--vary", "optimizer.trained_layers=null,[3]", *options)
+    assert result.code == 0, result.output
+    rows = re.findall(r"([\d.,]+) MB held  ([\d.,]+) MB at peak +([\d.]+)x", result.output)
+    assert len(rows) == 2
+    (held, peak, one), (less, lower, ratio) = [[float(cell.replace(",", "")) for cell in row] for row in rows]
+    assert one == 1.0
+    assert less < held < peak
+    assert less < lower < peak
+    assert ratio == round(lower / peak, 2)
+    told = megamem("dryrun", config_file, "model.vocab_size=257", "--world-size", 2, "--json")
+    (rank,) = json.loads(told.output[told.output.index("{") :])["ranks"]
+    assert (held, peak) == tuple(round(sum(rank[key].values()) / 1e6, 1) for key in ("held_bytes", "peak_bytes"))
 
 
 def test_what_to_vary_is_a_key_with_values(megamem: Megamem, config_file: Path) -> None:

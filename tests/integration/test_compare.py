@@ -173,3 +173,54 @@ def test_a_stopped_comparison_says_how_to_go_on(tmp_path: Path, start: Start, mo
     # Where it stopped: no step that has a row is lost.
     assert saved.step == last_step(folder / "memory" / "seed_1")
     assert not (folder / "dense").exists()
+
+
+def test_a_model_is_grown_in_several_ways_and_goes_on(megamem: Megamem, models: list[Path], tmp_path: Path) -> None:
+    """What adds nothing at first begins as the base; only what is to be trained changes; what is there is kept."""
+    ways = {
+        "unchanged": {"trained": "all"},
+        "inserted": {
+            "insert": "memory",
+            "blocks": 2,
+            "trained": "inserted",
+            "keys": {
+                "model.memory.kind": "midus",
+                "model.memory.num_heads": 4,
+                "model.memory.num_keys": 8,
+                "model.memory.value_dim": 16,
+                "optimizer.value_lr": 0.01,
+            },
+        },
+        "copies": {"insert": "solar", "blocks": 2, "trained": "all"},
+    }
+    growth, folder = tmp_path / "growth.yaml", tmp_path / "runs"
+    growth.write_text(yaml.safe_dump({"continued": {"data.seed": 9, "optimizer.lr": 0.002}, "ways": ways}))
+    result = compare(megamem, [models[2]], folder, "--grow", growth, "--seeds", 1)
+    page = (folder / "growth.md").read_text()
+    for name in ("dense", *ways):
+        (evaluation,) = evaluations(folder / name / "seed_1")
+        assert f"| {evaluation['validation_loss']:.4f} | {evaluation['bits_per_byte']:.4f} |" in page
+    assert f"--grow {growth} --seeds 1 " in page
+    assert all(f">{name}</text>" in (folder / "growth.svg").read_text() for name in ways)
+    first = {name: steps(folder / name / "seed_1")[0]["loss"] for name in ways}
+    assert first["unchanged"] == first["inserted"] != first["copies"]
+    assert steps(folder / "dense" / "seed_1")[0]["loss"] != first["unchanged"]
+    grown = folder / "dense" / "seed_1" / "grown" / "inserted"
+    difference = megamem("checkpoint", "diff", grown, folder / "inserted" / "seed_1", "--weights-only")
+    changed = {line.split()[0] for line in difference.output.splitlines() if " differs in " in line}
+    assert "banks.0.values" in changed
+    assert [name for name in changed if not name.startswith(("decoder.layers.1.", "decoder.layers.4.", "banks."))] == []
+
+    again = compare(megamem, [models[2]], folder, "--grow", growth, "--seeds", 1)
+    assert again.output.count(": finished") == 4
+    assert (folder / "growth.md").read_text() == page
+    for words, reason in (
+        ((*models[1:], "--grow", growth), "--grow grows one model, and there are 2"),
+        ((models[1], "--grow", growth), "has a memory of kind"),
+        ((models[2], "--grow", growth, "--tune", growth), "--tune has no effect on --grow"),
+    ):
+        refused = megamem("compare", *words, "--run-dir", tmp_path / "none", *SHORT)
+        assert refused.code == 2
+        assert reason in refused.output
+    assert not (tmp_path / "none").exists()
+    assert "run 3 of 4: inserted, seed 1: 4 steps to go" in result.output

@@ -1,4 +1,5 @@
-"""`megamem analyse`: losses by token frequency, the weights of slots, single layers left out, and contextual collapse."""
+"""`megamem analyse`: losses by token frequency, the weights of slots, single layers left out, contextual collapse, and
+how much the loss hangs on each head of attention."""
 
 from __future__ import annotations
 
@@ -53,17 +54,30 @@ examples:
 Two tokens stand after the same held-out contexts: how far apart are their hidden states, after each block? Without --pairs,
 pairs of rare, middling and common tokens are drawn (bins 0-2, 3-6 and 7-9 of `megamem analyse frequency`), and of numbers.
 """
+_HEADS_EPILOG = """\
+examples:
+  megamem analyse heads runs/base runs/grown
+  megamem analyse heads runs/grown --nll mean
+  megamem analyse heads runs/large --own-layout --nproc 8
+
+Of every head |sum over tokens of its output times the loss's gradient by it|, and the mean of that over held-out windows:
+how steeply the loss rises or falls when the head's output grows. In inserted blocks of memory a head's output is its query.
+--nll says what a window's loss is, the sum over its predicted tokens or their mean; of data of prompts and answers those are
+the answers' tokens. Both are in the file of figures.
+"""
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds `analyse` to the commands of `megamem`."""
     parser = subparsers.add_parser(
-        "analyse", help="losses by token frequency, slots' weights, layers left out, collapse"
+        "analyse", help="losses by token frequency, slots' weights, layers left out, collapse, heads"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add(commands, "frequency", "losses by how often a token comes in training", _FREQUENCY_EPILOG, own_layout=True)
     _add(commands, "layer-drop", "what each layer's memory is worth", _LAYERS_EPILOG, own_layout=True)
     _add(commands, "routing", "how slots are weighed, by layer and by frequency", _ROUTING_EPILOG)
+    heads = _add(commands, "heads", "how much the loss hangs on each head", _HEADS_EPILOG, own_layout=True)
+    heads.add_argument("--nll", choices=("sum", "mean"), default="sum", help="over a window's tokens (default: sum)")
     collapse = _add(commands, "collapse", "how far apart two tokens' hidden states are", _COLLAPSE_EPILOG)
     collapse.add_argument("--pairs", metavar="U/V,U/V", help="words to compare, one token each (default: drawn)")
     collapse.add_argument(
@@ -78,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _add(commands: Any, name: str, summary: str, epilog: str, *, own_layout: bool = False) -> argparse.ArgumentParser:
     parser = add_command(commands, name, summary, epilog)
-    several = name in ("frequency", "collapse")
+    several = name in ("frequency", "collapse", "heads")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+" if several else 1, help="a run's folder")
     parser.add_argument("--name", default=name, help=f"of the files in the run's folder (default: {name})")
     parser.add_argument(
@@ -114,8 +128,14 @@ def run_analysis(name: str, args: argparse.Namespace) -> int:
         saved = find_checkpoint(folder, args.step)
         config = saved_config(saved, None if args.own_layout else ParallelConfig())
         note_edited_config(folder, saved)
-        if name != "frequency" and name != "collapse":
+        if name in ("layer-drop", "routing"):
             _check_memory(name, config, path)
+        if name == "heads" and config.parallel.pipeline > 1:
+            raise ConfigError(
+                f"{path} was trained with parallel.pipeline {config.parallel.pipeline}, and gradients by head are taken "
+                "without a pipeline: leave --own-layout out, or convert the checkpoint to a layout without one "
+                "(megamem checkpoint convert)"
+            )
         by_default = fewest_ranks(config.parallel) if args.own_layout else num_visible_gpus() or 2
         num_ranks = started_world_size() or args.nproc or by_default
         if args.own_layout:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megamem.slots import Slot
 from parallel.atomic_write import atomic_write
 from pretrain.analysis.deciles import Deciles, count_tokens, frequency_deciles
 from pretrain.config.schema import RunConfig
@@ -156,9 +157,29 @@ def measure_collapse(run: Analysed) -> None:
         _write(run, groups, contexts=args.contexts, categories=categories)
 
 
+def measure_heads(run: Analysed) -> None:
+    """Importance of heads by block, with both readings of the loss, and how it varies within a block."""
+    from pretrain.analysis.heads import READINGS, head_importance
+
+    memory = run.config.model.memory
+    with _restored(run) as ((model,), held_out, groups):
+        found = head_importance(model, held_out, groups, micro_batch_size=run.config.train.micro_batch_size)
+        inserted = [span.read for span in run.config.model.memory_spans if memory and memory.slot is Slot.BLOCK]
+        of_readings = {
+            reading: {
+                "scores": scores.tolist(),
+                "variance_of_heads": scores.var(1, correction=0).tolist(),
+                "sample_variance_of_heads": scores.var(1, correction=1).tolist() if scores.shape[1] > 1 else None,
+            }
+            for reading, scores in zip(READINGS, found.scores, strict=True)
+        }
+        _write(run, groups, nll=run.args.nll, examples=found.num_examples, inserted=inserted, readings=of_readings)
+
+
 MEASURES: Mapping[str, Callable[[Analysed], None]] = {
     "frequency": measure_frequency,
     "layer-drop": measure_layers,
     "routing": measure_routing,
     "collapse": measure_collapse,
+    "heads": measure_heads,
 }

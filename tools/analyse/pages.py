@@ -159,6 +159,27 @@ def collapse_page(found: Sequence[Found]) -> _Page:
     return "How far apart two tokens are in the same context", head, rows, figure
 
 
+def heads_page(found: Sequence[Found]) -> _Page:
+    """Importance by block and head, a panel per run; in the table also the mean and the variance of a block's heads."""
+    nll = found[0]["nll"]
+    readings = [of_run["readings"][nll] for of_run in found]
+    most = max(len(scores) for reading in readings for scores in reading["scores"])
+    rows = []
+    for of_run, reading in zip(found, readings, strict=True):
+        for block, scores in enumerate(reading["scores"]):
+            place = f"{block} (memory)" if block in of_run["inserted"] else str(block)
+            mean, variance = sum(scores) / len(scores), reading["variance_of_heads"][block]
+            cells = [f"{score:.4g}" for score in scores]
+            rows.append([of_run["name"], place, f"{mean:.4g}", f"{variance:.4g}", *cells, *[""] * (most - len(cells))])
+    figure, panels = _panels(len(found))
+    for axes, of_run, reading in zip(panels, found, readings, strict=True):
+        scores = reading["scores"]
+        blocks = [f"{block} M" if block in of_run["inserted"] else str(block) for block in range(len(scores))]
+        _heat(axes, scores, blocks, [str(head) for head in range(len(scores[0]))], "block", "head", of_run["name"])
+    head = ["run", "block", "mean", "variance", *(f"head {number}" for number in range(most))]
+    return f"How much the loss, the {nll} over a window's tokens, hangs on each head", head, rows, figure
+
+
 def _panels(number: int) -> tuple[Figure, Sequence[Axes]]:
     """Panels above one another."""
     from matplotlib.figure import Figure
@@ -190,4 +211,5 @@ _PAGES: Mapping[str, Callable[[Sequence[Found]], _Page]] = {
     "layer-drop": layers_page,
     "routing": routing_page,
     "collapse": collapse_page,
+    "heads": heads_page,
 }

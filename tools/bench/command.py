@@ -18,7 +18,15 @@ from pretrain.config.validate import validate
 from pretrain.costs.hardware import hardware_file, load_hardware
 from pretrain.errors import ConfigError
 from tools.parsers import add_command
-from tools.ranks import add_device, add_nproc, default_num_ranks, fewest_ranks, run_on_ranks, started_world_size
+from tools.ranks import (
+    add_device,
+    add_nproc,
+    current_rank_is_first,
+    default_num_ranks,
+    fewest_ranks,
+    run_on_ranks,
+    started_world_size,
+)
 from tools.stages import add_stage
 from tools.tables import token_tables
 from tools.vocabulary import with_vocabulary
@@ -28,6 +36,7 @@ examples:
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml
   megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=2 --nproc 2
   megamem bench configs/quickstart.yaml --vary parallel.memory=1,2,4 --nproc 4
+  megamem bench runs/growth/{continued,memory,llama-pro}/seed_2/config.yaml --memory --nproc 2
   megamem bench step --help
   megamem bench kernels --help
   megamem bench hardware --help
@@ -89,6 +98,11 @@ def add_parser(subparsers: Any) -> None:
         "Time optimizer steps of one or more configurations on the same ranks, taking turns.",
     )
     _add_configs(parser)
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="also count what rank 0 holds between steps and at the peak of one, as `megamem dryrun` does",
+    )
     parser.set_defaults(func=run_bench)
     parser = add_command(
         subparsers,
@@ -289,9 +303,12 @@ def run_bench(args: argparse.Namespace) -> int:
     """Measures training speed and prints."""
     configs = _load_configs(args)
     num_ranks = _num_ranks(args, configs.values())
-    from tools.bench.throughput import bench_rank
+    from tools.bench.throughput import bench_rank, memory_lines
 
-    return run_on_ranks(lambda: bench_rank(configs, args.rounds, args.steps), num_ranks)
+    code = run_on_ranks(lambda: bench_rank(configs, args.rounds, args.steps), num_ranks)
+    if code == 0 and args.memory and current_rank_is_first():
+        print("\n".join(memory_lines(configs, num_ranks)), flush=True)
+    return code
 
 
 def run_bench_step(args: argparse.Namespace) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import multiprocessing
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
+from parallel.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import count_parameters
 from pretrain.costs.traffic import attention_bytes, exchanged_bytes
@@ -39,3 +43,24 @@ def _print(configs: Mapping[str, RunConfig], times: Mapping[str, StepTimes], num
             f"{median(speeds) / reference:5.2f}x  {tokens / median(speeds):.3f} s/step  {sent / 1e6:.2f} MB sent  "
             f"{counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active"
         )
+
+
+def memory_lines(configs: Mapping[str, RunConfig], num_ranks: int) -> Iterator[str]:
+    """What rank 0 of each configuration holds, counted on tensors without data; ratios of peaks are to the first."""
+    # A process of its own: a dry run takes the place of CUDA, and hides GPUs.
+    context = multiprocessing.get_context("spawn")
+    # Before Megatron is imported, which warns of optional packages.
+    with ProcessPoolExecutor(1, context, initializer=warnings.simplefilter, initargs=("ignore",)) as executor:
+        counted = list(executor.map(held_and_peak, configs.values(), [num_ranks] * len(configs)))
+    yield "memory of rank 0, counted on tensors without data: between steps, and at the peak of a step"
+    for name, (held, peak) in zip(configs, counted, strict=True):
+        yield f"  {name:36} {held / 1e6:,.1f} MB held  {peak / 1e6:,.1f} MB at peak  {peak / counted[0][1]:5.2f}x"
+
+
+def held_and_peak(config: RunConfig, num_ranks: int) -> tuple[int, int]:
+    """Bytes of rank 0 between steps, and at most in one."""
+    from pretrain.dryrun.rank import dry_run
+
+    hide_gpus()
+    (report,) = dry_run(config, num_ranks, [0])
+    return report.held.total, report.peak_of_step.total

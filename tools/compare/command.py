@@ -25,6 +25,7 @@ examples:
   megamem compare configs/compare/*.yaml --nproc 2
   megamem compare configs/compare/*.yaml --tune configs/tuning/small.yaml --nproc 2 --report docs/comparison.md
   megamem compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
+  megamem compare configs/upscale/small.yaml --grow configs/upscale/growth.yaml --nproc 2 --run-dir runs/growth
 
 Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights;
 tokens, batches and their order are the same in all runs (data.seed, or else the configuration's own seed). The run of a
@@ -35,6 +36,10 @@ what others build on, and is left out. Overrides hold for all models.
 With --tune, every model first gets the same number of shorter trials (DIR/NAME/trial_N) with a seed of their own: the
 keys of the tuning file are gone through in its order, each value is tried with the best so far, and what is better
 stays. The runs that are reported have the best settings, and the report lists all trials.
+
+With --grow, CONFIG is one model without a memory. It is trained with every seed (DIR/NAME/seed_N), grown in every way of
+the file (DIR/NAME/seed_N/grown/WAY), and each of the grown models is trained on, on the same tokens (DIR/WAY/seed_N).
+Overrides hold for both trainings.
 """
 
 
@@ -53,6 +58,9 @@ def add_parser(subparsers: Any) -> None:
         "--seeds", type=seed_list, default=(2, 3, 4), metavar="N,N", help="seeds of the weights (default: 2,3,4)"
     )
     parser.add_argument("--tune", type=Path, metavar="FILE", help="choose each model's settings first: what to try")
+    parser.add_argument(
+        "--grow", type=Path, metavar="FILE", help="grow the one CONFIG, trained, in the ways of this file"
+    )
     add_folders(parser, "compare", "comparison")
     add_nproc(parser, "as `megamem train`")
     parser.set_defaults(func=run_compare)
@@ -69,8 +77,12 @@ def seed_list(text: str) -> tuple[int, ...]:
 def run_compare(args: argparse.Namespace) -> int:
     """Trains what is not there yet, and writes the report."""
     refuse_launcher("compare")
+    if args.grow is not None:
+        from tools.compare.growth import run_growth
+
+        return run_growth(args)
     configs = load_configs(args.configs, args.overrides)
-    num_ranks = _num_ranks(configs, args.nproc)
+    num_ranks = common_num_ranks(configs, args.nproc)
     page = open_page(args, "comparison")
     options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
     command = command_line(args, "compare", *options)
@@ -199,7 +211,12 @@ class Comparison:
         self.page.write(text, svg(plot(self.figures, self.results)))
 
 
-def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
+def common_num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
+    """How many ranks all runs have; configurations by the paths of their files.
+
+    Raises:
+        ConfigError: by default they would have different numbers.
+    """
     wanted = {path: nproc or default_num_ranks(config.parallel) for path, config in configs.items()}
     if len(set(wanted.values())) > 1:
         raise ConfigError(

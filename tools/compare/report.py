@@ -43,15 +43,21 @@ def _cells(model: ModelFigures, reference: ModelFigures, runs: Sequence[RunResul
     yield f"{model.active / 1e6:.3f}M{unequal.get('active', '')}"
     yield f"{model.forward_flops_per_token / 1e6:.3f}{unequal.get('flops', '')}"
     yield f"{model.table_bytes_per_token:,}"
+    yield from reached(runs)
     if not runs:
-        yield from ("not run",) * 4
+        yield from ("not run",) * 2
         return
-    losses = [run.validation_loss for run in runs]
-    spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
-    yield f"{fmean(losses):.4f}{spread}"
-    yield f"{fmean(run.bits_per_byte for run in runs):.4f}"
     yield _by_layer([list(last_values(run.curves.coverage)) for run in runs], "{:.0%}")
     yield _by_layer([list(last_values(run.curves.kl_to_uniform)) for run in runs], "{:.1f}")
+
+
+def reached(runs: Sequence[RunResult]) -> tuple[str, str]:
+    """The cells of the last validation loss and of bits per byte: means over runs."""
+    if not runs:
+        return ("not run",) * 2
+    losses = [run.validation_loss for run in runs]
+    spread = f" ({min(losses):.4f} to {max(losses):.4f})" if len(losses) > 1 else ""
+    return f"{fmean(losses):.4f}{spread}", f"{fmean(run.bits_per_byte for run in runs):.4f}"
 
 
 def _by_layer(of_runs: Sequence[Sequence[float]], pattern: str) -> str:
@@ -137,7 +143,7 @@ Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, wit
 
 Rows read in a step and nats from even reads: of the last observed step, layer by layer.
 
-{_order_in_words(results, seeds)}
+{order_in_words(results, seeds)}
 ![Loss against tokens and against parameters]({plot_name})
 
 On the left lines are training losses (means over seeds and over {NUM_BINS} parts of the run), dots validation losses; on the right the last of these, \
@@ -149,7 +155,8 @@ with the lowest and the highest. Made by
 {"" if tuned is None else _trials_in_words(tuned)}"""
 
 
-def _order_in_words(results: Mapping[str, Sequence[RunResult]], seeds: Sequence[int]) -> str:
+def order_in_words(results: Mapping[str, Sequence[RunResult]], seeds: Sequence[int]) -> str:
+    """A sentence on the order, where there are several seeds and models."""
     if len(seeds) < 2 or len(_losses(results)) < 2:
         return ""
     return f"""\

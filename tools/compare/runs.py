@@ -10,6 +10,7 @@ from pathlib import Path
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, DataError
 from pretrain.folder import RunFolder
+from pretrain.saved_run import starting_checkpoint
 from tools.metrics import Curves, curves, read_metrics
 from tools.ranks import run_on_ranks
 from tools.train import train_rank
@@ -70,12 +71,13 @@ class Trainer:
         self._num_runs -= num_runs
         self._steps_to_go -= num_runs * num_steps
 
-    def train(self, config: RunConfig, path: Path, what: str) -> RunResult:
+    def train(self, config: RunConfig, path: Path, what: str, *, start: Path | None = None) -> RunResult:
         """Train one run to its end, unless it is there.
 
         Args:
             path: of the run's folder.
             what: the run in words.
+            start: the run's folder that it begins from; None: it begins anew.
 
         Raises:
             CheckpointError: the folder holds a run of something else.
@@ -90,9 +92,11 @@ class Trainer:
         else:
             remaining = time_left(self._steps_done, self._seconds, self._steps_to_go)
             print(f"{place}: {steps_left} steps to go; {remaining} for this and the runs after it", flush=True)
+            before = starting_checkpoint(start, folder)
             folder.make()
             started = time.monotonic()
-            code = run_on_ranks(partial(train_rank, [config], folder, quiet=True), self._num_ranks, log_dir=folder.logs)
+            train_it = partial(train_rank, [config], folder, before, quiet=True)
+            code = run_on_ranks(train_it, self._num_ranks, log_dir=folder.logs)
             if code != 0:
                 raise RunStopped(code)
             self._steps_done, self._seconds = self._steps_done + steps_left, self._seconds + time.monotonic() - started

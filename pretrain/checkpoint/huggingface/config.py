@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megamem.config import ModelConfig
+from megamem.memory_config import MemoryConfig
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 from megamem.shuffle import KeyedShuffle
 from megamem.slots import Slot
@@ -31,12 +32,17 @@ _PRODUCT_OPTIONS = {
     *("query_bias", "query_norm", "value_proj", "value_bias"),
     *("silu_gate", "silu_gate_bias", "output_gate", "output_gate_bias"),
 }
+_HEADS_WEIGHTS = {"keys", "expansion"}
 
 
 def architecture_of(model: ModelConfig) -> str:
     """The class of transformers that computes what the model does: its own where no other does exactly that."""
     if model.memory is not None or model.moe is not None:
         return OWN
+    return _backbone(model)
+
+
+def _backbone(model: ModelConfig) -> str:
     return QWEN3 if model.qk_norm else LLAMA
 
 
@@ -102,6 +108,7 @@ def exported_config(
             "AutoConfig": "configuration_megamem.MegamemConfig",
             "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
         },
+        **({"backbone": _backbone(model)} if model.memory is not None and model.memory.slot is Slot.BLOCK else {}),
         "qk_norm": model.qk_norm,
         "moe": moe,
         "memory": _memory(model, seed, tensors),
@@ -120,6 +127,8 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
     memory = model.memory
     if memory is None:
         return None
+    if memory.slot is Slot.BLOCK:
+        return _behind_heads(model, memory, tensors)
     tucker = isinstance(memory, TuckerConfig)
     if not isinstance(memory, RetrievalConfig) or not (tucker or isinstance(memory, ProductKeyConfig)):
         raise _unknown(model, "which retrieves by neither Tucker-decomposed scores nor product keys")
@@ -155,6 +164,44 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
         "top_k": memory.top_k,
         "num_scores": memory.lookup.scores,
         "num_sums": memory.lookup.bins,
+        "activation": memory.lookup.activation,
+        "tables": {table.name: table.width for table in memory.tables},
+        "bank_rows": [bank.num_rows for bank in plan.banks],
+        "layers": layers,
+    }
+
+
+def _behind_heads(model: ModelConfig, memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Memories of inserted blocks, whose queries are the heads' outputs."""
+    plan, layers = model.memory_plan, []
+    for index, (span, view) in enumerate(zip(model.memory_spans, plan.views, strict=True)):
+        weights = memory_weights(model, index, tensors)
+        if weights.keys() != _HEADS_WEIGHTS:
+            raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(sorted(weights))}")
+        layers.append(
+            {
+                "block": span.read,
+                "added_after": span.add,
+                "instead": True,
+                "inserted": True,
+                "bank": view.bank,
+                "first_row": view.first_row,
+                "num_rows": view.num_rows,
+                "num_keys": weights["keys"].shape[2],
+                "round_keys": None,
+                "weights": {name: list(info.shape) for name, info in weights.items()},
+            }
+        )
+    heads, top_k = memory.lookup.bins, memory.lookup.rows // memory.lookup.bins
+    return {
+        "retrieval": "heads",
+        "num_heads": heads,
+        "key_dim": model.attention_head_dim // 2,
+        "num_queries": 2 * heads,
+        "row_top_k": top_k,
+        "top_k": top_k,
+        "num_scores": memory.lookup.scores,
+        "num_sums": heads,
         "activation": memory.lookup.activation,
         "tables": {table.name: table.width for table in memory.tables},
         "bank_rows": [bank.num_rows for bank in plan.banks],

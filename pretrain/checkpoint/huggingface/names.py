@@ -15,7 +15,7 @@ from megamem.slots import Slot
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
 from pretrain.errors import CheckpointError
 
-_EXPORTED_SLOTS = (Slot.BESIDE, Slot.INSTEAD, Slot.SKIP)
+_EXPORTED_SLOTS = (Slot.BESIDE, Slot.INSTEAD, Slot.SKIP, Slot.BLOCK)
 
 
 def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorInfo]) -> list[Pair]:
@@ -76,13 +76,16 @@ def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dic
 def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
     ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
     width = model.attention_head_dim
+    here = [model.memory.slot_of(span) for span in model.memory_spans if model.memory and span.read == layer]
+    inserted = Slot.BLOCK in here
     yield _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
-    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.")
+    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.", projects=not inserted)
     if model.qk_norm:
         for side in "qk":
             name = f"self_attention.{side}_layernorm.weight"
             yield _whole(ours + name, f"{theirs}self_attn.{side}_norm.weight", (width,))
-    yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
+    if not inserted:
+        yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
     slot = None
     for index, span in enumerate(model.memory_spans):
         if span.read != layer:
@@ -96,11 +99,11 @@ def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) ->
             )
         for name, info in memory_weights(model, index, tensors).items():
             yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
-    if slot is not Slot.INSTEAD:
+    if slot not in (Slot.INSTEAD, Slot.BLOCK):
         yield from _feed_forward(model, f"{ours}mlp." if slot is None else f"{ours}mlp.ffn.", f"{theirs}mlp.")
 
 
-def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:
+def _attention(model: ModelConfig, ours: str, theirs: str, *, projects: bool) -> Iterator[Pair]:
     """Megatron's fused rows are, per key/value head: its queries, its key, its value."""
     hidden, width, groups = model.hidden_size, model.attention_head_dim, model.query_groups
     queries = model.num_attention_heads // groups * width
@@ -111,8 +114,9 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:
                 Region(f"{ours}linear_qkv.weight", (start + before, 0), (rows, hidden)),
                 Region(f"{theirs}{side}_proj.weight", (group * rows, 0), (rows, hidden)),
             )
-    shape = (hidden, model.num_attention_heads * width)
-    yield _whole(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", shape)
+    if projects:
+        shape = (hidden, model.num_attention_heads * width)
+        yield _whole(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", shape)
 
 
 def _feed_forward(model: ModelConfig, ours: str, theirs: str) -> Iterator[Pair]:

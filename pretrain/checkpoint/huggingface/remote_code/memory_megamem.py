@@ -138,6 +138,7 @@ class MegamemMemory(nn.Module):
         cores: [C, H, R, R]; `u` and `v`, [H, R], are the leading singular vectors of their sum over C, as they stood in
             the last step of training: the sign of the pair is theirs alone to know, and selects.
         permutation: [N^2], of the entries.
+        expansion: [H, V, d], which brings the sum of each head to the columns of that head.
     """
 
     query_proj: Tensor
@@ -148,6 +149,7 @@ class MegamemMemory(nn.Module):
     u: Tensor
     v: Tensor
     permutation: Tensor
+    expansion: Tensor
 
     def __init__(self, config: MegamemConfig, layer: dict[str, Any]) -> None:
         super().__init__()
@@ -164,7 +166,8 @@ class MegamemMemory(nn.Module):
         self.shuffle = None if keys is None else Shuffle(layer["num_keys"], keys)
 
     def forward(self, hidden: Tensor, bank: MegamemBank) -> Tensor:
-        """The memory's output [b, s, D] for the normalised input of the block's feed-forward [b, s, D]."""
+        """The memory's output [b, s, D] for the normalised input of the block's feed-forward [b, s, D], or, of an
+        inserted block, for the outputs of its heads."""
         parts = [self._read(x, bank) for x in hidden.flatten(0, 1).split(_TOKENS_AT_A_TIME)]
         return torch.cat(parts).view_as(hidden)
 
@@ -185,9 +188,14 @@ class MegamemMemory(nn.Module):
     # Retrieval: from tokens [T, D] to entries [T, H, K] of the grid, and their scores [T, H, K, C].
 
     def _retrieve(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Product keys: an entry's score is the sum of its row's and its column's; softmax within a head."""
+        """Product keys: an entry's score is the sum of its row's and its column's; softmax within a head.
+
+        Each half of a query meets keys of its own. The heads' outputs are queries as they are.
+        """
         heads = self.memory["num_heads"]
-        queries = F.linear(x, self.query_proj, self._weight("query_bias")).view(x.shape[0], 2 * heads, -1)
+        if self.memory["retrieval"] != "heads":
+            x = F.linear(x, self.query_proj, self._weight("query_bias"))
+        queries = x.view(x.shape[0], 2 * heads, -1)
         if self._weight("query_norm") is not None:
             queries = rms_normalise(queries, self.query_norm, self.epsilon)
         products = _wide(torch.bmm(queries.transpose(0, 1), self.keys.flatten(0, 1).transpose(1, 2)))
@@ -235,13 +243,16 @@ class MegamemMemory(nn.Module):
     # From entries to the output.
 
     def _locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows of the bank behind entries [T, J], and the sum of each one's value: its virtual block's."""
+        """Rows of the bank behind entries [T, J], and the sum of each one's value: its virtual block's, or head's."""
         if self.shuffle is not None:
             entries = self.shuffle(entries)
         elif self._weight("permutation") is not None:
             entries = self.permutation[entries]
         num_rows, num_bank_rows = self.layer["num_rows"], self.memory["bank_rows"][self.layer["bank"]]
         rows = (entries % num_rows + self.layer["first_row"]) % num_bank_rows
+        if self.memory["retrieval"] == "heads":
+            heads = torch.arange(self.memory["num_heads"], device=rows.device)
+            return rows, heads.repeat_interleave(self.memory["top_k"]).expand_as(rows)
         return rows, entries // num_rows if self.memory["num_sums"] > 1 else None
 
     def _pre_input(self, x: Tensor, bank: MegamemBank) -> Tensor | None:
@@ -254,6 +265,9 @@ class MegamemMemory(nn.Module):
         """The output [T, D] of the summed values [T, B V]: gated, projected, and gated by a scalar per token."""
         if self._weight("silu_gate") is not None:
             values = values * F.silu(self._linear(x, "silu_gate", "silu_gate_bias"))
+        if self._weight("expansion") is not None:
+            by_head = values.unflatten(1, (self.memory["num_heads"], -1)).transpose(0, 1)
+            values = torch.bmm(by_head, self.expansion).transpose(0, 1).flatten(1)
         if self._weight("value_proj") is not None:
             values = self._linear(values, "value_proj", "value_bias")
         if self._weight("output_gate") is not None:

@@ -89,9 +89,9 @@ class Visible:
 
 
 class MegamemAttention(nn.Module):
-    """Causal self-attention with grouped queries."""
+    """Causal self-attention with grouped queries; of an inserted block without an output projection."""
 
-    def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
+    def __init__(self, config: MegamemConfig, layer_idx: int, *, projects: bool) -> None:
         super().__init__()
         self.layer_idx, self.head_dim = layer_idx, config.head_dim
         queries = config.num_attention_heads * config.head_dim
@@ -99,7 +99,7 @@ class MegamemAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False) if projects else nn.Identity()
         self.q_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = MegamemRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.grouped = config.num_key_value_heads < config.num_attention_heads
@@ -165,15 +165,20 @@ class MegamemExperts(nn.Module):
 
 
 class MegamemBlock(nn.Module):
-    """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later."""
+    """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later.
+
+    An inserted block is h + memory of the heads of attention, and nothing else.
+    """
 
     def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
         super().__init__()
         layers = config.memory["layers"] if config.memory is not None else []
         here = next((layer for layer in layers if layer["block"] == layer_idx), None)
         self.input_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MegamemAttention(config, layer_idx)
-        self.post_attention_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.inserted = here is not None and here.get("inserted", False)
+        self.self_attn = MegamemAttention(config, layer_idx, projects=not self.inserted)
+        if not self.inserted:
+            self.post_attention_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module | None = None
         if here is None or not here["instead"]:
             dense = config.moe is None
@@ -195,7 +200,10 @@ class MegamemBlock(nn.Module):
         Args:
             waiting: outputs of memories by the block after which they are added; this block takes and puts.
         """
-        h = h + self.self_attn(self.input_layernorm(h), rotation, visible, cache)
+        attended = self.self_attn(self.input_layernorm(h), rotation, visible, cache)
+        if self.inserted and self.memory is not None:
+            return h + self.memory(attended, banks[str(self.memory.layer["bank"])])
+        h = h + attended
         normal = self.post_attention_layernorm(h)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
         later = self.layer_idx
