@@ -2,7 +2,7 @@
 
 Megatron's local core materialises the s x s scores; this one does not, and needs no Transformer Engine.
 
-Legend: s sequence length, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head
+Legend: s sequence length and k tokens of a cache, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head
 dimension, D documents of the microbatch.
 """
 
@@ -49,11 +49,15 @@ class SdpaCoreAttention(MegatronModule):
     ) -> Tensor:
         """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d].
 
-        `attention_mask` is the documents' bounds (`megamem.documents`), [D + 1] in host memory, across which nothing
+        A query [1, b, n, d] with `no_mask` is of the last token, and attends to all of a cache's keys and values
+        [k, b, g, d]. `attention_mask` is the documents' bounds (`megamem.documents`), [D + 1] in host memory, across which nothing
         attends; None: every sequence is one document. There is no other mask, and no bias.
         """
         assert attention_bias is None
         assert packed_seq_params is None
+        if attn_mask_type is AttnMaskType.no_mask:
+            assert attention_mask is None
+            return last_token_attention(query, key, value, self.scale_of(query))
         return self.attend(query, key, value, attention_mask)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None) -> Tensor:
@@ -91,3 +95,22 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bo
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def last_token_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one token to all of a cache, itself included.
+
+    Args:
+        query: [1, b, n, d].
+        key: [k, b, g, d].
+        value: [k, b, g, v], which may be narrower or wider than keys.
+        scale: of the scores.
+
+    Returns:
+        [1, b, n v].
+    """
+    # The heads that share a key are the queries of one head: no key is copied for them.
+    out = F.scaled_dot_product_attention(
+        query[0].unflatten(1, (key.shape[2], -1)), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), scale=scale
+    )
+    return out.flatten(1).unsqueeze(0)

@@ -11,7 +11,7 @@ from megatron.core.extensions.transformer_engine_spec_provider import TESpecProv
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megamem.attention import SdpaCoreAttention
 from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock, without_stream
 from megamem.config import LatentAttentionConfig
+from megamem.kv_cache import CachingSelfAttention
 from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules, LatentAttentionWithMemory
 from megamem.moe import moe_spec
 from megamem.norm import LayerNorm, RMSNorm
@@ -81,7 +82,7 @@ def block_spec(
                 linear=provider.column_parallel_linear(),
                 core_attention=core,
                 linear_proj=provider.row_parallel_linear(),
-                kv_layernorm=qk,
+                layernorm=qk,
             )
         else:
             heads = SelfAttentionSubmodules(
@@ -94,7 +95,7 @@ def block_spec(
         block = TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
-                module=SelfAttention if latent is None else LatentAttention,
+                module=CachingSelfAttention if latent is None else LatentAttention,
                 params=attention,
                 submodules=heads,
             ),

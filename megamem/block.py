@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megamem.inputs import Inputs
+from megamem.kv_cache import CachingSelfAttention
 from megamem.side_stream import SideStream
 from megamem.slots import Site, Slot
 
@@ -77,8 +77,8 @@ class FfnWithMemory(MegatronModule, MemorySite):
         self.memory(no_token, inputs)
 
 
-class AttentionWithMemory(SelfAttention, MemorySite):
-    """Attention whose values pass through a memory (`Slot.VALUES`).
+class AttentionWithMemory(CachingSelfAttention, MemorySite):
+    """Attention whose values pass through a memory (`Slot.VALUES`), before a cache gets them.
 
     The inputs come as Megatron's `attention_bias`, an argument of self-attention that our cores have no use for.
     """

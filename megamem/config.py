@@ -52,13 +52,15 @@ class MoEConfig(Config):
 @dataclass(frozen=True)
 class LatentAttentionConfig(Config):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one narrow
-    latent per token, and a key that all heads share carries the positions. Queries are not compressed."""
+    latent per token, and a key that all heads share carries the positions."""
 
     latent_dim: PositiveInt = 32
     """d_c: width of a token's latent."""
     rotary_dim: NonNegativeInt = 16
     """Of the head_dim columns of queries and keys, how many RoPE turns; those of keys are shared by all heads and made of
     the hidden state. 0: the causal mask alone tells positions."""
+    query_latent_dim: PositiveInt | None = None
+    """d_c': width of another latent of the token, which queries are made of; null: they are made of the hidden state."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
     match name.split("."):
         case [*_, "word_embeddings" | "linear_qkv" | "linear_fc1" | "router", "weight"] | ["output_layer", "weight"]:
             return Normal(std)
-        case [*_, "linear_q_proj" | "linear_kv_down_proj" | "linear_kv_up_proj", "weight"]:
+        case [*_, "linear_q_proj" | "linear_q_down_proj" | "linear_q_up_proj", "weight"]:
+            return Normal(std)
+        case [*_, "linear_kv_down_proj" | "linear_kv_up_proj", "weight"]:
             return Normal(std)
         case [*_, "linear_proj" | "linear_fc2", "weight"]:
             return Normal(to_residual)

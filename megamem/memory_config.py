@@ -146,6 +146,9 @@ class MemoryConfig(Config, ABC):
     """Where the family's layers act; None: around the feed-forward, as `placement` says of each."""
     reads_tokens: ClassVar[bool] = False
     """Whether the family's layers ask for token ids or positions."""
+    expands_values: ClassVar[bool] = False
+    """Whether every head makes of a row values of its own, which may be done once for all rows where nothing is trained
+    (`megamem.layers.layer.MemoryLayer.expand_values`); those of all heads are as wide as the model."""
     reads_once: ClassVar[bool] = False
     """Whether the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
 

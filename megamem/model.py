@@ -23,6 +23,7 @@ from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.inputs import Inputs, pack
+from megamem.kv_cache import KeyValueCache
 from megamem.layers.layer import MemoryLayer, begin_step
 from megamem.layers.shared_read import SharedRead
 from megamem.memory_config import MemoryConfig
@@ -160,6 +161,7 @@ class MemoryGPTModel(GPTModel):
         *,
         labels: Tensor | None = None,
         asked: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """The chunk's part of a forward pass.
 
@@ -170,11 +172,14 @@ class MemoryGPTModel(GPTModel):
                 every sequence is one document.
             labels: [b, s] int64; None where logits are wanted.
             asked: [b, s], not 0 where labels are to be judged instead; without gradients.
+            cache: what the model has seen of these sequences, whose tokens go on with `input_ids`; for evaluation alone,
+                and without bounds.
 
         Returns:
             [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
-            [b, s, vocabulary] without labels, or what `megamem.chunked_loss.judge` says [2, b, s].
+            [b, s, vocabulary] without labels (with a cache those of the last token, [b, 1, vocabulary]), or what `megamem.chunked_loss.judge` says [2, b, s].
         """
+        assert cache is None or not (self.training or document_bounds is not None)
         carried = None
         if self._memory_reads_tokens:
             assert input_ids is not None
@@ -187,14 +192,35 @@ class MemoryGPTModel(GPTModel):
                 inputs = Inputs(packed)
                 carried["context"] = read(inputs.share(self.tp_group) if self.config.sequence_parallel else inputs)
         out: Tensor = super().forward(
-            input_ids, position_ids, document_bounds, labels=labels, extra_block_kwargs=carried, loss_mask=asked
+            input_ids,
+            position_ids,
+            document_bounds,
+            labels=labels,
+            extra_block_kwargs=carried,
+            loss_mask=asked,
+            inference_context=cache,
+            # Megatron insists on whole logits then.
+            runtime_gather_output=None if cache is None else True,
         )
+        if cache is not None:
+            assert input_ids is not None
+            cache.advance(input_ids.shape[1])
         return out
 
-    def _preprocess(self, input_ids: Tensor | None, position_ids: Tensor | None, *args: Any, **others: Any) -> Any:
-        """Megatron's, with rotary angles of the tokens' own positions [s, b, 1, d] where documents are separate."""
-        hidden, angles, *rest = super()._preprocess(input_ids, position_ids, *args, **others)
-        if self.separate_documents:
+    def _preprocess(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        *args: Any,
+        inference_context: KeyValueCache | None,
+        **others: Any,
+    ) -> Any:
+        """Megatron's, with rotary angles of the tokens' own positions [s, b, 1, d] where documents are separate, and with
+        a cache."""
+        hidden, angles, *rest = super()._preprocess(
+            input_ids, position_ids, *args, inference_context=inference_context, **others
+        )
+        if self.separate_documents or inference_context is not None:
             assert position_ids is not None
             angles = rotary_angles(self.rotary_pos_emb.inv_freq, position_ids)
         return hidden, angles, *rest

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.costs.attention import cached_bytes_per_token, expanded_bytes
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.sampling import Sampling
 from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
+from tools.pace import Pace
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
 from tools.tables import form_of, token_tables
+from tools.words import size_in_words
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
@@ -84,6 +87,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
     )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="pass the whole text through the model for every token, to compare (default: the new token alone)",
+    )
+    parser.add_argument(
+        "--expand-values",
+        action="store_true",
+        help="keep every head's own values of all rows, of memories whose heads expand what they read (docs/upscale.md)",
+    )
     parser.add_argument("--tables", metavar="DIR", help="read the memory's tables from here, see below")
     add_nproc(parser, "1", what="ranks to start here, over which the memory tables are split", default=1)
     parser.set_defaults(func=run_generate)
@@ -99,6 +112,8 @@ class Request:
         samplings: one per sample.
         stops: texts that end a sample, and are no part of it.
         tables: a folder or form that the memory's rows come from; None: they are part of the model.
+        cached: whether attention remembers the text.
+        expanded: whether heads' own values are made of all rows at the start.
     """
 
     prompt: str
@@ -106,6 +121,8 @@ class Request:
     samplings: Sequence[Sampling]
     stops: Sequence[str] = ()
     tables: str | None = None
+    cached: bool = True
+    expanded: bool = False
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -119,11 +136,22 @@ def run_generate(args: argparse.Namespace) -> int:
     if request.tables is not None:
         form_of(request.tables, token_tables(config, "--tables"))
     problems = list(layout_problems(config, num_ranks))
+    if request.expanded:
+        problems += _expansion_problems(config, num_ranks)
     if config.model.moe is not None and num_ranks > 1:
         problems.append("model.moe is set, whose experts would be split too: generate on one rank")
     if problems:
         raise ConfigError(join_problems(problems))
     return run_on_ranks(lambda: generate_rank(config, folder.tokenizer, saved.path, request), num_ranks)
+
+
+def _expansion_problems(config: RunConfig, num_ranks: int) -> Iterator[str]:
+    memory = config.model.memory
+    if memory is None or not memory.expands_values:
+        kind = "none" if memory is None else memory.kind
+        yield f"--expand-values is set, but the model's memory is {kind}, whose heads expand no values: leave it out"
+    elif num_ranks > 1:
+        yield f"--expand-values is set, for which a rank needs whole tables: generate on one rank, not {num_ranks}"
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -136,7 +164,7 @@ def _request(args: argparse.Namespace) -> Request:
     first = Sampling(args.temperature, args.top_p, args.seed, args.top_k)
     samplings = [replace(first, seed=first.seed + number) for number in range(args.samples)]
     prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
-    return Request(prompt, args.max_tokens, samplings, args.stop, args.tables)
+    return Request(prompt, args.max_tokens, samplings, args.stop, args.tables, not args.no_cache, args.expand_values)
 
 
 def _read_prompt(file: str) -> str:
@@ -161,6 +189,9 @@ def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, r
         if request.tables is not None:
             tables = open_tables(request.tables, checkpoint, token_tables(config, "--tables"))
         (model,) = restore_model(config, checkpoint, tokenizer, groups, fetch_rows=tables)
+        if request.expanded:
+            for layer in model.memory_layers:
+                layer.expand_values()
         ids = tokenizer.tokenize(request.prompt)
         write = _write if groups.is_main else _ignore
         # The end of the document before is in the context too.
@@ -170,6 +201,7 @@ def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, r
                 f"{config.train.sequence_length:,} (train.sequence_length)",
                 file=sys.stderr,
             )
+        pace = Pace()
         for number, sampling in enumerate(request.samplings, start=1):
             if len(request.samplings) > 1:
                 write(f"--- sample {number} of {len(request.samplings)} (seed {sampling.seed}) ---\n")
@@ -183,11 +215,23 @@ def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, r
                 eod=tokenizer.eod,
                 sampling=sampling,
                 group=groups.megatron.ep,
+                cached=request.cached,
             )
+            timed = pace.of(generated, num_prompt=1 + len(ids), context_tokens=config.train.sequence_length)
             with closing(generated):
-                for text in texts(generated, tokenizer, request.stops):
+                for text in texts(timed, tokenizer, request.stops):
                     write(text)
             write("\n")
+        if groups.is_main and pace.spent:
+            print(f"{pace.in_words()}; {_kept_in_words(config, request)}", file=sys.stderr)
+
+
+def _kept_in_words(config: RunConfig, request: Request) -> str:
+    model, element = config.model, config.train.element_bytes
+    expanded = f"expanded values {size_in_words(expanded_bytes(model, element))}; " if request.expanded else ""
+    if not request.cached:
+        return f"{expanded}no cache"
+    return f"{expanded}cache {size_in_words(cached_bytes_per_token(model, element))} per token"
 
 
 def texts(ids: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str]) -> Iterator[str]:

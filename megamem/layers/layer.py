@@ -118,6 +118,10 @@ class MemoryLayer(MegatronModule):
         """
         return None
 
+    def expand_values(self) -> None:
+        """Make the heads' own values of all rows once, for generation (`MemoryConfig.expands_values`)."""
+        raise AssertionError(f"{type(self).__name__} expands no values")
+
     @classmethod
     def refresh(cls, layers: Sequence[Self]) -> None:
         """What these layers of one model chunk do once per optimizer step, before its first microbatch."""

@@ -16,7 +16,8 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
 
     The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores. For
     backward are kept the queries before, in and after their norm, the keys alike, the scores of the kept entries and
-    their products with the cores; backward holds the gradients of all key scores twice, by side and stacked.
+    their products with the cores, and for the balance of keys their probabilities; backward holds the gradients of all
+    key scores twice, by side and stacked.
     """
     keys = memory.num_key_vectors(view)
     queries, entries = memory.num_queries * memory.key_dim, memory.num_heads * memory.top_k
@@ -29,7 +30,9 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
         selection_flops=2.0 * (keys + memory.num_heads * memory.row_top_k**2 * memory.tucker_rank),
         projection_flops=2.0 * projections,
         selection_bytes=_selection_bytes(memory, keys),
-        kept_wide=2 * queries + entries * memory.tucker_rank * (2 + memory.num_cores),
+        kept_wide=2 * queries
+        + entries * memory.tucker_rank * (2 + memory.num_cores)
+        + _balanced_keys(memory, keys // memory.tucker_rank),
         kept_narrow=queries + entries * memory.num_cores,
         kept_ids=2 * entries,
         kept_keys=keys * memory.key_dim,
@@ -41,7 +44,7 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
     """Product keys: d (2 H D + 2 H N) parameters of retrieval and a gain; D V of the value projection, D of the gate.
 
     The candidate grid is M^2 sums. With biases every projection has one. For backward are kept the queries before, in
-    and after their norm, and the scores of the kept entries.
+    and after their norm, the scores of the kept entries, and for the balance of keys their probabilities.
     """
     entries = memory.num_heads * memory.top_k
     keys, queries = memory.num_key_vectors(view), memory.num_queries * memory.key_dim
@@ -55,11 +58,16 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
         selection_flops=1.0 * memory.num_heads * memory.row_top_k**2,
         projection_flops=2.0 * width * inputs,
         selection_bytes=_selection_bytes(memory, keys),
-        kept_wide=(2 * queries if memory.query_norm else 0) + entries,
+        kept_wide=(2 * queries if memory.query_norm else 0) + entries + _balanced_keys(memory, keys),
         kept_narrow=queries + entries,
         kept_ids=2 * entries,
         backward_wide=2 * keys,
     )
+
+
+def _balanced_keys(memory: RetrievalConfig, keys: int) -> int:
+    """Of so many keys those whose probabilities are kept."""
+    return keys if memory.key_balance_weight else 0
 
 
 def _selection_bytes(memory: RetrievalConfig, keys: int) -> int:

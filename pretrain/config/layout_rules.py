@@ -60,6 +60,8 @@ def _tensor(config: RunConfig) -> Iterator[str]:
     }
     if (latent := config.model.latent_attention) is not None:
         sizes["model.latent_attention.latent_dim + rotary_dim"] = latent.latent_dim + latent.rotary_dim
+        if latent.query_latent_dim is not None:
+            sizes["model.latent_attention.query_latent_dim"] = latent.query_latent_dim
     groups = config.model.query_groups
     for key, size in sizes.items():
         # Repeated where it is null; and of fewer key/value heads than ranks, equally many ranks have each, and make equal

@@ -1,13 +1,14 @@
 """What the attention of one block has, costs and keeps, by closed formulas.
 
-Legend: D hidden size, n query heads, g key/value heads, d width of a head, C width of a latent and r of a rotary key.
+Legend: D hidden size, n query heads, g key/value heads, d width of a head, C width of a latent, Q of one
+of queries and r of a rotary key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megamem.config import ModelConfig
+from megamem.config import LatentAttentionConfig, ModelConfig
 from megamem.slots import Slot
 
 
@@ -21,12 +22,15 @@ def slots_of_memories(model: ModelConfig, block: int | None = None) -> list[Slot
 
 def attention_weights(model: ModelConfig, slots: Sequence[Slot] = ()) -> int:
     """Weights of a block's projections, which tensor-parallel ranks split: D d (2 n + 2 g), or, with latents,
-    2 D d n + D (C + r) + C n (2 d - r). Some inserted blocks have no output projection."""
+    2 D d n + D (C + r) + C n (2 d - r), with (D + d n) Q for one D d n if queries have some too. Some inserted blocks
+    have no output projection."""
     width, head, heads = model.hidden_size, model.attention_head_dim, model.num_attention_heads
     queries_and_outputs = width * head * heads * (1 + all(slot.has_output_projection for slot in slots))
     latent = model.latent_attention
     if latent is None:
         return queries_and_outputs + 2 * width * head * model.query_groups
+    if latent.query_latent_dim is not None:
+        queries_and_outputs += (width + head * heads) * latent.query_latent_dim - width * head * heads
     return queries_and_outputs + width * (latent.latent_dim + latent.rotary_dim) + _up_projection(model)
 
 
@@ -34,7 +38,7 @@ def attention_gains(model: ModelConfig) -> int:
     """Gains of a block's norms of queries and keys, or of latents, which every rank has."""
     if not model.qk_norm:
         return 0
-    return 2 * model.attention_head_dim if model.latent_attention is None else model.latent_attention.latent_dim
+    return 2 * model.attention_head_dim if model.latent_attention is None else _latent_widths(model.latent_attention)
 
 
 def biases_of_norm(model: ModelConfig) -> int:
@@ -53,12 +57,12 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     for itself, before ranks split heads; the mean over blocks.
 
     Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs. With
-    latents: queries, keys and outputs of all heads, values with keys as they were projected, the latents, and they in
-    and after their norm.
+    latents: queries, keys and outputs of all heads, values with keys as they were projected, the latents (of queries too),
+    and they in and after their norm.
     """
     head, heads, groups = model.attention_head_dim, model.num_attention_heads, model.query_groups
     if (latent := model.latent_attention) is not None:
-        latents = latent.latent_dim * (element + (2 * 4 if model.qk_norm else 0))
+        latents = _latent_widths(latent) * (element + (2 * 4 if model.qk_norm else 0))
         projected = 2 * head - latent.rotary_dim
         twice = projected_twice(model, slots_of_memories(model))
         projections = 1 + twice / (model.num_layers * _up_projection(model))
@@ -69,6 +73,34 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
     attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
     return attention * head
+
+
+def cached_bytes_per_token(model: ModelConfig, element: int) -> int:
+    """Bytes that generation keeps of a token of the text, in elements of so many bytes.
+
+    A block's cache holds keys and values of its key/value heads, 2 g d columns. Of latent attention it holds a latent and a
+    rotary key, C + r; and one more latent, C, where a memory mixes those of values alone. What a memory mixes into values
+    or latents adds nothing else: they are held as they were mixed.
+    """
+    latent = model.latent_attention
+    if latent is None:
+        return 2 * model.query_groups * model.attention_head_dim * model.num_layers * element
+    mixed_apart = slots_of_memories(model).count(Slot.VALUES)
+    return (model.num_layers * (latent.latent_dim + latent.rotary_dim) + mixed_apart * latent.latent_dim) * element
+
+
+def expanded_bytes(model: ModelConfig, element: int) -> int:
+    """Bytes of all heads' own values of all rows, in elements of so many bytes: N^2 n d of each table, of memories that
+    expand values for every head (`MemoryConfig.expands_values`), where that is done once for generation."""
+    memory = model.memory
+    assert memory is not None
+    assert memory.expands_values
+    return sum(bank.num_rows for bank in model.memory_plan.banks) * model.hidden_size * element
+
+
+def _latent_widths(latent: LatentAttentionConfig) -> int:
+    """C, and Q if queries have latents."""
+    return latent.latent_dim + (latent.query_latent_dim or 0)
 
 
 def _up_projection(model: ModelConfig) -> int:

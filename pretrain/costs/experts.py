@@ -31,7 +31,7 @@ def dispatched_bytes(config: RunConfig, stage: Stage, division: Division) -> flo
     there_and_back = (rows + received) * width
     of_passes = (forwards + 1) * there_and_back + (forwards * rows + received) * _PROBABILITY
     counts = forwards * (group - 1) * moe.num_experts * _COUNT
-    return stage.num_ffns * (of_passes * (group - 1) / group + counts)
+    return stage.blocks.ffns * (of_passes * (group - 1) / group + counts)
 
 
 def experts_kept(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:

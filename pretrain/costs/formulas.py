@@ -33,7 +33,7 @@ class ParameterCounts:
 
     Attributes:
         embedding: input embedding and, if it is untied, output projection, with padded rows.
-        attention: query, key, value and output projections, or, in place of the middle two, those of latents.
+        attention: query, key, value and output projections, or, with latents, their own.
         ffn: the SwiGLUs' three matrices, and the routers of mixtures of experts.
         norms: gains of the backbone's norms.
         retrieval: query projections, keys, gains and Tucker cores.

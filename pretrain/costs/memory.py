@@ -18,7 +18,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.costs.attention import attention_kept
 from pretrain.costs.context import kept_beyond_whole_sequences
 from pretrain.costs.experts import experts_backward, experts_kept
-from pretrain.costs.stages import Division, Stage, stages_of
+from pretrain.costs.stages import Blocks, Division, Stage, stages_of
 
 
 class MemoryPart(StrEnum):
@@ -133,23 +133,31 @@ def local_tables(config: RunConfig, stage: Stage) -> float:
     return (stage.table_elements + stage.expert_weights) / config.parallel.memory
 
 
+def trained_dense(config: RunConfig, stage: Stage) -> float:
+    """Of `local_dense` what is trained."""
+    return stage.trained.split / config.parallel.tensor + stage.trained.whole
+
+
+def trained_tables(config: RunConfig, stage: Stage) -> float:
+    """Of `local_tables` what is trained."""
+    return (stage.trained.table_elements + stage.trained.experts) / config.parallel.memory
+
+
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
     """e bytes per weight; and of what is trained 4 for the gradient, and 12 (in fp32: 8) of optimizer state, split over
     replicas."""
     element = config.train.element_bytes
     state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
     dense, tables = local_dense(config, stage), local_tables(config, stage)
-    trained = stage.trained
-    trained_dense = trained.split / config.parallel.tensor + trained.whole
-    trained_tables = (trained.table_elements + trained.experts) / config.parallel.memory
+    dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
     offloads = config.optimizer.value_offload == "cpu"
-    on_device = trained.experts / config.parallel.memory if offloads else trained_tables
+    on_device = stage.trained.experts / config.parallel.memory if offloads else tables_trained
     return {
         MemoryPart.WEIGHTS: dense * element,
         MemoryPart.TABLES: tables * element,
-        MemoryPart.GRADIENTS: trained_dense * _GRADIENT,
-        MemoryPart.TABLE_GRADIENTS: trained_tables * _GRADIENT,
-        MemoryPart.OPTIMIZER: trained_dense * state / (division.replicas * config.parallel.context),
+        MemoryPart.GRADIENTS: dense_trained * _GRADIENT,
+        MemoryPart.TABLE_GRADIENTS: tables_trained * _GRADIENT,
+        MemoryPart.OPTIMIZER: dense_trained * state / (division.replicas * config.parallel.context),
         MemoryPart.TABLE_OPTIMIZER: on_device * state / division.table_replicas,
     }
 
@@ -177,12 +185,12 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     tokens, element = division.rank_tokens, train.element_bytes
     flights = in_flight(config, rank, division)
     # Blocks below what is trained keep nothing.
-    blocks_in_flight = flights * stage.num_blocks_backward / config.parallel.virtual_pipeline
-    kept = block_kept(config, stage, tokens)
-    # Without a backward pass, what forward makes of one block; of blocks that are in one and not trained, an upper bound.
-    passing = block_backward(config, stage, tokens) if stage.num_blocks_backward else {}
-    if not stage.num_blocks_backward:
-        waiting, in_block = {}, kept
+    blocks_in_flight = flights * stage.backward.num / config.parallel.virtual_pipeline
+    kept = block_kept(config, stage, stage.backward, stage.trained_blocks, tokens)
+    passing = block_backward(config, stage, tokens) if stage.backward.num else {}
+    if not stage.backward.num:
+        # What forward makes of one block.
+        waiting, in_block = {}, block_kept(config, stage, stage.blocks, stage.blocks, tokens)
     elif train.recompute == "full":
         # Of every block its input; a whole block only while its backward pass runs.
         waiting = {MemoryPart.RESIDUAL: blocks_in_flight * tokens * model.hidden_size * element}
@@ -197,7 +205,7 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     at_loss: dict[MemoryPart, float] = {}
     if stage.has_loss:
         at_loss = {
-            MemoryPart.RESIDUAL: _norm_bytes(element) * tokens * model.hidden_size,
+            MemoryPart.RESIDUAL: _norm_bytes(element, trained=stage.trains_all) * tokens * model.hidden_size,
             MemoryPart.LOSS: loss_bytes(config, division.loss_tokens),
         }
     parts = _sum(waiting, max(in_block, at_loss, key=lambda part: sum(part.values())))
@@ -216,22 +224,37 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
     return at_a_time * vocabulary * (6 if config.train.precision == "bf16" else 4)
 
 
-def block_kept(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
-    """What backward of one block needs of its forward pass: the mean over the blocks of a stage."""
+def block_kept(
+    config: RunConfig, stage: Stage, blocks: Blocks, trained: Blocks, tokens: int
+) -> dict[MemoryPart, float]:
+    """What backward of one block needs of its forward pass: the mean over some blocks of a stage.
+
+    A weight that is not trained needs no input: a norm not its normalised values nor the linear behind it what it is
+    given, and a feed-forward not the product that goes into its output projection.
+
+    Args:
+        blocks: the mean over which it is.
+        trained: those of them that are trained.
+    """
     model, element = config.model, config.train.element_bytes
-    norm, share = _norm_bytes(element), 1 / max(1, stage.num_blocks)
+    share = 1 / max(1, blocks.num)
     core = 0.0 if config.train.recompute == "selective" else _core_kept(config, tokens)
+    norms = trained.norms * _norm_bytes(element) + (blocks.norms - trained.norms) * _norm_bytes(element, trained=False)
+    ffns = trained.ffns * _ffn_kept(model, tokens, element)
+    ffns += (blocks.ffns - trained.ffns) * _ffn_kept(model, tokens, element, trained=False)
     parts = {
-        MemoryPart.RESIDUAL: 2.0 * norm * tokens * model.hidden_size,
+        MemoryPart.RESIDUAL: float(share * norms * tokens * model.hidden_size),
         MemoryPart.ATTENTION: tokens * attention_kept(model, element) + core,
-        MemoryPart.FEED_FORWARD: share * stage.num_ffns * _ffn_kept(model, tokens, element),
+        MemoryPart.FEED_FORWARD: share * ffns,
     }
     own = stage.memory
-    if not stage.lookups:
+    if not stage.lookups or not blocks.memories:
         return parts
     per_token = 4 * own.kept_wide + element * own.kept_narrow + _ID * own.kept_ids
     memory = tokens * per_token + own.kept_keys * (_norm_bytes(element) + element)
     exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
+    # Of all memories of the stage those in these blocks.
+    share *= blocks.memories / stage.blocks.memories
     return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
 
 
@@ -267,9 +290,13 @@ def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryP
     model, element, layout = config.model, config.train.element_bytes, config.parallel
     # The gradient that goes down the residual stream, and what a part adds to it.
     parts = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
-    of_ffn = {MemoryPart.BACKWARD: _ffn_backward(config, tokens) if stage.num_ffns else 0.0}
+    of_ffn = {
+        MemoryPart.BACKWARD: _ffn_backward(config, tokens, trained=stage.trained_blocks.ffns > 0)
+        if stage.backward.ffns
+        else 0.0
+    }
     of_memory: dict[MemoryPart, float] = {}
-    if stage.lookups:
+    if stage.lookups and stage.backward.memories:
         assert model.memory is not None
         num = len(stage.lookups)
         ids = layout.memory * tokens * model.memory.lookup.rows
@@ -281,25 +308,26 @@ def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryP
     return _sum(parts, max(of_ffn, of_memory, key=lambda part: sum(part.values())))
 
 
-def _ffn_kept(model: ModelConfig, tokens: int, element: int) -> float:
-    """Of one feed-forward: gate and up, the gate's activation twice, and their product."""
+def _ffn_kept(model: ModelConfig, tokens: int, element: int, *, trained: bool = True) -> float:
+    """Of one feed-forward: gate and up, the gate's activation twice, and their product where it is trained."""
     if model.moe is not None:
         return experts_kept(model, model.moe, tokens, element)
-    return 5.0 * tokens * model.ffn_hidden_size * element
+    return (4.0 + trained) * tokens * model.ffn_hidden_size * element
 
 
-def _ffn_backward(config: RunConfig, tokens: int) -> float:
-    """Of one feed-forward: the gradient of gate and up, of their product, and of the weight."""
+def _ffn_backward(config: RunConfig, tokens: int, *, trained: bool) -> float:
+    """Of one feed-forward: the gradient of gate and up, of their product, and, where it is trained, of the weight."""
     model, element = config.model, config.train.element_bytes
     if model.moe is not None:
         return experts_backward(model, model.moe, tokens, element)
     width = model.ffn_hidden_size
-    return element * (3.0 * tokens * width + 2 * width * model.hidden_size / config.parallel.tensor)
+    return element * (3.0 * tokens * width + trained * 2 * width * model.hidden_size / config.parallel.tensor)
 
 
-def _norm_bytes(element: int) -> int:
-    """Per element: the input and the normalised values in fp32, and the output."""
-    return 4 + 4 + element
+def _norm_bytes(element: int, *, trained: bool = True) -> int:
+    """Per element: the input in fp32, and where it and what it feeds are trained the normalised values too, and the
+    output."""
+    return 4 + (4 + element if trained else 0)
 
 
 def _sum(*parts: dict[MemoryPart, float]) -> dict[MemoryPart, float]:

@@ -16,8 +16,8 @@ from pretrain.costs.attention import slots_of_memories
 from pretrain.costs.context import context_way, run_costs
 from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.held import copied_elements
-from pretrain.costs.memory import local_dense, local_tables
-from pretrain.costs.stages import Division, Stage, stages_of
+from pretrain.costs.memory import trained_dense, trained_tables
+from pretrain.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.costs.traffic import follows_heads, lookup_traffic, microbatch_bytes
 
 _GRADIENT = 4
@@ -55,8 +55,8 @@ def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
 def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -> StageSent:
     layout, element, m = config.parallel, config.train.element_bytes, division.num_microbatches
     hidden = division.rank_tokens * config.model.hidden_size * element
-    # A chunk hands its outputs to the next one and its gradients to the one before.
-    crossings = 2 * layout.virtual_pipeline - stage.has_embedding - stage.has_loss if layout.pipeline > 1 else 0
+    # A chunk hands its outputs to the next one and its gradients to the one before, if that has a backward pass.
+    crossings = len(stage.chunks) - stage.has_loss + stage.gradients_sent if layout.pipeline > 1 else 0
     width = _GRADIENT + element
 
     def ring(elements: float, size: int) -> float:
@@ -64,12 +64,12 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
 
     return StageSent(
         memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
-        context=m * _context(config, stage),
+        context=m * context_bytes(config, stage),
         tensor=m * (layout.tensor - 1) * (tensor_passes(config, stage) * hidden + _latents(config, stage, division))
         + _tensor_sums(config, stage, division),
         messages=m * crossings * hidden,
-        tables=ring(local_tables(config, stage), division.table_replicas),
-        dense=ring(local_dense(config, stage), division.replicas * layout.context),
+        tables=ring(trained_tables(config, stage), division.table_replicas),
+        dense=ring(trained_dense(config, stage), division.replicas * layout.context),
         copies=2 * (layout.pipeline - 1) * _GRADIENT * copied_elements(config.model) / num_ranks,
     )
 
@@ -93,23 +93,31 @@ def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
     return float(total)
 
 
-def tensor_passes(config: RunConfig, stage: Stage) -> int:
+def tensor_passes(config: RunConfig, stage: Stage) -> float:
     """Gathers and scatters of a microbatch's hidden states over tensor-parallel ranks: each sends (TP - 1) B.
 
-    A pair of linears gathers its input and scatters its output: twice forward, and three times backward, which gathers
-    the input again for the weight's gradient. A block has two pairs, unless experts or a memory stand for the second.
+    A pair of linears gathers its input and scatters its output: twice forward, and twice backward, which gathers the
+    input again for the gradient of a weight that is trained. A block has two pairs, unless experts or a memory stand for
+    the second. Heads of an inserted block are exchanged, not added up, which sends 1 / TP of a scatter. Blocks below
+    what is trained go forward alone.
     """
-    forwards = 2 if config.train.recompute == "full" else 1
-    pairs = stage.num_blocks + (stage.num_ffns if config.model.moe is None else 0)
+
+    def both_ways(blocks: Blocks) -> float:
+        pairs = blocks.num + (blocks.ffns if config.model.moe is None else 0)
+        return 2 * pairs - blocks.unprojected * (1 - 1 / config.parallel.tensor)
+
+    passes = both_ways(stage.blocks) + (2 if config.train.recompute == "full" else 1) * both_ways(stage.backward)
+    again = stage.trained_blocks.num + (stage.trained_blocks.ffns if config.model.moe is None else 0)
     # The embedding scatters, and gathers backward; the output projection scatters backward alone.
-    return (2 * forwards + 3) * pairs + 2 * stage.has_embedding + 3 * stage.has_loss
+    return passes + again + (1 + stage.trains_all) * stage.has_embedding + (2 + stage.trains_all) * stage.has_loss
 
 
 def _latents(config: RunConfig, stage: Stage, division: Division) -> float:
     """Bytes of a microbatch that latent attention sends to each other rank besides, forward and backward.
 
-    Their down-projection gathers hidden states as that of queries does, and their up-projection the latents; a column of
-    theirs is computed on one rank, and all columns go to the rank that has the token; rotary keys are gathered.
+    Their down-projection gathers hidden states as that of queries does, and their up-projection the latents, those of
+    queries too; a column of theirs is computed on one rank, and all columns go to the rank that has the token; rotary
+    keys are gathered.
     """
     latent = config.model.latent_attention
     if latent is None:
@@ -117,9 +125,13 @@ def _latents(config: RunConfig, stage: Stage, division: Division) -> float:
     forwards = 2 if config.train.recompute == "full" else 1
     blocks = [block for chunk in stage.chunks for block in chunk.layers]
     twice = sum(slots_of_memories(config.model, block).count(Slot.VALUES) for block in blocks)
-    gathered = stage.num_blocks * config.model.hidden_size + (stage.num_blocks + twice) * latent.latent_dim
-    exchanged = (latent.latent_dim + latent.rotary_dim) / config.parallel.tensor + latent.rotary_dim
-    elements = (forwards + 2) * gathered + (forwards + 1) * stage.num_blocks * exchanged
+    of_queries = latent.query_latent_dim or 0
+    gathered = (
+        stage.blocks.num * (config.model.hidden_size + of_queries) + (stage.blocks.num + twice) * latent.latent_dim
+    )
+    columns = latent.latent_dim + latent.rotary_dim + of_queries
+    exchanged = columns / config.parallel.tensor + latent.rotary_dim
+    elements = (forwards + 2) * gathered + (forwards + 1) * stage.blocks.num * exchanged
     return division.rank_tokens * elements * config.train.element_bytes
 
 
@@ -127,12 +139,13 @@ def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
     """Gradients of weights that all tensor-parallel ranks hold, and three sums over the vocabulary per token."""
     size = config.parallel.tensor
     of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches if stage.has_loss else 0
-    return 2 * (size - 1) / size * (_GRADIENT * stage.whole_weights + of_loss)
+    return 2 * (size - 1) / size * (_GRADIENT * stage.trained.whole + of_loss)
 
 
-def _context(config: RunConfig, stage: Stage) -> float:
+def context_bytes(config: RunConfig, stage: Stage) -> float:
+    """Of attention across cut sequences, in one microbatch."""
     if config.parallel.context == 1 or config.model.implementation == "transformer_engine":
         return 0.0
     costs = run_costs(config, context_way(config))
-    forwards = 1 if config.train.recompute == "none" else 2
-    return stage.num_blocks * (forwards * costs.forward + costs.backward)
+    again = config.train.recompute != "none"
+    return stage.blocks.num * costs.forward + stage.backward.num * (again * costs.forward + costs.backward)

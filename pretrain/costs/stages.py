@@ -29,13 +29,43 @@ class TrainedWeights:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Some blocks of a stage.
+
+    Attributes:
+        num: blocks.
+        inserted: of these, the ones that a memory alone is added in: they have one norm of hidden states, and not two.
+        unprojected: the ones whose heads are exchanged in place of an output projection.
+        ffns: feed-forwards.
+        split_weights: weights that tensor-parallel ranks split, without those of memories.
+        expert_weights: weights of experts.
+        memories: memory layers.
+    """
+
+    num: int
+    inserted: int
+    unprojected: int
+    ffns: int
+    split_weights: int
+    expert_weights: int
+    memories: int
+
+    @property
+    def norms(self) -> int:
+        """Norms of hidden states."""
+        return 2 * self.num - self.inserted
+
+
+@dataclass(frozen=True)
 class Stage:
     """One stage's part of the model, before tensor parallelism and the memory group split it.
 
     Attributes:
         chunks: of the depth, in the order of its virtual stages.
-        num_blocks: blocks.
-        num_ffns: of these, the ones with a feed-forward.
+        blocks: all of them.
+        backward: those that have a backward pass.
+        trained_blocks: of these, the ones that are trained; the others pass gradients on.
+        gradients_sent: chunks that hand gradients to the chunk before.
         split_weights: weights that tensor-parallel ranks split.
         whole_weights: weights that every rank holds.
         table_elements: elements of tables.
@@ -43,12 +73,14 @@ class Stage:
         memory: costs of its memory layers without their tables.
         lookups: rows of the bank that each of its memory layers reads, or each chunk, if its layers read together.
         trained: what of it is trained.
-        num_blocks_backward: blocks that have a backward pass.
+        trains_all: whether that is all of it, embedding and output projection too.
     """
 
     chunks: tuple[ModelChunk, ...]
-    num_blocks: int
-    num_ffns: int
+    blocks: Blocks
+    backward: Blocks
+    trained_blocks: Blocks
+    gradients_sent: int
     split_weights: int
     whole_weights: int
     table_elements: int
@@ -56,7 +88,7 @@ class Stage:
     memory: LayerCosts
     lookups: tuple[int, ...]
     trained: TrainedWeights
-    num_blocks_backward: int
+    trains_all: bool
 
     @property
     def has_embedding(self) -> bool:
@@ -107,10 +139,13 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
     trained = TrainedWeights(split, whole, tables, experts) if part.is_whole else _trained_weights(part, blocks)
+    backward = [block for block in blocks if block >= part.first_block]
     return Stage(
         chunks=chunks,
-        num_blocks=len(blocks),
-        num_ffns=sum(all(slot.has_ffn for slot in slots_of_memories(model, block)) for block in blocks),
+        blocks=_blocks(model, blocks),
+        backward=_blocks(model, backward),
+        trained_blocks=_blocks(model, [block for block in backward if part.trains({block})]),
+        gradients_sent=sum(bool(chunk.layers) and 0 < chunk.layers[0] > part.first_block for chunk in chunks),
         split_weights=split,
         whole_weights=whole,
         table_elements=tables,
@@ -118,7 +153,21 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         memory=costs,
         lookups=lookups,
         trained=trained,
-        num_blocks_backward=sum(block >= part.first_block for block in blocks),
+        trains_all=part.is_whole,
+    )
+
+
+def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
+    split, _, experts = _blocks_weights(model, blocks)
+    slots = [slots_of_memories(model, block) for block in blocks]
+    return Blocks(
+        num=len(blocks),
+        inserted=sum(any(slot.is_inserted for slot in of_block) for of_block in slots),
+        unprojected=sum(not all(slot.has_output_projection for slot in of_block) for of_block in slots),
+        ffns=sum(all(slot.has_ffn for slot in of_block) for of_block in slots),
+        split_weights=split,
+        expert_weights=experts,
+        memories=sum(span.read in blocks for span in model.memory_spans),
     )
 
 

@@ -17,13 +17,12 @@ from functools import lru_cache
 from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.costs.context import context_way, run_costs
 from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.formulas import training_flops_per_token
 from pretrain.costs.hardware import Hardware
-from pretrain.costs.memory import block_kept, local_dense, local_tables
-from pretrain.costs.sent import lookup_bytes, tensor_passes
-from pretrain.costs.stages import Division, Stage, stages_of
+from pretrain.costs.memory import block_kept, trained_dense, trained_tables
+from pretrain.costs.sent import context_bytes, lookup_bytes, tensor_passes
+from pretrain.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.costs.traffic import copies_bytes
 
 LAUNCHES_DENSE = (70, 117)
@@ -153,34 +152,34 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     model, train, layout = config.model, config.train, config.parallel
     tokens, element = division.rank_tokens, train.element_bytes
     forwards = 2 if train.recompute == "full" else 1
-    attention = _attention_flops(model, train.sequence_length)
-    dense, loss = _dense_flops(model, stage, attention)
-    kept = sum(block_kept(config, stage, tokens).values()) * stage.num_blocks
+    loss = 2.0 * padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size * stage.has_loss
+    # What a block keeps where all is trained is about what its forward pass writes.
+    written = sum(block_kept(config, stage, stage.blocks, stage.blocks, tokens).values())
+    written -= _memory_kept(config, stage, tokens) / max(1, stage.blocks.num)
+    passes = stage.blocks.num + forwards * stage.backward.num
+    forward, backward = _memory_passes(config, stage)
     own = stage.memory
     parts = {
-        TimePart.MATMULS: tokens
-        * ((forwards + 2) * dense + (train.recompute == "selective") * stage.num_blocks * attention)
-        / hardware.flops_per_s,
+        TimePart.MATMULS: tokens * _block_flops(config, stage) / hardware.flops_per_s,
         # Forward writes what backward reads once more, and each is read by the next operation.
-        TimePart.ELEMENTWISE: (forwards + 1)
-        * 2
-        * (kept - _memory_kept(config, stage, tokens))
-        / hardware.stream_bytes_per_s,
-        TimePart.LOSS: 3 * tokens * loss / hardware.flops_per_s,
-        TimePart.MEMORY_MATMULS: (forwards + 2)
+        TimePart.ELEMENTWISE: passes * 2 * written / hardware.stream_bytes_per_s,
+        TimePart.LOSS: (2 + stage.trains_all) * tokens * loss / hardware.flops_per_s,
+        # Memories in a backward pass are taken to be trained.
+        TimePart.MEMORY_MATMULS: (forward + 2 * backward)
         * tokens
         * (own.key_flops + own.projection_flops)
         / hardware.flops_per_s,
         # Key scores are written and read in fp32 in every pass; backward writes their gradients.
         TimePart.MEMORY_SELECTION: tokens
-        * (forwards * (own.selection_bytes + 6 * own.backward_wide / 2) + 2 * 4 * own.backward_wide)
+        * (forward * (own.selection_bytes + 6 * own.backward_wide / 2) + backward * 2 * 4 * own.backward_wide)
         / hardware.stream_bytes_per_s,
         TimePart.MEMORY_TABLES: _table_bytes(config, stage, tokens) / hardware.gather_bytes_per_s,
     }
     exchange_s = _exchange_s(config, stage, division, hardware)
     if layout.overlap_memory and layout.memory > 1:
-        beside = 2 * 3 * stage.num_ffns * model.hidden_size * model.active_ffn_width / layout.tensor
-        hidden = (forwards + 2) * tokens * layout.tensor * beside / hardware.flops_per_s
+        beside = 2 * 3 * model.hidden_size * model.active_ffn_width / layout.tensor
+        num_products = stage.blocks.ffns + forwards * stage.backward.ffns + stage.trained_blocks.ffns
+        hidden = num_products * tokens * layout.tensor * beside / hardware.flops_per_s
         exchange_s = max(0.0, exchange_s - hidden)
     parts[TimePart.MEMORY_EXCHANGE] = exchange_s
     gathered = (layout.tensor - 1) * tokens * model.hidden_size * element
@@ -188,12 +187,18 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     parts[TimePart.EXPERTS] = _dispatch_s(config, stage, division, hardware)
     parts[TimePart.CONTEXT] = _context_s(config, stage, hardware)
     boundary = tokens * model.hidden_size * element
-    parts[TimePart.MESSAGES] = (
-        2 * layout.virtual_pipeline * boundary / hardware.network_bytes_per_s if layout.pipeline > 1 else 0.0
-    )
-    launches = forwards * launches_of(config, stage, 0) + launches_of(config, stage, 1)
+    crossings = len(stage.chunks) + stage.gradients_sent if layout.pipeline > 1 else 0
+    parts[TimePart.MESSAGES] = crossings * boundary / hardware.network_bytes_per_s
+    launches = launches_of(config, stage, stage.blocks, 0) + launches_of(config, stage, stage.backward, 1)
+    launches += (forwards - 1) * launches_of(config, stage, stage.backward, 0)
     parts[TimePart.LAUNCHES] = max(0.0, launches * hardware.launch_us * 1e-6 - sum(parts.values()))
     return parts
+
+
+def _memory_passes(config: RunConfig, stage: Stage) -> tuple[float, float]:
+    """Forward and backward passes of a stage's memories, on the average over them."""
+    backward = stage.backward.memories / max(1, stage.blocks.memories)
+    return 1 + (config.train.recompute == "full") * backward, backward
 
 
 def _attention_flops(model: ModelConfig, sequence_length: int) -> float:
@@ -201,23 +206,34 @@ def _attention_flops(model: ModelConfig, sequence_length: int) -> float:
     return 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
 
 
-def _dense_flops(model: ModelConfig, stage: Stage, attention: float) -> tuple[float, float]:
-    """Forward FLOPs per token of a stage's blocks without memories, and of its output projection."""
-    vocabulary = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
-    copies = (
-        (stage.has_embedding + stage.has_loss)
-        if not model.tied_embeddings
-        else max(stage.has_embedding, stage.has_loss)
-    )
-    weights: float = stage.split_weights - copies * vocabulary - stage.memory.split_by_heads
-    if model.moe is not None:
-        weights += stage.expert_weights * model.moe.top_k / model.moe.num_experts
-    return 2.0 * weights + stage.num_blocks * attention, 2.0 * vocabulary * stage.has_loss
+def _block_flops(config: RunConfig, stage: Stage) -> float:
+    """Forward and backward FLOPs per token of a stage's blocks without memories, with what is computed again.
+
+    Backward has the gradients of inputs, as many as forward; and those of weights, as many, where these are trained. Of
+    attention both operands have gradients.
+    """
+    model, recompute = config.model, config.train.recompute
+    attention = _attention_flops(model, config.train.sequence_length)
+
+    def products(blocks: Blocks) -> float:
+        weights: float = blocks.split_weights
+        if model.moe is not None:
+            weights += blocks.expert_weights * model.moe.top_k / model.moe.num_experts
+        return 2.0 * weights
+
+    forward = products(stage.blocks) + stage.blocks.num * attention
+    backward = products(stage.backward) + products(stage.trained_blocks) + 2 * stage.backward.num * attention
+    again = {
+        "none": 0.0,
+        "selective": stage.backward.num * attention,
+        "full": products(stage.backward) + stage.backward.num * attention,
+    }
+    return forward + backward + again[recompute]
 
 
 def _memory_kept(config: RunConfig, stage: Stage, tokens: int) -> float:
-    kept = block_kept(config, stage, tokens)
-    return stage.num_blocks * sum(num for part, num in kept.items() if part.value in ("memory layers", "exchange"))
+    kept = block_kept(config, stage, stage.blocks, stage.blocks, tokens)
+    return stage.blocks.num * sum(num for part, num in kept.items() if part.value in ("memory layers", "exchange"))
 
 
 def _table_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
@@ -228,12 +244,12 @@ def _table_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
     memory, train = config.model.memory, config.train
     if memory is None:
         return 0.0
-    forwards = 2 if train.recompute == "full" else 1
+    forward, backward = _memory_passes(config, stage)
     group = config.parallel.memory
-    per_row = 0
+    per_row = 0.0
     for table in memory.tables:
         columns = table.width // group
-        per_row += (forwards + 1) * _touched(columns * train.element_bytes) + 2 * _touched(columns * 4)
+        per_row += (forward + backward) * _touched(columns * train.element_bytes) + backward * 2 * _touched(columns * 4)
     return float(group * tokens * len(stage.lookups) * memory.lookup.rows * per_row)
 
 
@@ -272,20 +288,18 @@ def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
     layout = config.parallel
     if layout.context == 1:
         return 0.0
-    costs = run_costs(config, context_way(config))
     in_node = layout.tensor * layout.context <= hardware.gpus_per_node
-    link = hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s
-    forwards = 1 if config.train.recompute == "none" else 2
-    return (forwards * costs.forward + costs.backward) * stage.num_blocks / link
+    return context_bytes(config, stage) / (hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s)
 
 
-def launches_of(config: RunConfig, stage: Stage, way: int) -> int:
-    """Kernels of a stage's pass over a microbatch, forward (0) or backward (1), about."""
+def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> float:
+    """Kernels of a pass over a microbatch through some blocks of a stage, forward (0) or backward (1), about."""
     moe, memories = config.model.moe, len(stage.lookups) * LAUNCHES_MEMORY[way]
     of_experts = 0
     if moe is not None:
         of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]
-    return stage.num_blocks * LAUNCHES_DENSE[way] + stage.num_ffns * of_experts + memories
+    share = blocks.memories / max(1, stage.blocks.memories)
+    return blocks.num * LAUNCHES_DENSE[way] + blocks.ffns * of_experts + share * memories
 
 
 def _after_backward(
@@ -300,8 +314,8 @@ def _after_backward(
         microbatch_s / passes if layout.overlap_param_gather else 0.0,
     ]
     domains = (
-        (TimePart.MEMORY_REDUCTION, local_tables(config, stage), division.table_replicas, layout.memory),
-        (TimePart.REDUCTION, local_dense(config, stage), division.replicas * layout.context, layout.tensor),
+        (TimePart.MEMORY_REDUCTION, trained_tables(config, stage), division.table_replicas, layout.memory),
+        (TimePart.REDUCTION, trained_dense(config, stage), division.replicas * layout.context, layout.tensor),
     )
     parts = {}
     for part, weights, replicas, stride in domains:
@@ -353,6 +367,6 @@ def _sent(config: RunConfig, stage: Stage, division: Division, hardware: Hardwar
 
     return SentBytes(
         exchange=_exchanged(config, stage, division, hardware),
-        tables=ring(local_tables(config, stage), division.table_replicas, layout.memory),
-        dense=ring(local_dense(config, stage), division.replicas * layout.context, layout.tensor),
+        tables=ring(trained_tables(config, stage), division.table_replicas, layout.memory),
+        dense=ring(trained_dense(config, stage), division.replicas * layout.context, layout.tensor),
     )

@@ -320,6 +320,18 @@ def _(base: Subject, second: Subject) -> None:
     assert second.model.rotary_pos_emb.inv_freq.tolist() == pytest.approx([1.0])
 
 
+@MODEL.key("model.latent_attention.query_latent_dim", 20, LATENTS)
+def _(base: Subject, second: Subject) -> None:
+    """Two projections and a norm in place of the one of queries; all else keeps its name and its bits."""
+    own, latents = base.weights.keys() - second.weights.keys(), second.weights.keys() - base.weights.keys()
+    assert last_parts(own) == {"linear_q_proj"}
+    assert last_parts(latents) == {"linear_q_down_proj", "q_layernorm", "linear_q_up_proj"}
+    of = f"{BLOCK}self_attention."
+    assert second.shapes[f"{of}linear_q_down_proj.weight"] == (20, 32)
+    assert second.shapes[f"{of}q_layernorm.weight"] == (20,)
+    assert second.shapes[f"{of}linear_q_up_proj.weight"] == (32, 20)
+
+
 @MODEL.key("model.init_std", 0.01)
 def _(base: Subject, second: Subject) -> None:
     """All linear weights and embeddings in proportion, by default sqrt(2 / 5D); neither keys nor cores nor gains."""

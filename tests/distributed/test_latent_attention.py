@@ -221,7 +221,14 @@ def plain_logits(ids: Tensor, weights: dict[str, Tensor], model: ModelConfig) ->
         keys = torch.einsum("sc,hkc->shk", of_keys, up[:, : head - latent.rotary_dim])
         keys = torch.cat((keys, turned(shared.unsqueeze(1), model.rotary_base).expand(-1, heads, -1)), 2)
         values = torch.einsum("sc,hvc->shv", of_values, up[:, head - latent.rotary_dim :])
-        queries = (x @ weights[f"{own}linear_q_proj.weight"].T).view(len(ids), heads, head)
+        if latent.query_latent_dim is None:
+            queries = x @ weights[f"{own}linear_q_proj.weight"].T
+        else:
+            of_queries = x @ weights[f"{own}linear_q_down_proj.weight"].T
+            if model.qk_norm:
+                of_queries = normalised(of_queries, weights[f"{own}q_layernorm.weight"], model.norm_epsilon)
+            queries = of_queries @ weights[f"{own}linear_q_up_proj.weight"].T
+        queries = queries.view(len(ids), heads, head)
         plain, positional = queries.split([head - latent.rotary_dim, latent.rotary_dim], 2)
         queries = torch.cat((plain, turned(positional, model.rotary_base)), 2)
         scores = torch.einsum("shd,thd->hst", queries, keys) / head**0.5
@@ -243,10 +250,13 @@ PLAIN = ModelConfig(
     vocab_size_multiple=16,
     latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=6),
 )
+COMPRESSED = replace(PLAIN, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=6, query_latent_dim=14))
 MOVE = MoveConfig(num_slots=2, vocab_size=VOCAB_SIZE, value_dim=12, num_gate_heads=3, mixed_into="latents")
 MODELS = {
     "latents": PLAIN,
     "no norm": replace(PLAIN, qk_norm=False),
+    "of queries too": COMPRESSED,
+    "of queries too, no norm": replace(COMPRESSED, qk_norm=False),
     "no positions": replace(PLAIN, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=0)),
     "another base": replace(PLAIN, rotary_base=50),
     "move": replace(PLAIN, memory=MOVE),
@@ -295,7 +305,7 @@ def megatrons(attention: Any, chunk: MemoryGPTModel) -> MLASelfAttention:
         num_layers=1,
         hidden_size=ours.hidden_size,
         num_attention_heads=ours.num_attention_heads,
-        q_lora_rank=None,
+        q_lora_rank=latent.query_latent_dim,
         kv_lora_rank=latent.latent_dim,
         qk_head_dim=head - latent.rotary_dim,
         qk_pos_emb_head_dim=latent.rotary_dim,
@@ -310,15 +320,21 @@ def megatrons(attention: Any, chunk: MemoryGPTModel) -> MLASelfAttention:
         params_dtype=torch.float64,
     )
     spec = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
-    parts = replace(spec.submodules, core_attention=PlainCore, kv_layernorm=RMSNorm)
+    parts = replace(spec.submodules, core_attention=PlainCore, kv_layernorm=RMSNorm, q_layernorm=RMSNorm)
     theirs = MLASelfAttention(config, parts, layer_number=1, attn_mask_type=AttnMaskType.causal)
     turn = torch.cat((torch.arange(0, latent.rotary_dim, 2), torch.arange(1, latent.rotary_dim, 2))).argsort()
     plain = head - latent.rotary_dim
-    queries = attention.linear_q_proj.weight.unflatten(0, (-1, head))
+    makes_queries = "linear_q_proj" if latent.query_latent_dim is None else "linear_q_up_proj"
+    queries = getattr(attention, makes_queries).weight.unflatten(0, (-1, head))
     compressed = attention.linear_kv_down_proj.weight
     with torch.no_grad():
         # It turns neighbouring columns, where ours turns those that are half a width apart.
-        theirs.linear_q_proj.weight.copy_(torch.cat((queries[:, :plain], queries[:, plain:][:, turn]), 1).flatten(0, 1))
+        getattr(theirs, makes_queries).weight.copy_(
+            torch.cat((queries[:, :plain], queries[:, plain:][:, turn]), 1).flatten(0, 1)
+        )
+        if latent.query_latent_dim is not None:
+            theirs.linear_q_down_proj.weight.copy_(attention.linear_q_down_proj.weight)
+            theirs.q_layernorm.weight.copy_(attention.q_layernorm.weight)
         theirs.linear_kv_down_proj.weight.copy_(
             torch.cat((compressed[: latent.latent_dim], compressed[latent.latent_dim :][turn]))
         )
@@ -340,9 +356,9 @@ def test_attention_is_megatrons_own(run_ranks: Any, monkeypatch: pytest.MonkeyPa
     # Without Transformer Engine it asks whether a linear is None's instance.
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
 
-    def main() -> tuple[float, float]:
-        with joined(RunConfig(model=PLAIN)) as groups:
-            chunk = chunk_of(PLAIN, groups, torch.float64, VOCAB_SIZE)
+    def errors(model: ModelConfig) -> tuple[float, float]:
+        with joined(RunConfig(model=model)) as groups:
+            chunk = chunk_of(model, groups, torch.float64, VOCAB_SIZE)
             fill(chunk)
             attention: Any = chunk.decoder.layers[1].self_attention
             theirs = megatrons(attention, chunk)
@@ -355,4 +371,4 @@ def test_attention_is_megatrons_own(run_ranks: Any, monkeypatch: pytest.MonkeyPa
                 (out * weights).sum().backward()
             return relative_error(ours, expected), relative_error(inputs[0].grad, inputs[1].grad)
 
-    assert max(run_ranks(main, 1)[0]) <= 1e-12
+    assert max(run_ranks(lambda: (*errors(PLAIN), *errors(COMPRESSED)), 1)[0]) <= 1e-12

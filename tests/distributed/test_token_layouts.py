@@ -28,6 +28,7 @@ TOLERANCE = 1e-5
 HIDDEN = SHARED.model.hidden_size
 VALUES: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 16, "num_gate_heads": 2}
 LATENTS = LatentAttentionConfig(latent_dim=12, rotary_dim=4)
+QUERIES_TOO = replace(LATENTS, query_latent_dim=20)
 OF_LATENTS: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 12, "num_gate_heads": 4}
 KINDS: dict[str, MemoryConfig | None] = {
     "move": MoveConfig(num_slots=3, **VALUES),
@@ -42,6 +43,7 @@ KINDS: dict[str, MemoryConfig | None] = {
     ),
     "move, one key/value head, gated": MoveConfig(num_slots=2, vocab_size=VOCAB_SIZE, value_dim=8, num_gate_heads=2),
     "latents without a memory": None,
+    "latents, of queries too, move": MoveConfig(num_slots=2, mixed_into="latents", **OF_LATENTS),
     "latents, move": MoveConfig(num_slots=3, mixed_into="latents", **OF_LATENTS),
     "latents, move for values alone": MoveConfig(num_slots=2, gated_standard_path=False, **OF_LATENTS),
     "latents, lave": LaveConfig(mixed_into="latents", placement=PlacementConfig(every=2), **OF_LATENTS),
@@ -75,7 +77,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def config_of(kind: str) -> RunConfig:
     model = replace(SHARED.model, memory=None)
     if kind.startswith("latents"):
-        model = replace(model, num_query_groups=None, latent_attention=LATENTS)
+        latent = QUERIES_TOO if "of queries too" in kind else LATENTS
+        model = replace(model, num_query_groups=None, latent_attention=latent)
     if "one key/value head" in kind:
         model = replace(model, num_query_groups=1)
     return replace(SHARED, model=replace(model, memory=KINDS[kind]))

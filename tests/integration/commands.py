@@ -68,6 +68,14 @@ class Result:
     def last_line(self) -> str:
         return self.output.rstrip().splitlines()[-1] if self.output.strip() else ""
 
+    @property
+    def generated(self) -> str:
+        """What `megamem generate` printed before it said how long that took."""
+        text, separator, pace = self.output.rpartition("prefill ")
+        assert separator, self.output
+        assert pace.endswith(" per token\n"), self.output
+        return text
+
 
 @dataclass
 class Command:

@@ -178,7 +178,7 @@ def test_samples_stops_and_prompts_from_files(megamem: Megamem, trained: Path, t
             "--nproc",
             number,
         )
-        assert result.output == expected
+        assert result.generated == expected
     stop = first.removeprefix("def ")[3:5]
     cut = "def " + first.removeprefix("def ").partition(stop)[0]
     for number in (1, 2):
@@ -209,7 +209,7 @@ def generate(megamem: Megamem, run: Path, *options: object) -> str:
     result = megamem("generate", run, "--max-tokens", 30, "--prompt", "def ", *options)
     assert result.code == 0, result.output
     assert result.output.startswith("def ")
-    return result.output
+    return result.generated
 
 
 def test_generation_follows_from_the_seed(megamem: Megamem, trained: Path) -> None:

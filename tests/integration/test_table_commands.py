@@ -97,7 +97,7 @@ def test_text_is_the_same_from_memory_and_from_files(megamem: Megamem, tide: Pat
     for tables in ("full", folder):
         for nproc in (1, 2):
             result = megamem("generate", tide, *options, "--tables", tables, "--nproc", nproc)
-            assert (result.code, result.output) == (0, wanted.output)
+            assert (result.code, result.generated) == (0, wanted.generated)
 
 
 def test_what_cannot_be_is_told(megamem: Megamem, tide: Path, saved_run: Path, tmp_path: Path) -> None:

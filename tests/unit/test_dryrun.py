@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.costs.context import WAYS
@@ -42,7 +44,7 @@ SPLIT = RunConfig(
 )
 INTERLEAVED = replace(
     SPLIT,
-    model=replace(SPLIT.model, memory=replace(MEMORY, sharing=SharingConfig())),
+    model=replace(SPLIT.model, memory=replace(MEMORY, sharing=SharingConfig(), key_balance_weight=0.1)),
     parallel=ParallelConfig(pipeline=2, virtual_pipeline=2),
     train=replace(SPLIT.train, recompute="none", global_batch_size=128, micro_batch_size=2),
 )
@@ -72,6 +74,22 @@ LATENTS = replace(
     ),
     train=replace(SPLIT.train, recompute="none"),
 )
+INSERTED = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        num_layers=6,
+        memory=MidusConfig(num_heads=8, value_dim=32, placement=PlacementConfig(blocks=(2, 5))),
+    ),
+    parallel=ParallelConfig(tensor=2, pipeline=2, memory=4),
+    train=replace(SPLIT.train, recompute="none"),
+    optimizer=OptimizerConfig(trained_layers=(3, 6)),
+)
+"""Two blocks go forward alone; of the others two are trained, and two pass gradients on."""
+QUERIES_TOO = replace(
+    LATENTS,
+    model=replace(LATENTS.model, latent_attention=LatentAttentionConfig(64, 16, query_latent_dim=96)),
+)
 MIXTURE = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
@@ -93,6 +111,8 @@ CONFIGS = {
     "offloaded": OFFLOADED,
     "selective": SELECTIVE,
     "latents": LATENTS,
+    "inserted": INSERTED,
+    "latents, of queries too": QUERIES_TOO,
     **CUT,
 }
 REAL = replace(

@@ -95,6 +95,10 @@ MODELS = {
     "tide": replace(DENSE, memory=TideConfig(vocab_size=VOCAB, value_dim=32, num_tables=3)),
     "latents": LATENT,
     "latents, no norm, wide heads": replace(LATENT, qk_norm=False, head_dim=16),
+    "latents, of queries too": replace(LATENT, latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=20)),
+    "latents, of queries too, no norm, wide heads": replace(
+        LATENT, qk_norm=False, head_dim=16, latent_attention=LatentAttentionConfig(12, 4, query_latent_dim=20)
+    ),
     "latents, no rotary key": replace(LATENT, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=0)),
     "latents, move": replace(LATENT, memory=MoveConfig(num_slots=3, mixed_into="latents", **LATENTS)),
     "latents, move for values alone": replace(LATENT, memory=MoveConfig(**LATENTS)),

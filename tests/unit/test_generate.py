@@ -7,8 +7,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +19,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megamem.config import ModelConfig
+from megamem.families.midus.config import MidusConfig
+from megamem.families.pkm.config import PkmConfig
+from megamem.kv_cache import KeyValueCache
+from megamem.memory_config import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from pretrain.costs.attention import cached_bytes_per_token
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.errors import ConfigError
 from pretrain.generate import generate
 from pretrain.sampling import Sampling
 from tools import generate as command
+from tools.pace import Pace, Phase
+from tools.words import size_in_words
 
 VOCAB_SIZE, PADDED_SIZE, EOD = 11, 16, 10
 
@@ -40,7 +51,8 @@ class Bigrams(nn.Module):
     """Logits of the next token by the one before, at every position; the embedding's padding would always win.
 
     Attributes:
-        contexts: what the model was shown, pass by pass.
+        contexts: what the model was shown or had seen, pass by pass.
+        num_new: how many of these it was shown.
     """
 
     def __init__(self, rows: Sequence[Sequence[float]]) -> None:
@@ -50,11 +62,19 @@ class Bigrams(nn.Module):
             self.table[: len(rows), :VOCAB_SIZE] = torch.tensor(rows)
         self.banks = nn.ModuleDict()
         self.contexts: list[list[int]] = []
+        self.num_new: list[int] = []
 
-    def forward(self, ids: Tensor, positions: Tensor, attention_mask: None) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attention_mask: None, cache: KeyValueCache | None) -> Tensor:
         assert ids.shape[0] == 1
-        assert positions.tolist() == [list(range(ids.shape[1]))]
-        self.contexts.append(ids[0].tolist())
+        seen: list[int] = []
+        if cache is not None:
+            seen = self.contexts[-1] if cache.num_tokens else []
+            assert cache.num_tokens == len(seen)
+            cache.extend(1, ids.t())
+            cache.advance(ids.shape[1])
+        assert positions.tolist() == [list(range(len(seen), len(seen) + ids.shape[1]))]
+        self.contexts.append(seen + ids[0].tolist())
+        self.num_new.append(ids.shape[1])
         return self.table[ids]
 
 
@@ -76,9 +96,12 @@ def successors(following: dict[int, int]) -> list[list[float]]:
 CYCLE = {EOD: 3, 3: 7, 7: 1, 1: 4, 4: 3}
 
 
-def test_temperature_0_follows_the_largest_logit_of_the_last_position() -> None:
+@pytest.mark.parametrize(("cached", "num_new"), [(True, [3, 1, 4, 4, 4, 4]), (False, [3, 4, 4, 4, 4, 4])])
+def test_temperature_0_follows_the_largest_logit_of_the_last_position(cached: bool, num_new: list[int]) -> None:
     model = Bigrams(successors(CYCLE))
-    assert run(model, [3, 7], max_tokens=6) == [1, 4, 3, 7, 1, 4]
+    assert run(model, [3, 7], max_tokens=6, cached=cached) == [1, 4, 3, 7, 1, 4]
+    # With a cache a token alone, until the text's beginning is lost and all that follows is another text's.
+    assert model.num_new == num_new
     # A document is preceded by the end of another, and the oldest tokens leave first.
     assert model.contexts == [[EOD, 3, 7], [EOD, 3, 7, 1], [3, 7, 1, 4], [7, 1, 4, 3], [1, 4, 3, 7], [4, 3, 7, 1]]
 
@@ -195,12 +218,12 @@ def test_draws_follow_from_the_seed_alone() -> None:
 
 
 SETTINGS = ["--max-tokens", "7", "--temperature", "0.25", "--top-p", "0.75", "--seed", "12", "--step", "40"]
-SETTINGS += ["--top-k", "9"]
+SETTINGS += ["--top-k", "9", "--no-cache"]
 
 
 @pytest.mark.parametrize(
-    ("words", "sampling", "max_tokens", "step"),
-    [(SETTINGS, Sampling(0.25, 0.75, 12, 9), 7, 40), ([], Sampling(0.8, 0.95, 1), 200, None)],
+    ("words", "sampling", "max_tokens", "step", "cached"),
+    [(SETTINGS, Sampling(0.25, 0.75, 12, 9), 7, 40, False), ([], Sampling(0.8, 0.95, 1), 200, None, True)],
     ids=["set", "default"],
 )
 def test_the_command_hands_over_what_was_typed(
@@ -210,6 +233,7 @@ def test_the_command_hands_over_what_was_typed(
     sampling: Sampling,
     max_tokens: int,
     step: int | None,
+    cached: bool,
 ) -> None:
     """And prints a character when all of its bytes are there."""
     asked: dict[str, Any] = {}
@@ -249,8 +273,27 @@ def test_the_command_hands_over_what_was_typed(
         "eod": 256,
         "sampling": sampling,
         "group": group,
+        "cached": cached,
     }
-    assert capsys.readouterr().out == "néü—\N{REPLACEMENT CHARACTER}\n"
+    printed = capsys.readouterr()
+    assert printed.out == "néü—\N{REPLACEMENT CHARACTER}\n"
+    # Of the prompt and the separator before it; of what followed the first token.
+    assert re.fullmatch(r"prefill 4 tokens, \S+ ms each; then 5 tokens, \S+ ms each; .*\n", printed.err)
+    size = size_in_words(cached_bytes_per_token(config.model, 4))
+    assert printed.err.endswith(f"; cache {size} per token\n" if cached else "; no cache\n")
+
+
+def test_tokens_are_timed_by_what_the_pass_was_over() -> None:
+    pace = Pace()
+    for num_prompt in (2, 9):
+        assert list(pace.of(iter([5, 6, 7, 8]), num_prompt=num_prompt, context_tokens=4)) == [5, 6, 7, 8]
+    assert {phase: number for phase, (number, _) in pace.spent.items()} == {
+        Phase.PROMPT: 2 + 4,
+        Phase.NEXT: 2,
+        Phase.BEYOND: 1 + 3,
+    }
+    assert all(seconds > 0 for _, seconds in pace.spent.values())
+    assert "beyond the context 4 tokens, " in pace.in_words()
 
 
 def test_the_tables_are_split_over_as_many_ranks_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,3 +312,38 @@ def test_the_tables_are_split_over_as_many_ranks_as_were_asked_for(monkeypatch: 
     arguments = parser.parse_args(["generate", "runs/one", "--nproc", "4"])
     arguments.func(arguments)
     assert asked == [ParallelConfig(memory=4), 4]
+
+
+MEMORY = MidusConfig(num_heads=4, placement=PlacementConfig(blocks=(1,)))
+GROWN = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, memory=MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "message"),
+    [
+        (replace(GROWN, memory=None), 1, "the model's memory is none, whose heads expand no values"),
+        (replace(GROWN, memory=PkmConfig(value_dim=32)), 1, "memory is pkm, whose heads expand no values"),
+        (GROWN, 2, "needs whole tables: generate on one rank, not 2"),
+        (GROWN, 1, None),
+    ],
+)
+def test_values_are_expanded_where_heads_do_and_tables_are_whole(
+    monkeypatch: pytest.MonkeyPatch, model: ModelConfig, num_ranks: int, message: str | None
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("tools.generate.find_checkpoint", lambda folder, step: SimpleNamespace(path=Path("there")))
+    monkeypatch.setattr(
+        "tools.generate.saved_config", lambda saved, parallel: RunConfig(model=model, parallel=parallel)
+    )
+    monkeypatch.setattr("tools.generate.note_edited_config", lambda folder, saved: None)
+    monkeypatch.setattr(command, "run_on_ranks", lambda main, num_ranks: started.append(num_ranks))
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["generate", "runs/one", "--expand-values", "--nproc", str(num_ranks)])
+    if message is None:
+        arguments.func(arguments)
+        assert started == [1]
+    else:
+        with pytest.raises(ConfigError, match=message):
+            arguments.func(arguments)
+        assert not started

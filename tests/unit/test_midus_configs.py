@@ -11,6 +11,7 @@ import pytest
 from megamem.config import ModelConfig
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
+from pretrain.costs.attention import expanded_bytes
 from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.errors import ConfigError
 from pretrain.growth.placement import anchors, positions
@@ -40,6 +41,11 @@ def test_blocks_stand_where_the_paper_says(path: Path) -> None:
     assert config.optimizer.trained_layers == tuple(block + 1 for block in model.memory.placement.blocks)
     # Half as many as there were.
     assert model.num_memory_layers * 3 == model.num_layers
+
+
+def test_values_that_are_expanded_for_inference_are_priced() -> None:
+    """16 blocks of 32 heads with 4,096 values of 128 columns each: 0.54 GB in bf16."""
+    assert expanded_bytes(load_config(CONFIGS / "8b.yaml").model, 2) == 16 * 32 * 4096 * 128 * 2 == 536_870_912
 
 
 def test_the_page_has_all_of_them() -> None:

@@ -173,6 +173,12 @@ def test_expanded_tables_may_be_kept_for_inference(golden_dir: Path, name: str) 
             for head in range(block.config["H"])
         ]
         out = block.layer(queries.unsqueeze(1), Inputs(None)).squeeze(1)
+        assert relative_error(out, torch.stack(by_head, 1)) <= 1e-12
+        block.layer.expand_values()
+        assert relative_error(block.layer.own_values.unflatten(0, expanded.shape[:2]), expanded) <= 1e-12
+        # What is read from now on are these.
+        block.layer.expansion.zero_()
+        out = block.layer(queries.unsqueeze(1), Inputs(None)).squeeze(1)
     assert relative_error(out, torch.stack(by_head, 1)) <= 1e-12
 
 

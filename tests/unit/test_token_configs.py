@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,21 @@ def test_tides_tables_have_the_printed_sizes(num_tables: int, gigabytes: str) ->
     config = load_config(REPOSITORY / "configs" / "tide" / "1b.yaml", [f"model.memory.num_tables={num_tables}"])
     validate(config, None)
     assert f"{2 * count_parameters(config.model).tables / 1e9:.4f}" == gigabytes
+
+
+def test_what_is_said_of_tides_backbone() -> None:
+    """Without tables: as shipped, and as narrow as its paper's 1.03 GB of 8 bits would have it, with and without the
+    embedding."""
+    model = load_config(REPOSITORY / "configs" / "tide" / "1b.yaml").model
+    sizes = {}
+    for width in (model.ffn_hidden_size, 3520, 5248):
+        counts = count_parameters(replace(model, ffn_hidden_size=width))
+        sizes[width] = (counts.total - counts.tables, counts.total - counts.tables - counts.embedding)
+    assert [f"{sizes[8192][0] / 1e9:.3f}", f"{sizes[3520][0] / 1e9:.2f}", f"{sizes[5248][1] / 1e9:.2f}"] == [
+        "1.723",
+        "1.03",
+        "1.03",
+    ]
+    page = (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8")
+    assert "1.723B parameters without tables" in page
+    assert "of 3,520 columns, or of 5,248" in page

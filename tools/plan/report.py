@@ -85,7 +85,9 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
 def launches_text(best: Estimate) -> str:
     """Kernels that the slowest stage launches for a microbatch, per block of it."""
     stage = stages_of(best.config)[best.time.slowest_stage]
-    forward, backward = (launches_of(best.config, stage, way) / max(1, stage.num_blocks) for way in (0, 1))
+    forward, backward = (
+        launches_of(best.config, stage, stage.blocks, way) / max(1, stage.blocks.num) for way in (0, 1)
+    )
     return f"about {forward:.0f} kernels per block and forward pass, {backward:.0f} backward"
 
 

@@ -21,6 +21,8 @@ class MidusConfig(MemoryConfig):
 
     slot: ClassVar[Slot | None] = Slot.BLOCK
     """All that its block adds; behind its heads, unless `query_from` says otherwise."""
+    expands_values: ClassVar[bool] = True
+    """By the matrix of each head."""
 
     kind: Literal["midus"] = "midus"
     """midus: inserted blocks of head-wise memory."""

@@ -7,6 +7,7 @@ of all of them and n = H / R of this one, d width of a head, N keys per side, K 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ class MidusLayer(MemoryLayer):
         heads = memory.num_heads // self.num_ranks
         self.keys = self._by_head(heads, 2, memory.num_keys, head_dim // 2)
         self.expansion = self._by_head(heads, memory.value_dim, head_dim)
+        # [n N^2, d], see `expand_values`.
+        self.own_values: Tensor | None = None
 
     def _by_head(self, *shape: int) -> nn.Parameter:
         """A weight of this rank's heads."""
@@ -78,6 +81,8 @@ class MidusLayer(MemoryLayer):
             return self(heads.unflatten(2, (self.memory.num_heads, -1)), inputs).flatten(2)
         queries = heads.flatten(0, 1)
         found = self.retrieve(queries)
+        if self.own_values is not None:
+            return self._of_own_values(self.own_values, found).view(heads.shape)
         # Of R tokens each.
         bins = queries.shape[1] * self.num_ranks
         rows = found.entries.reshape(-1, bins * self.memory.top_k)
@@ -90,6 +95,20 @@ class MidusLayer(MemoryLayer):
         ).transpose(0, 1)
         self.observe(rows, found.scores, out.reshape(-1, bins * queries.shape[2]))
         return out.reshape(heads.shape)
+
+    @torch.no_grad()
+    def expand_values(self) -> None:
+        """Keep values W_h, [N^2, d] of each head, from which it then reads (section 4.2). The layer holds the whole table."""
+        rows = torch.arange(self.memory.num_keys**2, device=self.expansion.device).unsqueeze(1)
+        table = self.lookup.read(rows, self.expansion.new_ones(*rows.shape, 1), None)
+        self.own_values = torch.matmul(table, self.expansion).flatten(0, 1)
+
+    def _of_own_values(self, own_values: Tensor, found: Retrieved) -> Tensor:
+        """[S n, d], the weighted sums of the heads' own values [n N^2, d]."""
+        heads = torch.arange(found.entries.shape[1], device=own_values.device)
+        rows = found.entries + (heads * self.memory.num_keys**2).unsqueeze(1)
+        weights = found.scores.squeeze(3).to(own_values.dtype)
+        return F.embedding_bag(rows.flatten(0, 1), own_values, mode="sum", per_sample_weights=weights.flatten(0, 1))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

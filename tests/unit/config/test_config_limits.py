@@ -73,6 +73,7 @@ LIMITS = [
     *at_least(1, "model.vocab_size", "model.vocab_size_multiple", "model.rotary_base"),
     *at_least(1, "model.latent_attention.latent_dim"),
     *at_least(0, "model.latent_attention.rotary_dim"),
+    *at_least(1, "model.latent_attention.query_latent_dim"),
     Limit("model.rotary_scaling.factor", 1.0, math.nextafter(1.0, 0.0), {}),
     *at_least(1, "model.rotary_scaling.original_length"),
     # The upper end of a range is above the lower one.

@@ -117,6 +117,15 @@ def test_what_can_run(settings: Mapping[str, Any], world_size: int | None) -> No
             "tensor-parallel rank holds an equal part",
         ),
         (
+            {
+                "parallel.tensor": 2,
+                "model.latent_attention": {"latent_dim": 12, "rotary_dim": 4, "query_latent_dim": 9},
+            },
+            None,
+            "model.latent_attention.query_latent_dim is 9, which parallel.tensor 2 does not divide: each "
+            "tensor-parallel rank holds an equal part",
+        ),
+        (
             {"parallel.tensor": 2, "model.ffn_hidden_size": 255},
             None,
             "model.ffn_hidden_size is 255, which parallel.tensor 2 does not divide: each tensor-parallel rank holds an equal part",

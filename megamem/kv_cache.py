@@ -1,0 +1,102 @@
+"""What attention remembers of a text that is being generated, so that a new token passes through the model alone.
+
+A cache is Megatron's `inference_context`, which its blocks hand to attention. Megatron's own (`StaticInferenceContext`)
+is not taken because it holds keys before they are turned, and turns all of them for every token; and because it holds
+keys and values of every head, where latents are a fraction of them (`megamem.latent_attention`).
+
+Legend: t new tokens and k tokens so far, b sequences, n query heads and g key/value heads of this tensor-parallel rank,
+d head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+
+class KeyValueCache(BaseInferenceContext):
+    """Of every layer, the keys and values, or latents, of the tokens that a model has seen.
+
+    A model is first given any number of tokens, and then one at a time (`megamem.model.MemoryGPTModel.forward`). All
+    sequences are one document each.
+
+    Attributes:
+        num_tokens: seen so far, in each sequence.
+        max_sequence_length: room for so many, under the name by which Megatron asks for it.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(materialize_only_last_token_logits=True)
+        self.num_tokens = 0
+        self.max_sequence_length = max_tokens
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
+
+    def extend(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """A layer's tensors [k, b, ...] of all tokens so far, of those of the new ones [t, b, ...].
+
+        Raises:
+            ValueError: there is no room for them, or several follow tokens that are there.
+        """
+        start, stop = self.num_tokens, self.num_tokens + len(new[0])
+        if stop > self.max_sequence_length or (start and stop > start + 1):
+            raise ValueError(
+                f"{len(new[0])} tokens follow {start} in a cache for {self.max_sequence_length}: give it the first ones "
+                "together, then one at a time, and no more than fit"
+            )
+        if layer_number not in self._layers:
+            self._layers[layer_number] = tuple(x.new_empty(self.max_sequence_length, *x.shape[1:]) for x in new)
+        held = self._layers[layer_number]
+        for tensor, of_new in zip(held, new, strict=True):
+            tensor[start:stop] = of_new
+        return tuple(tensor[:stop] for tensor in held)
+
+    def of_layer(self, layer_number: int) -> tuple[Tensor, ...]:
+        """What the layer of that number, from 1, has put in: [k, b, ...] each."""
+        return tuple(tensor[: self.num_tokens] for tensor in self._layers[layer_number])
+
+    def advance(self, num_tokens: int) -> None:
+        """All layers have put in their tensors of so many tokens."""
+        self.num_tokens += num_tokens
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers on this rank, for one token of every sequence."""
+        return sum(x[0].numel() * x.element_size() for held in self._layers.values() for x in held)
+
+    def is_static_batching(self) -> bool:
+        """Megatron asks: all sequences are of one length."""
+        return True
+
+    def is_decode_only(self) -> bool:
+        """Megatron asks: only new tokens follow."""
+        return self.num_tokens > 0
+
+
+class CachingSelfAttention(SelfAttention):
+    """Megatron's self-attention, whose keys are turned before a cache gets them; without a cache it is the same."""
+
+    def _adjust_key_value_for_inference(
+        self,
+        inference_context: KeyValueCache | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None,
+        *args: Any,
+        **others: Any,
+    ) -> Any:
+        """What Megatron goes on with: the query [t, b, n, d], keys and values of all tokens [k, b, g, d], the angles that
+        are still to be turned by, and how scores are masked."""
+        if inference_context is None:
+            return super()._adjust_key_value_for_inference(None, query, key, value, rotary_pos_emb, *args, **others)
+        assert rotary_pos_emb is not None
+        of_queries, of_keys = rotary_pos_emb
+        turned = apply_rotary_pos_emb(key, of_keys, config=self.config, cp_group=self.pg_collection.cp)
+        keys, values = inference_context.extend(self.layer_number, turned, value)
+        mask = AttnMaskType.no_mask if inference_context.num_tokens else self.attn_mask_type
+        return query, keys, values, (of_queries, None), mask, None
