@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
@@ -223,6 +224,28 @@ def test_a_memory_that_the_exported_model_does_not_know_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [
+        replace(MEMORY, placement=PlacementConfig(position="inserted", blocks=(1,))),
+        MidusConfig(num_heads=BASE.num_attention_heads, query_from="projected", placement=PlacementConfig(blocks=(1,))),
+        MidusConfig(num_heads=BASE.num_attention_heads, placement=PlacementConfig(blocks=(1,), norm="layer")),
+    ],
+    ids=["pkm", "projected", "LayerNorm"],
+)
+def test_inserted_blocks_that_the_exported_model_does_not_know_are_refused(memory: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"in inserted blocks of another kind .* cannot be exported"):
+        exported_config(
+            replace(BASE, memory=memory, head_dim=None),
+            vocab_size=VOCAB_SIZE,
+            sequence_length=32,
+            eod=60,
+            dtype=torch.float32,
+            seed=1,
+            tensors={},
+        )
+
+
 def test_the_seed_keys_the_shuffles() -> None:
     memory = UltraMemV2Config(num_keys=4, key_dim=4, value_dim=16, top_k=2)
     names = ("query_proj", "query_norm", "keys", "keys_norm", "cores", "u", "v", "value_proj")
@@ -234,7 +257,7 @@ def test_the_seed_keys_the_shuffles() -> None:
     found = []
     for seed in (1, 2):
         content = exported_config(
-            replace(BASE, memory=memory),
+            replace(BASE, memory=memory, head_dim=None),
             vocab_size=61,
             sequence_length=32,
             eod=60,

@@ -127,8 +127,13 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
     memory = model.memory
     if memory is None:
         return None
-    if memory.slot is Slot.BLOCK:
+    slots = {memory.slot_of(span) for span in model.memory_spans}
+    if slots == {Slot.BLOCK} and not memory.has_layer_norm:
         return _behind_heads(model, memory, tensors)
+    if any(slot.is_inserted for slot in slots):
+        raise _unknown(
+            model, "in inserted blocks of another kind than the exported model's: RMSNorm and queries of heads"
+        )
     tucker = isinstance(memory, TuckerConfig)
     if not isinstance(memory, RetrievalConfig) or not (tucker or isinstance(memory, ProductKeyConfig)):
         raise _unknown(model, "which retrieves by neither Tucker-decomposed scores nor product keys")
