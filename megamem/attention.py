@@ -2,8 +2,8 @@
 
 Megatron's local core materialises the s x s scores; this one does not, and needs no Transformer Engine.
 
-Legend: s sequence length and k tokens of a cache, b sequences, n query heads and g key/value heads of this tensor-parallel rank, d head
-dimension, D documents of the microbatch.
+Legend: s sequence length and k tokens of a cache, b sequences, n query heads and g key/value heads of this
+tensor-parallel rank, d head dimension, D documents of the microbatch.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SdpaCoreAttention(MegatronModule):
         """Causal attention, [s, b, n d], of query [s, b, n, d], key and value [s, b, g, d].
 
         A query [1, b, n, d] with `no_mask` is of the last token, and attends to all of a cache's keys and values
-        [k, b, g, d]. `attention_mask` is the documents' bounds (`megamem.documents`), [D + 1] in host memory, across which nothing
-        attends; None: every sequence is one document. There is no other mask, and no bias.
+        [k, b, g, d]. `attention_mask` is the documents' bounds (`megamem.documents`), [D + 1] in host memory, across
+        which nothing attends; None: every sequence is one document. There is no other mask, and no bias.
         """
         assert attention_bias is None
         assert packed_seq_params is None

@@ -177,7 +177,8 @@ class MemoryGPTModel(GPTModel):
 
         Returns:
             [t, b, D] of a chunk that is not the last one; else the losses [b, s] in nats, or the logits
-            [b, s, vocabulary] without labels (with a cache those of the last token, [b, 1, vocabulary]), or what `megamem.chunked_loss.judge` says [2, b, s].
+            [b, s, vocabulary] without labels (with a cache those of the last token, [b, 1, vocabulary]), or what
+            `megamem.chunked_loss.judge` says [2, b, s].
         """
         assert cache is None or not (self.training or document_bounds is not None)
         carried = None

@@ -11,7 +11,7 @@ from parallel.atomic_write import atomic_write
 from pretrain.config.schema import ParallelConfig
 from pretrain.config.source import dump_yaml
 from pretrain.growth.placement import PLACEMENTS
-from pretrain.growth.plan import METHODS, grown_blocks
+from pretrain.growth.plan import METHODS, Method, grown_blocks
 from tools.checkpoint.command import add_workers, opened, positive, size_in_bytes
 from tools.parsers import add_command
 from tools.words import plural, size_in_words
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from pretrain.growth.upscale import Grown
 
 TRAINING_FILE = "train.yaml"
-"""In the folder: the configuration of a run that trains the new blocks alone."""
+"""In the folder: the configuration of a run that trains what the method's paper trains."""
+_BLOCKS, _ALL = "the new blocks alone", "all of it"
+_TRAINED: dict[Method, str] = {"memory": _BLOCKS, "llama-pro": _BLOCKS, "averaged": _BLOCKS, "solar": _ALL}
 
 _EPILOG = """\
 examples:
@@ -30,7 +32,7 @@ examples:
 
 BASE is of any format that `megamem checkpoint convert` reads, and has no memory. Blocks of memory begin with tables of
 zeros: the grown model gives the same logits to the bit. The result is a run's folder with weights alone, at step 0, and
-a train.yaml that trains the new blocks and leaves the others as they are:
+a train.yaml that trains the new blocks and leaves the others as they are (with --insert solar it trains all):
 
   megamem train runs/grown/train.yaml --from runs/grown --run-dir runs/more 'data.datasets=[{path: data/mine}]'
 
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         made = convert(grown.checkpoint, FORMATS[NATIVE], args.output, target, resources, on_start=phases.start)
     training = args.output / TRAINING_FILE
     with atomic_write(training) as stream:
-        stream.write(dump_yaml(_training(grown)).encode())
+        stream.write(dump_yaml(_training(grown, args.insert)).encode())
     num_before, num_after = (count_parameters(model).total for model in (before, grown.checkpoint.config.model))
     print(
         f"{plural(before.num_layers, 'block')} + {args.blocks}: new ones are {', '.join(map(str, grown.inserted))}, "
@@ -110,11 +112,13 @@ def run(args: argparse.Namespace) -> int:
         f"equal, as read back: {plural(made.num_tensors, 'tensor')} of {size_in_words(made.num_bytes)}, "
         f"{time.monotonic() - started_s:.1f} s\n"
         f"written: {made.path}\n"
-        f"to train the new blocks alone: megamem train {training} --from {args.output} --run-dir DIR"
+        f"to train {_TRAINED[args.insert]}: megamem train {training} --from {args.output} --run-dir DIR"
     )
     return 0
 
 
-def _training(grown: Grown) -> dict[str, Any]:
-    """A configuration over that of the folder: the new blocks alone are trained. There blocks count from 1."""
+def _training(grown: Grown, insert: Method) -> dict[str, Any]:
+    """A configuration over that of the folder, for what the method's paper trains. In it blocks count from 1."""
+    if _TRAINED[insert] == _ALL:
+        return {"base": "config.yaml"}
     return {"base": "config.yaml", "optimizer": {"trained_layers": [number + 1 for number in grown.inserted]}}

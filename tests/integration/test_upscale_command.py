@@ -35,6 +35,12 @@ def test_a_run_is_grown_and_goes_on_from_there(megamem: Megamem, config_file: Pa
     assert "banks.0.values" in changed
     assert [name for name in changed if not name.startswith(("decoder.layers.1.", "decoder.layers.4.", "banks."))] == []
 
+    copies = tmp_path / "copies"
+    result = megamem("upscale", base, "--output", copies, "--blocks", 2, "--insert", "solar")
+    assert result.code == 0, result.output
+    assert f"to train all of it: megamem train {copies / 'train.yaml'}" in result.output
+    assert yaml.safe_load((copies / "train.yaml").read_text(encoding="utf-8")) == {"base": "config.yaml"}
+
     again = megamem("upscale", base, "--output", grown, "--blocks", 2, *MEMORY)
     assert again.code == 2
     assert f"{grown} is there already" in again.output

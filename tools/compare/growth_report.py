@@ -74,7 +74,7 @@ def report(
     continued = {name: runs for name, runs in results.items() if name != base.name}
     return f"""\
 {base.name} is trained on {_tokens(base)} of {paths}, and what is made of it on {_tokens(grown[0])} in another order, the same for all.
-Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, with the lowest and the highest.{state}
+{of_models.seeds_in_words(seeds)}{state}
 
 {table(figures, results)}
 

@@ -136,7 +136,7 @@ def report(
     return f"""\
 {len(configs)} models on {train.num_steps * train.tokens_per_step:,} tokens of {paths}: {steps}, {train.precision}, in the same order \
 (seed {configs[0].data_seed}).
-Weights from seeds {", ".join(map(str, seeds))}: losses are means over them, with the lowest and the highest. \
+{seeds_in_words(seeds)} \
 {balance[0].upper() + balance[1:]}.{state}
 
 {table(figures, results)}
@@ -153,6 +153,14 @@ with the lowest and the highest. Made by
 {command}
 ```
 {"" if tuned is None else _trials_in_words(tuned)}"""
+
+
+def seeds_in_words(seeds: Sequence[int]) -> str:
+    """A sentence on whose weights they are."""
+    if len(seeds) == 1:
+        return f"Weights from seed {seeds[0]}."
+    listed = ", ".join(map(str, seeds))
+    return f"Weights from seeds {listed}: losses are means over them, with the lowest and the highest."
 
 
 def order_in_words(results: Mapping[str, Sequence[RunResult]], seeds: Sequence[int]) -> str:
