@@ -16,7 +16,7 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more mutants lock bench-gpu gpu-check clean
+.PHONY: help quickstart test lint pytest test-more check-plan mutants lock bench-gpu gpu-check clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
@@ -75,6 +75,10 @@ test-more:  ## what make test leaves out: kernels built for every generation of 
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
 	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required MEGAMEM_KILLS=20 "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants or killed" \
 	  tests/integration/test_stages.py tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py
+
+check-plan:  ## what megamem plan predicts of every configuration, beside what dry runs count, in half an hour of one core
+	@$(INSTALL) $(TEST_EXTRAS)
+	@"$(BIN)/megamem" check-plan
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
 	@$(INSTALL) $(TEST_EXTRAS),mutants

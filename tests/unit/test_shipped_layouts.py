@@ -117,11 +117,14 @@ def test_check_plan_prints_a_line_for_each_and_ends_with_1_outside_of_the_limits
     for which, code in (("good", 0), ("bad", 1)):
         monkeypatch.setattr(check_plan, "compare", lambda config, num_ranks, which=which: iter(found[which]))
         assert cli.main(["check-plan", *paths]) == code
-        lines = capsys.readouterr().out.splitlines()
+        *lines, in_all, of_held = capsys.readouterr().out.splitlines()[:6]
         assert len(lines) == 4
         assert all(("OUTSIDE stage 0, activations: 120 predicted, 100 counted" in line) == bool(code) for line in lines)
+        assert lines[-1].startswith("4/4 ")
         assert "430m_5b.yaml (long)" in lines[-1]
         assert "held   +1.00 %" in lines[0]
+        assert in_all.startswith("4 configurations in ")
+        assert of_held.split() == ["held", "+1.00", "%", f"{paths[0]}:", "stage", "0,", "weights"]
 
 
 def test_all_models_that_are_shipped_are_checked_where_every_axis_has_two_ranks() -> None:
