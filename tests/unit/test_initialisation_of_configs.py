@@ -49,7 +49,8 @@ def tucker_models() -> dict[str, ModelConfig]:
         # A file without a name is a part of others.
         if re.search(r"^name:", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
             model = load_config(path).model
-            if isinstance(model.memory, TuckerConfig):
+            # Those in inserted blocks begin with values of zeros: they promise no variance.
+            if isinstance(model.memory, TuckerConfig) and not model.memory.is_inserted:
                 models[str(path.relative_to(CONFIGS).with_suffix(""))] = model
     return models
 
