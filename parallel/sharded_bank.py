@@ -133,9 +133,7 @@ class ShardedBank(Bank):
         share = self.weighted_sum(values, gathered.rows, coef, gathered.bins, num_bins)
         out = join_columns(share, exchange, num_bins)
         if out.requires_grad:
-            gathered.empty()
-            # Runs before the backward pass of all of the above.
-            out.register_hook(gathered.refill)
+            gathered.empty_until_backward(out)
         return out
 
     def read_heads(self, rows: Tensor, scores: Tensor, tensor_group: dist.ProcessGroup | None) -> Tensor:
@@ -170,13 +168,23 @@ class GatheredRows:
         self._packed = exchange.gather(form.pack(rows, bins), self._sizes)
         self.rows, self.bins = self._unpack()
 
-    def empty(self) -> None:
-        """Give up the storage of the unpacked ids."""
+    def empty_until_backward(self, out: Tensor) -> None:
+        """Give up the storage of the unpacked ids until the backward pass of what was made of them, before all else of it.
+
+        Then autograd alone has them, and frees them with the nodes that keep them. What a hook holds lives as long as
+        the graph, which in a pipeline outlasts its backward pass by a forward pass: so the hook goes once it has run.
+        """
         for ids in (self.rows, self.bins):
             if ids is not None:
                 ids.untyped_storage().resize_(0)
 
-    def refill(self, _: Any = None) -> None:
+        def refill(_: Tensor) -> None:
+            self._refill()
+            hook.remove()
+
+        hook = out.register_hook(refill)
+
+    def _refill(self) -> None:
         """Unpack the ids again, into the tensors that were emptied."""
         for ids, again in zip((self.rows, self.bins), self._unpack(), strict=True):
             if ids is not None and again is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -218,13 +219,15 @@ def on_rank(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], bo
 
 
 def ids_between_the_passes(group: dist.ProcessGroup) -> list[int]:
-    """Bytes of the unpacked ids after the forward and after the backward pass."""
-    kept = []
+    """Bytes of the unpacked ids after the forward pass and after a backward pass whose graph is retained, and of those
+    that the graph has after its last; and 1 if it has the packed ones still.
+    """
+    kept: list[weakref.ref[GatheredRows]] = []
 
     class Watched(GatheredRows):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            kept.append(self)
+            kept.append(weakref.ref(self))
 
     sharded_bank.GatheredRows = Watched  # type: ignore[misc]
     case = CASES["ranks without tokens"]
@@ -236,11 +239,22 @@ def ids_between_the_passes(group: dist.ProcessGroup) -> list[int]:
     inputs = inputs_of(case, group.rank())
     out = bank.read(inputs.rows, inputs.scores.requires_grad_(), inputs.pre_input, inputs.block, case.num_blocks)
     sharded_bank.GatheredRows = GatheredRows  # type: ignore[misc]
-    (gathered,) = kept
+    (gathered,) = (ref() for ref in kept)
+    assert gathered is not None
     ids = [part.untyped_storage() for part in (gathered.rows, gathered.bins) if part is not None]
-    size_before = sum(part.nbytes() for part in ids)
+    del gathered
+    sizes = [sum(part.nbytes() for part in ids)]
+    out.sum().backward(retain_graph=True)
+    sizes.append(sum(part.nbytes() for part in ids))
+    freed: list[int] = []
+    for part in ids:
+        weakref.finalize(part, freed.append, part.nbytes())
+    del part, ids
+    assert not freed
+    once = inputs.scores.grad.clone()
     out.sum().backward()
-    return [size_before, sum(part.nbytes() for part in ids)]
+    assert torch.equal(inputs.scores.grad, 2 * once)
+    return [*sizes, sizes[1] - sum(freed), int(kept[0]() is not None)]
 
 
 @pytest.fixture(scope="module")
@@ -275,9 +289,9 @@ def test_a_lookup_repeats_to_the_bit(outcomes: dict[str, Any], name: str) -> Non
     assert all(repeats for _, repeats in outcomes[name])
 
 
-def test_ids_are_kept_packed_between_the_passes(outcomes: dict[str, Any]) -> None:
+def test_ids_are_kept_packed_between_the_passes_and_not_at_all_after_the_last(outcomes: dict[str, Any]) -> None:
     # 5 tokens with 5 ids each, with as many blocks, of 8 bytes.
-    assert outcomes["ids"] == [[0, 2 * 5 * 5 * 8]] * 3
+    assert outcomes["ids"] == [[0, 2 * 5 * 5 * 8, 0, 0]] * 3
 
 
 def test_a_rank_gets_the_coefficients_of_its_own_columns_only() -> None:
