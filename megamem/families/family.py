@@ -37,6 +37,8 @@ class LayerCosts:
         kept_narrow: the same in the precision of the run.
         kept_ids: the same of int64 numbers.
         kept_keys: elements of keys that are normalised, once per forward pass.
+        select_wide: fp32 elements per token that the selection of entries has at a time, scores among them.
+        kept_by_entries: bytes per token, of what is kept, that are gone when backward has the gradients of scores.
         backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
         split_by_heads: of the parameters, those that tensor-parallel ranks split with attention's heads.
     """
@@ -51,6 +53,8 @@ class LayerCosts:
     kept_narrow: int = 0
     kept_ids: int = 0
     kept_keys: int = 0
+    select_wide: int = 0
+    kept_by_entries: int = 0
     backward_wide: int = 0
     split_by_heads: int = 0
 
@@ -110,6 +114,7 @@ class Family(Generic[C]):
         released: the layer's names in public codes, by the code's name.
         shared_read_path: as `layer_path`, of what the layers of a chunk read together, if they do.
         shared_parameters: of that, in a model of this hidden size, besides the table.
+        shared_kept_wide: fp32 elements per token that backward of that needs, besides its sums of rows.
     """
 
     config: type[C]
@@ -120,6 +125,7 @@ class Family(Generic[C]):
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)
     shared_read_path: str | None = None
     shared_parameters: Callable[[C, int], int] = _none_shared
+    shared_kept_wide: Callable[[C, int], int] = _none_shared
 
     @property
     def kind(self) -> str:

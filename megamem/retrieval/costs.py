@@ -36,6 +36,7 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
         kept_narrow=queries + entries * memory.num_cores,
         kept_ids=2 * entries,
         kept_keys=keys * memory.key_dim,
+        kept_by_entries=entries * (4 * memory.tucker_rank * (2 + memory.num_cores) + 16),
         backward_wide=2 * keys,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megamem.config import ModelConfig
+from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.attention import attention_kept
@@ -187,14 +188,22 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
     # Blocks below what is trained keep nothing.
     blocks_in_flight = flights * stage.backward.num / config.parallel.virtual_pipeline
     kept = block_kept(config, stage, stage.backward, stage.trained_blocks, tokens)
-    passing = block_backward(config, stage, tokens) if stage.backward.num else {}
+    # Of one that is trained, if any is.
+    one = stage.trained_blocks if stage.trained_blocks.num else stage.backward
+    of_one = _with_memory(block_kept(config, stage, one, stage.trained_blocks, tokens), one)
+    passing = block_passing(config, stage, tokens, of_one) if stage.backward.num else {}
     if not stage.backward.num:
         # What forward makes of one block.
         waiting, in_block = {}, block_kept(config, stage, stage.blocks, stage.blocks, tokens)
     elif train.recompute == "full":
-        # Of every block its input; a whole block only while its backward pass runs.
-        waiting = {MemoryPart.RESIDUAL: blocks_in_flight * tokens * model.hidden_size * element}
-        in_block = _sum(kept, passing)
+        # Of every block what it is handed; a whole block only while its backward pass runs, at most one with a memory.
+        inputs = blocks_in_flight * (1 + stage.backward.arrivals / max(1, stage.backward.num))
+        waiting = {MemoryPart.RESIDUAL: inputs * tokens * model.hidden_size * element}
+        in_block = _sum(of_one, passing)
+        if model.moe is not None:
+            # Megatron's dispatchers keep the graphs of their last pass, and those the gradients of the blocks' inputs.
+            left = (stage.backward.num - 1) * tokens * model.hidden_size * element
+            in_block = _sum(in_block, {MemoryPart.BACKWARD: left})
     else:
         waiting = {part: blocks_in_flight * num for part, num in kept.items()}
         in_block = passing
@@ -252,10 +261,19 @@ def block_kept(
         return parts
     per_token = 4 * own.kept_wide + element * own.kept_narrow + _ID * own.kept_ids
     memory = tokens * per_token + own.kept_keys * (_norm_bytes(element) + element)
+    assert model.memory is not None
+    shared = family_of(model.memory).shared_kept_wide(model.memory, model.hidden_size)
+    memory += len(stage.lookups) * tokens * 4 * shared
     exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
     # Of all memories of the stage those in these blocks.
     share *= blocks.memories / stage.blocks.memories
     return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
+
+
+def _with_memory(kept: dict[MemoryPart, float], blocks: Blocks) -> dict[MemoryPart, float]:
+    """Of one block that has a memory, where not all of them have: from the mean over all."""
+    per_block = min(1.0, blocks.memories / max(1, blocks.num)) or 1.0
+    return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}
 
 
 def _core_kept(config: RunConfig, tokens: int) -> float:
@@ -281,31 +299,47 @@ def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
     return packed + coefficients + tokens * pre_width * element + (reads * element if pre_width else 0) + sums
 
 
-def block_backward(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
-    """What one block's backward pass has at a time on top: the larger of the memory's and the feed-forward's.
+def block_passing(
+    config: RunConfig, stage: Stage, tokens: int, kept: dict[MemoryPart, float]
+) -> dict[MemoryPart, float]:
+    """What one block has at a time on top of `kept`, what backward needs of its forward pass.
 
-    Of the memory: gradients of the key scores, and of all ranks' ids as they are sorted: 8 bytes unpacked, 4 of rows and
-    8 of positions. Of the feed-forward: see `_ffn_backward`.
+    The largest of five moments. While entries are selected: what the family says. While the memory is read: the scores of all keys, all ranks' ids unpacked, 8 bytes and
+    as many for bins, and coefficients as they are cut for ranks and as they leave, or before them rows and bins in one.
+    While what was read is in backward: the ids again, and their sort, of rows 4 bytes before and 4 behind, and of
+    positions 8. While the retrieval is: the gradients of the key scores, when what the lookup and the entries kept is
+    gone. Of the feed-forward: see `_ffn_backward`.
     """
-    model, element, layout = config.model, config.train.element_bytes, config.parallel
+    model, element, group = config.model, config.train.element_bytes, config.parallel.memory
+    moments: list[dict[MemoryPart, float]] = [{}]
+    if stage.backward.ffns:
+        trained = stage.trained_blocks.ffns > 0
+        moments.append({MemoryPart.BACKWARD: _ffn_backward(config, tokens, trained=trained)})
+    memory = model.memory
+    if memory is not None and memory.reads_once and stage.backward.memories:
+        # Of what blocks read together: the sum so far, what one more adds, and both.
+        shared = tokens * memory.lookup.bins * memory.width("values") * element
+        moments.append({MemoryPart.BACKWARD: 3.0 * shared})
+    elif memory is not None and stage.lookups and stage.backward.memories:
+        lookup = memory.lookup
+        ids, bins = group * tokens * lookup.rows, lookup.bins > 1
+        unpacked = float(_ID * ids * (1 + bins) if group > 1 else 0)
+        passing = max(2 * coefficients_per_rank(lookup.scores, group) * element, _ID * bins) * ids if group > 1 else 0
+        of_scores = 4 * tokens * stage.memory.backward_wide / len(stage.lookups)
+        entries = tokens * stage.memory.kept_by_entries / len(stage.lookups)
+        moments += [
+            {MemoryPart.MEMORY: 4.0 * tokens * stage.memory.select_wide / len(stage.lookups)},
+            {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: unpacked + passing},
+            {MemoryPart.EXCHANGE: unpacked, MemoryPart.MEMORY: float((_ID + 8) * ids)},
+            {
+                MemoryPart.BACKWARD: of_scores,
+                MemoryPart.MEMORY: -entries,
+                MemoryPart.EXCHANGE: -kept[MemoryPart.EXCHANGE],
+            },
+        ]
     # The gradient that goes down the residual stream, and what a part adds to it.
-    parts = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
-    of_ffn = {
-        MemoryPart.BACKWARD: _ffn_backward(config, tokens, trained=stage.trained_blocks.ffns > 0)
-        if stage.backward.ffns
-        else 0.0
-    }
-    of_memory: dict[MemoryPart, float] = {}
-    if stage.lookups and stage.backward.memories:
-        assert model.memory is not None
-        num = len(stage.lookups)
-        ids = layout.memory * tokens * model.memory.lookup.rows
-        of_memory = {
-            MemoryPart.BACKWARD: 4 * tokens * stage.memory.backward_wide / num,
-            MemoryPart.EXCHANGE: float(_ID * ids if layout.memory > 1 else 0),
-            MemoryPart.MEMORY: float((_ID + 4) * ids),
-        }
-    return _sum(parts, max(of_ffn, of_memory, key=lambda part: sum(part.values())))
+    residual: dict[MemoryPart, float] = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
+    return _sum(residual, max(moments, key=lambda parts: sum(parts.values())))
 
 
 def _ffn_kept(model: ModelConfig, tokens: int, element: int, *, trained: bool = True) -> float:

@@ -40,6 +40,7 @@ class Blocks:
         split_weights: weights that tensor-parallel ranks split, without those of memories.
         expert_weights: weights of experts.
         memories: memory layers.
+        arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later.
     """
 
     num: int
@@ -49,6 +50,7 @@ class Blocks:
     split_weights: int
     expert_weights: int
     memories: int
+    arrivals: int
 
     @property
     def norms(self) -> int:
@@ -168,6 +170,7 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
         split_weights=split,
         expert_weights=experts,
         memories=sum(span.read in blocks for span in model.memory_spans),
+        arrivals=sum(any(span.read < block <= span.add for block in blocks) for span in model.memory_spans),
     )
 
 

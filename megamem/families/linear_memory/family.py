@@ -15,7 +15,7 @@ def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:
     """Queries, H d D, and keys, H d N, every one of which a token is scored against.
 
     For backward are kept the queries, the scores of the kept entries and what was read; backward holds the gradients of
-    all scores.
+    all scores. The selection sorts them: scores before and after, and where they were, of 8 bytes.
     """
     entries, queries = memory.num_heads * memory.top_k, memory.num_heads * memory.key_dim
     weights, scores = queries * (width + memory.num_rows), memory.num_heads * memory.num_rows
@@ -26,6 +26,7 @@ def _costs(memory: LinearConfig, view: LayerView, width: int) -> LayerCosts:
         kept_wide=entries,
         kept_narrow=queries + entries,
         kept_ids=2 * entries,
+        select_wide=4 * scores,
         backward_wide=2 * scores,
     )
 

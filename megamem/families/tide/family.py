@@ -21,6 +21,11 @@ def _shared_parameters(memory: TideConfig, width: int) -> int:
     return memory.num_tables * width if memory.row_gain else 0
 
 
+def _shared_kept_wide(memory: TideConfig, width: int) -> int:
+    """The rows before their norm, K D; and behind it, where gains are trained on them."""
+    return (2 if memory.row_gain else 1) * memory.num_tables * width
+
+
 def _distribution(name: str, memory: TideConfig, model: ModelConfig) -> Distribution:
     match name:
         case "router":
@@ -44,4 +49,5 @@ TIDE = Family(
     table_std=_table_std,
     shared_read_path=f"{__package__}.layer:TideRead",
     shared_parameters=_shared_parameters,
+    shared_kept_wide=_shared_kept_wide,
 )
