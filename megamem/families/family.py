@@ -62,7 +62,7 @@ def _as_it_is(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
     return tensor
 
 
-def _none_shared(memory: MemoryConfig, hidden_size: int) -> int:
+def _none_shared(memory: MemoryConfig, size: int) -> int:
     return 0
 
 
@@ -110,6 +110,7 @@ class Family(Generic[C]):
         released: the layer's names in public codes, by the code's name.
         shared_read_path: as `layer_path`, of what the layers of a chunk read together, if they do.
         shared_parameters: of that, in a model of this hidden size, besides the table.
+        shared_kept_bytes: of that, per token, what backward keeps beside what was read, given the bytes of an element.
     """
 
     config: type[C]
@@ -120,6 +121,7 @@ class Family(Generic[C]):
     released: Mapping[str, ReleasedNames] = field(default_factory=dict)
     shared_read_path: str | None = None
     shared_parameters: Callable[[C, int], int] = _none_shared
+    shared_kept_bytes: Callable[[C, int], int] = _none_shared
 
     @property
     def kind(self) -> str:

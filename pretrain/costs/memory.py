@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megamem.config import ModelConfig
+from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.attention import attention_kept
@@ -253,6 +254,9 @@ def block_kept(
     per_token = 4 * own.kept_wide + element * own.kept_narrow + _ID * own.kept_ids
     memory = tokens * per_token + own.kept_keys * (_norm_bytes(element) + element)
     exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
+    assert model.memory is not None
+    if model.memory.reads_once:
+        memory += len(stage.lookups) * tokens * family_of(model.memory).shared_kept_bytes(model.memory, element)
     # Of all memories of the stage those in these blocks.
     share *= blocks.memories / stage.blocks.memories
     return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}

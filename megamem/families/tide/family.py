@@ -21,6 +21,12 @@ def _shared_parameters(memory: TideConfig, width: int) -> int:
     return memory.num_tables * width if memory.row_gain else 0
 
 
+def _shared_kept_bytes(memory: TideConfig, element: int) -> int:
+    """Of K rows: they in fp32, where they are not so already, and normalised; and what all layers find."""
+    wide = 4 if element < 4 else 0
+    return memory.num_tables * memory.value_dim * (wide + (4 if memory.row_gain else 0) + element)
+
+
 def _distribution(name: str, memory: TideConfig, model: ModelConfig) -> Distribution:
     match name:
         case "router":
@@ -44,4 +50,5 @@ TIDE = Family(
     table_std=_table_std,
     shared_read_path=f"{__package__}.layer:TideRead",
     shared_parameters=_shared_parameters,
+    shared_kept_bytes=_shared_kept_bytes,
 )
