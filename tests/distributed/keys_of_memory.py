@@ -468,7 +468,7 @@ def _(base: Subject, second: Subject) -> None:
     inputs, angles = Inputs(torch.stack((ids, ids))), torch.zeros(5, 1, 1, 4)
     with torch.no_grad():
         (queries, keys, values), (same_queries, other_keys, same_values) = (
-            subject.model.decoder.layers[0].self_attention.get_query_key_value_tensors(x, (angles, inputs))
+            subject.model.decoder.layers[0].self_attention.get_query_key_value_tensors(x, (angles, inputs, None))
             for subject in (base, second)
         )
     assert same(queries, same_queries)

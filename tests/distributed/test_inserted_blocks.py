@@ -18,9 +18,7 @@ from torch import Tensor
 from megamem.config import ModelConfig
 from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.midus.config import MidusConfig
-from megamem.families.midus.family import MIDUS
 from megamem.families.pkm.config import PkmConfig
-from megamem.families.registry import FAMILIES
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import MemoryConfig, PlacementConfig
 from parallel.cpu import cuda_on_cpu
@@ -169,7 +167,7 @@ def laid_out(sizes: dict[str, Any]) -> RunConfig:
 
 def with_values(patch: pytest.MonkeyPatch) -> None:
     """Tables that are not zero at first, so that keys and attention learn from the first step on."""
-    patch.setitem(FAMILIES, MIDUS.kind, replace(MIDUS, table_std=lambda memory, model, sigma_s: 0.5))
+    patch.setattr("megamem.initialisation.table_std", lambda model, memory, sigma_s: 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +232,7 @@ def others_trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
     def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
         found: dict[str, dict[str, Trained]] = {name: {} for name in OTHERS}
         with pytest.MonkeyPatch.context() as patch:
-            # As in `with_values`.
-            patch.setattr("megamem.initialisation.table_std", lambda model, memory, sigma_s: 0.5)
+            with_values(patch)
             for name, memory in OTHERS.items():
                 for layout, sizes in layouts.items():
                     config = laid_out(sizes)

@@ -38,4 +38,4 @@ def test_a_model_draws_the_codes_of_the_class_that_it_is_asked_for(tmp_path: Pat
     for number, codes in enumerate(CODES):
         result = megamem("generate", run, "--prompt", f"c{number} ", "--max-tokens", 1 + len(codes), "--temperature", 0)
         assert result.code == 0, result.output
-        assert result.output.split() == [f"c{number}", *map(str, codes)]
+        assert result.generated.split() == [f"c{number}", *map(str, codes)]
