@@ -12,6 +12,8 @@ import pytest
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
+from megamem.families.tide.config import TideConfig
+from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
@@ -102,6 +104,25 @@ OFFLOADED = replace(
     model=replace(SPLIT.model, memory=replace(MEMORY, num_keys=2048)),
     optimizer=OptimizerConfig(value_offload="cpu"),
 )
+# Memories that are handed on to later blocks, each read of which unpacks rows and bins of many entries.
+SKIPPING = replace(
+    SPLIT,
+    model=replace(
+        SPLIT.model,
+        num_layers=8,
+        memory=UltraMemConfig(
+            num_keys=64, value_dim=64, top_k=64, key_expansion=2, placement=PlacementConfig(spans="0:1/2:3/4:6")
+        ),
+    ),
+    parallel=ParallelConfig(pipeline=2, memory=8),
+)
+RECOMPUTED_MIXTURE = replace(MIXTURE, model=replace(MIXTURE.model, num_layers=16), train=SPLIT.train)
+READ_TOGETHER = replace(
+    SPLIT,
+    model=replace(SPLIT.model, memory=TideConfig(vocab_size=1024, value_dim=256, num_tables=12)),
+    parallel=ParallelConfig(memory=2),
+    train=replace(SPLIT.train, recompute="none", global_batch_size=64),
+)
 SELECTIVE = replace(CUT["gather"], train=replace(CUT["gather"].train, recompute="selective"))
 CONFIGS = {
     "split": SPLIT,
@@ -112,6 +133,9 @@ CONFIGS = {
     "selective": SELECTIVE,
     "latents": LATENTS,
     "inserted": INSERTED,
+    "skipping": SKIPPING,
+    "mixture, recomputed": RECOMPUTED_MIXTURE,
+    "read together": READ_TOGETHER,
     "latents, of queries too": QUERIES_TOO,
     **CUT,
 }
@@ -171,7 +195,8 @@ def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
     for report in reports[name]:
         found = {figure.name: figure for figure in figures(report, stages[report.stage], sent[report.stage])}
-        assert {"weights", "gradients", "optimizer state", "activations", "sent: messages", "sent: dense"} <= set(found)
+        assert {"weights", "gradients", "optimizer state", "activations", "sent: dense"} <= set(found)
+        assert ("sent: messages" in found) == (config.parallel.pipeline > 1)
         assert ("sent: memory" in found) == (config.parallel.memory > 1)
         assert ("sent: tensor" in found) == (config.parallel.tensor > 1)
         assert ("sent: context" in found) == (config.parallel.context > 1)
