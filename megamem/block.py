@@ -39,8 +39,8 @@ class MemorySite(nn.Module):
 class FfnWithMemory(MegatronModule, MemorySite):
     """The `mlp` slot of a block that has a memory, h + FFN(n) + Mem(n) with n = Norm(h) in the usual case.
 
-    Without a feed-forward (`Slot.INSTEAD`, inserted blocks) it is Mem(n) alone. With `Slot.SKIP` the slot is the feed-forward alone, and
-    `MemoryBlock` asks `read` for the memory's output.
+    Without a feed-forward (`Slot.INSTEAD`, inserted blocks) it is Mem(n) alone. With `Slot.SKIP` the slot is the
+    feed-forward alone, and `MemoryBlock` asks `read` for the memory's output.
     """
 
     def __init__(

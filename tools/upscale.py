@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 TRAINING_FILE = "train.yaml"
 """In the folder: the configuration of a run that trains what the method's paper trains."""
-_BLOCKS, _ALL = "the new blocks alone", "all of it"
-_TRAINED: dict[Method, str] = {"memory": _BLOCKS, "llama-pro": _BLOCKS, "averaged": _BLOCKS, "solar": _ALL}
+_TRAINS_ALL: tuple[Method, ...] = ("solar",)
 
 _EPILOG = """\
 examples:
@@ -112,13 +111,13 @@ def run(args: argparse.Namespace) -> int:
         f"equal, as read back: {plural(made.num_tensors, 'tensor')} of {size_in_words(made.num_bytes)}, "
         f"{time.monotonic() - started_s:.1f} s\n"
         f"written: {made.path}\n"
-        f"to train {_TRAINED[args.insert]}: megamem train {training} --from {args.output} --run-dir DIR"
+        f"to train {'all of it' if args.insert in _TRAINS_ALL else 'the new blocks alone'}: megamem train {training} --from {args.output} --run-dir DIR"
     )
     return 0
 
 
 def _training(grown: Grown, insert: Method) -> dict[str, Any]:
     """A configuration over that of the folder, for what the method's paper trains. In it blocks count from 1."""
-    if _TRAINED[insert] == _ALL:
+    if insert in _TRAINS_ALL:
         return {"base": "config.yaml"}
     return {"base": "config.yaml", "optimizer": {"trained_layers": [number + 1 for number in grown.inserted]}}

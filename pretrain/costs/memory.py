@@ -304,11 +304,11 @@ def block_passing(
 ) -> dict[MemoryPart, float]:
     """What one block has at a time on top of `kept`, what backward needs of its forward pass.
 
-    The largest of five moments. While entries are selected: what the family says. While the memory is read: the scores of all keys, all ranks' ids unpacked, 8 bytes and
-    as many for bins, and coefficients as they are cut for ranks and as they leave, or before them rows and bins in one.
-    While what was read is in backward: the ids again, and their sort, of rows 4 bytes before and 4 behind, and of
-    positions 8. While the retrieval is: the gradients of the key scores, when what the lookup and the entries kept is
-    gone. Of the feed-forward: see `_ffn_backward`.
+    The largest of five moments. While entries are selected: what the family says. While the memory is read: the scores
+    of all keys, all ranks' ids unpacked, 8 bytes and as many for bins, and coefficients as they are cut for ranks and as
+    they leave, or before them rows and bins in one. While what was read is in backward: the ids again, and their sort,
+    of rows 4 bytes before and 4 behind, and of positions 8. While the retrieval is: the gradients of the key scores,
+    when what the lookup and the entries kept is gone. Of the feed-forward: see `_ffn_backward`.
     """
     model, element, group = config.model, config.train.element_bytes, config.parallel.memory
     moments: list[dict[MemoryPart, float]] = [{}]

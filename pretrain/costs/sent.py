@@ -102,14 +102,16 @@ def tensor_passes(config: RunConfig, stage: Stage) -> float:
     what is trained go forward alone.
     """
 
+    def pairs(blocks: Blocks) -> int:
+        return blocks.num + (blocks.ffns if config.model.moe is None else 0)
+
     def both_ways(blocks: Blocks) -> float:
-        pairs = blocks.num + (blocks.ffns if config.model.moe is None else 0)
-        return 2 * pairs - blocks.unprojected * (1 - 1 / config.parallel.tensor)
+        return 2 * pairs(blocks) - blocks.unprojected * (1 - 1 / config.parallel.tensor)
 
     passes = both_ways(stage.blocks) + (2 if config.train.recompute == "full" else 1) * both_ways(stage.backward)
-    again = stage.trained_blocks.num + (stage.trained_blocks.ffns if config.model.moe is None else 0)
     # The embedding scatters, and gathers backward; the output projection scatters backward alone.
-    return passes + again + (1 + stage.trains_all) * stage.has_embedding + (2 + stage.trains_all) * stage.has_loss
+    passes += pairs(stage.trained_blocks)
+    return passes + (1 + stage.trains_all) * stage.has_embedding + (2 + stage.trains_all) * stage.has_loss
 
 
 def _latents(config: RunConfig, stage: Stage, division: Division) -> float:

@@ -20,7 +20,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.formulas import training_flops_per_token
 from pretrain.costs.hardware import Hardware
-from pretrain.costs.memory import block_kept, trained_dense, trained_tables
+from pretrain.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.costs.sent import context_bytes, lookup_bytes, tensor_passes
 from pretrain.costs.stages import Blocks, Division, Stage, stages_of
 from pretrain.costs.traffic import copies_bytes
@@ -154,8 +154,8 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     forwards = 2 if train.recompute == "full" else 1
     loss = 2.0 * padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size * stage.has_loss
     # What a block keeps where all is trained is about what its forward pass writes.
-    written = sum(block_kept(config, stage, stage.blocks, stage.blocks, tokens).values())
-    written -= _memory_kept(config, stage, tokens) / max(1, stage.blocks.num)
+    kept = block_kept(config, stage, stage.blocks, stage.blocks, tokens)
+    written = sum(num for part, num in kept.items() if part not in (MemoryPart.MEMORY, MemoryPart.EXCHANGE))
     passes = stage.blocks.num + forwards * stage.backward.num
     forward, backward = _memory_passes(config, stage)
     own = stage.memory
@@ -229,11 +229,6 @@ def _block_flops(config: RunConfig, stage: Stage) -> float:
         "full": products(stage.backward) + stage.backward.num * attention,
     }
     return forward + backward + again[recompute]
-
-
-def _memory_kept(config: RunConfig, stage: Stage, tokens: int) -> float:
-    kept = block_kept(config, stage, stage.blocks, stage.blocks, tokens)
-    return stage.blocks.num * sum(num for part, num in kept.items() if part.value in ("memory layers", "exchange"))
 
 
 def _table_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:

@@ -82,7 +82,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
         return run_growth(args)
     configs = load_configs(args.configs, args.overrides)
-    num_ranks = common_num_ranks(configs, args.nproc)
+    num_ranks = _num_ranks(configs, args.nproc)
     page = open_page(args, "comparison")
     options = ["--seeds", ",".join(map(str, args.seeds)), *(["--tune", str(args.tune)] if args.tune else [])]
     command = command_line(args, "compare", *options)
@@ -211,7 +211,7 @@ class Comparison:
         self.page.write(text, svg(plot(self.figures, self.results)))
 
 
-def common_num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
+def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
     """How many ranks all runs have; configurations by the paths of their files.
 
     Raises:

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
@@ -20,6 +18,7 @@ from pretrain.growth.placement import PLACEMENTS, Placement
 from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
 from tools.compare.arguments import command_line, open_page
 from tools.compare.growth_report import GrownFigures, plot, report, table
+from tools.compare.key_files import read_keys
 from tools.compare.rules import load_configs, model_figures, overrides_among, with_seed
 from tools.compare.runs import RunResult, RunStopped, Trainer, finished_steps
 from tools.compare.tuning import in_words
@@ -92,12 +91,7 @@ def read_growth(path: Path) -> Growth:
     Raises:
         ConfigError: naming the file, what is wrong and what is expected.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--grow is {path}, which cannot be read: {error}") from error
-    if not isinstance(content, dict) or set(content) != {"continued", "ways"}:
-        raise ConfigError(f"{path}: a growth file has the keys continued and ways, and no other ones")
+    content = read_keys(path, "--grow", "growth", ("continued", "ways"))
     continued, ways = content["continued"], content["ways"]
     if not isinstance(continued, dict) or not isinstance(ways, dict) or not ways:
         raise ConfigError(f"{path}: continued is a mapping of keys to values, and ways one of names to what is done")

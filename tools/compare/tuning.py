@@ -19,6 +19,7 @@ import yaml
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
+from tools.compare.key_files import read_keys
 from tools.compare.rules import with_seed
 
 _FIELDS = {"trials": int, "steps": int, "seed": int, "keys": dict}
@@ -63,12 +64,7 @@ def read_tuning(path: Path) -> Tuning:
     Raises:
         ConfigError: naming the file, what is wrong and what is expected.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--tune is {path}, which cannot be read: {error}") from error
-    if not isinstance(content, dict) or set(content) != set(_FIELDS):
-        raise ConfigError(f"{path}: a tuning file has the keys {', '.join(_FIELDS)}, and no other ones")
+    content = read_keys(path, "--tune", "tuning", _FIELDS)
     for name, kind in _FIELDS.items():
         value = content[name]
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 1):

@@ -32,8 +32,8 @@ class MidusLayer(MemoryLayer):
     for R consecutive tokens of n heads where one rank alone would ask for one token of H: on every layout a rank
     brings as many queries as it has tokens between the blocks.
 
-    Queries that are cut from whole tokens (`query_from`, Table 11) are those of this rank's tokens between the blocks: every
-    rank then holds the keys and W_h of all heads.
+    Queries that are cut from whole tokens (`query_from`, Table 11) are those of this rank's tokens between the blocks:
+    every rank then holds the keys and W_h of all heads.
     """
 
     memory: MidusConfig

@@ -137,8 +137,8 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
     tucker = isinstance(memory, TuckerConfig)
     if not isinstance(memory, RetrievalConfig) or not (tucker or isinstance(memory, ProductKeyConfig)):
         raise _unknown(model, "which retrieves by neither Tucker-decomposed scores nor product keys")
-    plan, layers = model.memory_plan, []
-    for index, (span, view) in enumerate(zip(model.memory_spans, plan.views, strict=True)):
+    layers = []
+    for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
         weights = memory_weights(model, index, tensors)
         needed, options = (_TUCKER_WEIGHTS, _TUCKER_OPTIONS) if tucker else (_PRODUCT_WEIGHTS, _PRODUCT_OPTIONS)
         if not needed <= weights.keys() <= needed | options:
@@ -167,19 +167,26 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
         "num_queries": memory.num_queries,
         "row_top_k": memory.row_top_k,
         "top_k": memory.top_k,
+        **_reads(model, memory),
+        "layers": layers,
+    }
+
+
+def _reads(model: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
+    """What is read of which tables, whatever retrieves."""
+    return {
         "num_scores": memory.lookup.scores,
         "num_sums": memory.lookup.bins,
         "activation": memory.lookup.activation,
         "tables": {table.name: table.width for table in memory.tables},
-        "bank_rows": [bank.num_rows for bank in plan.banks],
-        "layers": layers,
+        "bank_rows": [bank.num_rows for bank in model.memory_plan.banks],
     }
 
 
 def _behind_heads(model: ModelConfig, memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """Memories of inserted blocks, whose queries are the heads' outputs."""
-    plan, layers = model.memory_plan, []
-    for index, (span, view) in enumerate(zip(model.memory_spans, plan.views, strict=True)):
+    layers = []
+    for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
         weights = memory_weights(model, index, tensors)
         if weights.keys() != _HEADS_WEIGHTS:
             raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(sorted(weights))}")
@@ -205,11 +212,7 @@ def _behind_heads(model: ModelConfig, memory: MemoryConfig, tensors: Mapping[str
         "num_queries": 2 * heads,
         "row_top_k": top_k,
         "top_k": top_k,
-        "num_scores": memory.lookup.scores,
-        "num_sums": heads,
-        "activation": memory.lookup.activation,
-        "tables": {table.name: table.width for table in memory.tables},
-        "bank_rows": [bank.num_rows for bank in plan.banks],
+        **_reads(model, memory),
         "layers": layers,
     }
 
