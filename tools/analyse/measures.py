@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megamem.slots import Slot
 from parallel.atomic_write import atomic_write
 from pretrain.analysis.deciles import Deciles, count_tokens, frequency_deciles
 from pretrain.config.schema import RunConfig
@@ -164,7 +163,7 @@ def measure_heads(run: Analysed) -> None:
     memory = run.config.model.memory
     with _restored(run) as ((model,), held_out, groups):
         found = head_importance(model, held_out, groups, micro_batch_size=run.config.train.micro_batch_size)
-        inserted = [span.read for span in run.config.model.memory_spans if memory and memory.slot is Slot.BLOCK]
+        inserted = [span.read for span in run.config.model.memory_spans if memory and memory.is_inserted]
         of_readings = {
             reading: {
                 "scores": scores.tolist(),
