@@ -222,7 +222,7 @@ OTHERS: dict[str, MemoryConfig] = {
         MEMORY, query_from="stream_and_heads", placement=replace(MEMORY.placement, norm="layer")
     ),
 }
-FEW = ("tensor 2 x pipeline 2 x memory 2, recomputed", "context 2 x tensor 2", "pipeline 2 x virtual 3, recomputed")
+FEW = ("tensor 2 x pipeline 2 x memory 2, recomputed", "context 2 x tensor 2")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from megamem.initial_outputs import InitialOutput, measure_initial_outputs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.initialisation import table_std
 from megamem.memory_config import PlacementConfig
-from megamem.random_fill import fill
+from megamem.random_fill import fill, normal_rows
 from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.sharing import SharingConfig
 from pretrain.config.loader import load_config
@@ -73,11 +73,18 @@ def measured(
             drawn[key] = out.detach().clone()
         out.detach().copy_(drawn[key])
 
+    def rows_once(wanted: Tensor, *, std: float, **of: Any) -> Tensor:
+        key = (tuple(wanted.tolist()), *of.items())
+        if key not in drawn:
+            drawn[key] = normal_rows(wanted, std=1.0, **of)
+        return drawn[key] * std
+
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # Of Megatron, about optional packages.
         warnings.simplefilter("ignore")
         patch.setattr(megamem.initial_outputs, "fill", fill_once)
         patch.setattr(megamem.calibration, "fill", fill_once)
+        patch.setattr(megamem.initial_outputs, "normal_rows", rows_once)
         return {
             choice: measure_initial_outputs(
                 replace(model, memory=replace(memory_of(model), initialisation=choice)),
