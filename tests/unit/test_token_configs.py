@@ -65,6 +65,22 @@ def test_tides_tables_have_the_printed_sizes(num_tables: int, gigabytes: str) ->
     assert f"{2 * count_parameters(config.model).tables / 1e9:.4f}" == gigabytes
 
 
+@pytest.mark.parametrize("name", ["750m", "1b", "3b"])
+def test_tides_backbones_are_those_of_the_page(name: str) -> None:
+    model = load_config(REPOSITORY / "configs" / "tide" / f"{name}.yaml").model
+    counts = count_parameters(model)
+    page = (REPOSITORY / "docs" / "parameters.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `configs/tide/{name}\.yaml`[^|]*\| (.*) \|$", page, re.MULTILINE)
+    assert row.split(" | ") == [
+        f"{model.num_layers}",
+        f"{model.hidden_size:,}",
+        f"{model.ffn_hidden_size:,}",
+        f"{model.num_attention_heads}, {model.num_query_groups}",
+        f"{(counts.total - counts.tables) / 1e9:.3f}B",
+        f"{2 * counts.tables / 1e9:.2f} GB",
+    ]
+
+
 def test_what_is_said_of_tides_backbone() -> None:
     """Without tables: as shipped, and as narrow as its paper's 1.03 GB of 8 bits would have it, with and without the
     embedding."""
