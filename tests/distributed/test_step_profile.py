@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
 from pretrain.build import unwrap
@@ -54,6 +55,9 @@ ONE_RANK = {
 TWO_RANKS = {
     "memory 2": on(SHARED, memory=2),
     "tensor 2": on(SHARED, tensor=2, memory=2),
+    "rows for the rank's own heads": on(
+        model(SHARED, memory=MoveConfig(num_slots=2, vocab_size=VOCAB_SIZE, value_dim=16)), tensor=2, memory=2
+    ),
     "pipeline 2": on(SHARED, pipeline=2),
     "interleaved": on(PRIVATE, pipeline=2, virtual_pipeline=2, micro_batch_size=2),
 }
@@ -206,6 +210,12 @@ def test_phases_of_a_step(profiles: dict[str, Profile]) -> None:
         Range(Phase.OPTIMIZER, Part.TABLE_STEP): 1,
     }
     assert Range(Phase.MESSAGES, "") in per_step(profiles["pipeline 2"])
+
+
+def test_reading_for_heads_is_marked_in_both_passes(profiles: dict[str, Profile]) -> None:
+    found = of_passes(per_step(profiles["rows for the rank's own heads"]))
+    # 4 layers x 2 microbatches.
+    assert {found[Range(phase, Part.WEIGHTING)] for phase in (Phase.FORWARD, Phase.BACKWARD)} == {8}
 
 
 def test_without_a_memory_no_part_is_met(profiles: dict[str, Profile]) -> None:

@@ -209,7 +209,8 @@ class _Hooks:
         differentiable = self._timeline.differentiable
         for name, part in parts.items():
             self._set(layer, name, differentiable(part, getattr(layer, name)))
-        self._set(layer, "lookup", SimpleNamespace(read=differentiable(Part.WEIGHTING, layer.lookup.read)))
+        reads = {name: differentiable(Part.WEIGHTING, getattr(layer.lookup, name)) for name in ("read", "read_heads")}
+        self._set(layer, "lookup", SimpleNamespace(**reads))
 
     def _marked_kernels(self, kernels: Kernels) -> Kernels:
         """The same kernels with marks; a naive gather has its table gradient inside, where no mark reaches."""
