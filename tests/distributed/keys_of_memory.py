@@ -403,6 +403,20 @@ for _query in ("stream_and_heads", "projected"):
     _enter_query(_query)
 
 
+@MEMORIES.key(
+    "model.memory.query_norm",
+    "layer",
+    set_key(with_kind("midus", num_heads=4), "model.memory.placement", PlacementConfig(blocks=(1,))),
+)
+def _(base: Subject, second: Subject) -> None:
+    """A gain and a bias for every column of every head, ones and zeros at first."""
+    new = {name: second.memory_weights[name] for name in set(second.memory_weights) - set(base.memory_weights)}
+    assert {name: (weight.shape, weight.unique().tolist()) for name, weight in new.items()} == {
+        "query_gain": ((4, 8), [1.0]),
+        "query_bias": ((4, 8), [0.0]),
+    }
+
+
 # Memories that the token id addresses.
 
 MOVE = with_kind("move", vocab_size=70, value_dim=32, num_gate_heads=4)

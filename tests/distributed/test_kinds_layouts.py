@@ -55,6 +55,17 @@ KINDS = {
     "midus, layer norm": MidusConfig(
         num_heads=4, num_keys=12, value_dim=16, placement=PlacementConfig(blocks=(1, 3), norm="layer")
     ),
+    "midus, normalised queries": MidusConfig(
+        num_heads=4, num_keys=12, value_dim=16, query_norm="layer", placement=PlacementConfig(blocks=(1, 3))
+    ),
+    "midus, projected, normalised queries": MidusConfig(
+        num_heads=4,
+        num_keys=12,
+        value_dim=16,
+        query_from="projected",
+        query_norm="layer",
+        placement=PlacementConfig(blocks=(1, 3)),
+    ),
     "peer": PeerConfig(value_dim=HIDDEN, biases=True, query_norm=False, **GRID),
 }
 

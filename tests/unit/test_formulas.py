@@ -118,6 +118,9 @@ MODELS = {
     "midus, layer norm": replace(
         DENSE, memory=MidusConfig(num_heads=4, num_keys=8, placement=PlacementConfig(blocks=(1, 3), norm="layer"))
     ),
+    "midus, normalised queries": replace(
+        DENSE, memory=MidusConfig(num_heads=4, num_keys=8, query_norm="layer", placement=PlacementConfig(blocks=(1,)))
+    ),
     "midus, untied, no qk norm": replace(
         DENSE,
         tied_embeddings=False,

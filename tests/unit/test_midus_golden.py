@@ -11,7 +11,7 @@ table.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +114,46 @@ def build(golden_dir: Path, name: str, dtype: torch.dtype, kernels: Literal["aut
         leaves["Vbar"] = put(bank.get_parameter("values"), leaves["Vbar"])
         leaves["Wh"] = put(layer.expansion, leaves["Wh"])
     return Block(config, tensors, memory, layer, leaves)
+
+
+@pytest.mark.parametrize("query_from", ["heads", "stream_and_heads"])
+def test_normalised_queries_are_layer_norm_of_every_head(
+    query_from: Literal["heads", "stream_and_heads"],
+) -> None:
+    """Table 11, w/ LayerNorm: the memory that the recorded tensors hold, of queries that are normalised by the
+    definition; outputs and gradients."""
+    torch.manual_seed(1)
+    num_heads, width = 2, 6
+    config = {"d": num_heads * width, "H": num_heads}
+    memory = MidusConfig(num_heads=num_heads, num_keys=5, top_k=3, value_dim=4, query_from=query_from)
+    ops, plan = select_kernels("naive", device_type="cpu"), memory.plan(1)
+    bank = Bank(plan.banks[0], memory, ops, dtype=torch.float64, device="cpu", replica_rank=0)
+    normal, plain = (
+        family_of(memory).layer()(
+            megatron(config, torch.float64), kind, plan.views[0], bank, kernels=ops, name="layers.0", seed=1
+        )
+        for kind in (replace(memory, query_norm="layer"), memory)
+    )
+    gain, bias = (torch.randn(num_heads, width, dtype=torch.float64).requires_grad_() for _ in range(2))
+    with torch.no_grad():
+        bank.get_parameter("values").normal_()
+        normal.query_gain.copy_(gain)
+        normal.query_bias.copy_(bias)
+        for name in ("keys", "expansion"):
+            put(getattr(plain, name), put(getattr(normal, name), torch.randn_like(getattr(normal, name))))
+    heads = torch.randn(7, 3, num_heads, width, dtype=torch.float64).requires_grad_()
+    deviation = heads - heads.sum(-1, keepdim=True) / width
+    scale = ((deviation**2).sum(-1, keepdim=True) / width + 1e-5) ** -0.5
+    expected = plain(deviation * scale * gain + bias, Inputs(None))
+    found = normal(heads if query_from == "heads" else heads.flatten(2), Inputs(None)).view(expected.shape)
+    assert relative_error(found, expected) < 1e-12
+    upstream = torch.randn_like(expected)
+    leaves = (normal.query_gain, normal.query_bias, normal.keys, normal.expansion)
+    ours = torch.autograd.grad(found, (heads, *leaves), upstream)
+    theirs = torch.autograd.grad(expected, (heads, gain, bias, plain.keys, plain.expansion), upstream)
+    for one, other in zip(ours, theirs, strict=True):
+        assert other.abs().max() > 1e-3
+        assert relative_error(one, other) < 1e-12
 
 
 def put(parameter: nn.Parameter, recorded: Tensor) -> nn.Parameter:

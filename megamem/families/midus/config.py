@@ -39,6 +39,9 @@ class MidusConfig(MemoryConfig):
     query_from: Literal["heads", "stream_and_heads", "projected"] = "heads"
     """What is cut into the heads' queries (Table 11): heads: the outputs of attention's heads; stream_and_heads: the
     residual stream with them; projected: what the output projection makes of them."""
+    query_norm: Literal["none", "layer"] = "none"
+    """Of every head's queries (Table 11): none: they meet the keys as they are; layer: LayerNorm, with a gain and a
+    bias of each head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from megamem.config import ModelConfig
-from megamem.distributions import Distribution, Normal, symmetric
+from megamem.distributions import Constant, Distribution, Normal, symmetric
 from megamem.families.family import Family, LayerCosts
 from megamem.families.midus.config import MidusConfig
 from megamem.sharing import LayerView
 
 
 def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
-    """Keys, N D, and expansions, V D: the heads together are as wide as the model.
+    """Keys, N D, expansions, V D, and gains and biases of normalised queries, 2 D: the heads together are as wide as
+    the model.
 
     The candidate grid is K^2 sums per head. For backward are kept the queries by side, the scores of the kept entries,
-    and what was read.
+    and what was read; where queries are normalised, also they themselves and what gains multiply.
     """
     entries, keys = memory.num_heads * memory.top_k, memory.num_keys * width
     expansion = memory.value_dim * width
+    norm = 2 * width if memory.query_norm == "layer" else 0
     scores = 2 * memory.num_heads * memory.num_keys
     return LayerCosts(
-        retrieval=keys,
+        retrieval=keys + norm,
         projections=expansion,
-        split_by_heads=0 if memory.reads_whole_tokens else keys + expansion,
+        split_by_heads=0 if memory.reads_whole_tokens else keys + expansion + norm,
         key_flops=2.0 * keys,
         selection_flops=1.0 * memory.num_heads * memory.top_k**2,
         projection_flops=2.0 * expansion,
         selection_bytes=4 * scores + 8 * 4 * entries,
-        kept_wide=entries,
+        kept_wide=entries + norm,
         kept_narrow=width + entries,
         kept_ids=2 * entries,
         backward_wide=2 * scores,
@@ -41,6 +43,10 @@ def _distribution(name: str, memory: MidusConfig, model: ModelConfig) -> Distrib
             return symmetric((model.hidden_size // memory.num_heads) ** -0.5)
         case "expansion":
             return Normal(memory.value_dim**-0.5)
+        case "query_gain":
+            return Constant(1.0)
+        case "query_bias":
+            return Constant(0.0)
     raise AssertionError(f"no initial distribution is defined for the memory's {name}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megamem.families.midus.config import MidusConfig
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
-from megamem.parameters import ReducedOver, declare, parameter_device
+from megamem.parameters import GroupName, ReducedOver, declare, parameter_device
 from megamem.retrieval.product import retrieve
 from megamem.retrieval.retrieved import Retrieved
 
@@ -23,7 +23,7 @@ from megamem.retrieval.retrieved import Retrieved
 class MidusLayer(MemoryLayer):
     """Mem(a)[h] = (sum_k w_hk values[row_hk]) W_h for the output a_h of each head of attention (MIDUS, Eq. 3-5, 13-15).
 
-    The output of a head is its query as it is: its first half meets the keys of rows, its second half those of columns.
+    The output of a head is its query as it is, or normalised (`query_norm`, Table 11): its first half meets the keys of rows, its second half those of columns.
     Weights are the softmax of the K best sums. The table is one for all heads of the block, and what a head reads of it
     is brought to d columns by W_h, the head's own: H tables of N^2 d elements are factored into one of N^2 V and H
     matrices of V d.
@@ -46,21 +46,35 @@ class MidusLayer(MemoryLayer):
         heads = memory.num_heads // self.num_ranks
         self.keys = self._by_head(heads, 2, memory.num_keys, head_dim // 2)
         self.expansion = self._by_head(heads, memory.value_dim, head_dim)
+        self.query_gain = self.query_bias = None
+        if memory.query_norm == "layer":
+            # Not decayed, as no gain and no bias is.
+            self.query_gain = self._by_head(heads, head_dim, group="backbone_no_decay")
+            self.query_bias = self._by_head(heads, head_dim, group="backbone_no_decay")
         # [n N^2, d], see `expand_values`.
         self.own_values: Tensor | None = None
 
-    def _by_head(self, *shape: int) -> nn.Parameter:
+    def _by_head(self, *shape: int, group: GroupName = "retrieval") -> nn.Parameter:
         """A weight of this rank's heads."""
-        if self.memory.reads_whole_tokens:
-            return self._weight(*shape)
         device = parameter_device(self.config)
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
-        declare(weight, "retrieval", reduced_over=ReducedOver.DATA, tensor_dim=0)
+        if self.memory.reads_whole_tokens:
+            declare(weight, group, reduced_over=ReducedOver.TOKENS)
+        else:
+            declare(weight, group, reduced_over=ReducedOver.DATA, tensor_dim=0)
         return weight
+
+    def _normalised(self, queries: Tensor) -> Tensor:
+        """[S, n, d]: every head's LayerNorm, in at least fp32, of its queries; or these."""
+        if self.query_gain is None or self.query_bias is None:
+            return queries
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        standard = F.layer_norm(queries.to(wide), queries.shape[2:], eps=self.epsilon)
+        return (standard * self.query_gain.to(wide) + self.query_bias.to(wide)).to(queries.dtype)
 
     def retrieve(self, queries: Tensor) -> Retrieved:
         """Entries and softmaxed scores of the heads' outputs [S, n, d]; Eq. 13-15."""
-        sides = queries.unflatten(2, (2, -1)).permute(1, 2, 0, 3).flatten(0, 1)
+        sides = self._normalised(queries).unflatten(2, (2, -1)).permute(1, 2, 0, 3).flatten(0, 1)
         # One product per (head, side): [2n, S, d/2] x [2n, d/2, N].
         products = torch.bmm(sides, self.keys.flatten(0, 1).transpose(1, 2))
         products = products.to(torch.promote_types(products.dtype, torch.float32))
@@ -121,7 +135,7 @@ class MidusLayer(MemoryLayer):
         entries: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             dict(self.named_parameters(recurse=False)),
             prefix,
-            {"keys": 0, "expansion": 0},
+            {name: 0 for name, _ in self.named_parameters(recurse=False)},
             sharded_offsets,
             tp_group=self.tensor_group,
             dp_cp_group=metadata["dp_cp_group"],
