@@ -43,9 +43,9 @@ OTHERS = {
 """Memories that elsewhere stand around the feed-forward."""
 MEMORIES = {
     "memory": KEYS,
-    "memory, layer norm": [*KEYS, "model.memory.placement.norm=layer"],
+    "memory, layer norms": [*KEYS, "model.memory.placement.norm=layer", "model.memory.query_norm=layer"],
     "memory, projected": [*KEYS, "model.memory.query_from=projected"],
-    "memory, stream and heads": [*KEYS, "model.memory.query_from=stream_and_heads"],
+    "memory, stream and heads": [*KEYS, "model.memory.query_from=stream_and_heads", "model.memory.query_norm=layer"],
 } | {name: [*HEADS, *(f"model.memory.{key}" for key in keys)] for name, keys in OTHERS.items()}
 METHODS = ("llama-pro", *MEMORIES)
 LAYOUTS: dict[str, dict[str, Any]] = {
