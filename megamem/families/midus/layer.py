@@ -23,10 +23,10 @@ from megamem.retrieval.retrieved import Retrieved
 class MidusLayer(MemoryLayer):
     """Mem(a)[h] = (sum_k w_hk values[row_hk]) W_h for the output a_h of each head of attention (MIDUS, Eq. 3-5, 13-15).
 
-    The output of a head is its query as it is, or normalised (`query_norm`, Table 11): its first half meets the keys of rows, its second half those of columns.
-    Weights are the softmax of the K best sums. The table is one for all heads of the block, and what a head reads of it
-    is brought to d columns by W_h, the head's own: H tables of N^2 d elements are factored into one of N^2 V and H
-    matrices of V d.
+    The output of a head is its query as it is, or normalised (`query_norm`, Table 11): its first half meets the keys of
+    rows, its second half those of columns. Weights are the softmax of the K best sums. The table is one for all heads
+    of the block, and what a head reads of it is brought to d columns by W_h, the head's own: H tables of N^2 d elements
+    are factored into one of N^2 V and H matrices of V d.
 
     Keys and W_h follow their heads to the tensor-parallel ranks, each of which has all tokens. So a rank asks its bank
     for R consecutive tokens of n heads where one rank alone would ask for one token of H: on every layout a rank
