@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import PositiveInt
@@ -138,10 +139,25 @@ class Backbone:
     vocab_size: int | None
 
 
+class Scoring(Enum):
+    """What makes an entry one of the K best of a head."""
+
+    TUCKER = "tucker"
+    """The Tucker-decomposed score of its row and its column."""
+    PRODUCT = "product"
+    """The sum of its row's score and its column's, for halves of projected queries."""
+    HEADS = "heads"
+    """The same, for halves of the outputs of attention's heads; each head's values are summed by themselves."""
+    ROWS = "rows"
+    """The score of a key of its own."""
+
+
 @dataclass(frozen=True)
 class MemoryConfig(Config, ABC):
     """One memory layer, the same in every block that has one. What others read of it stands in the methods below."""
 
+    scoring: ClassVar[Scoring | None] = None
+    """How the family's layers choose what they read; None: they score nothing."""
     slot: ClassVar[Slot | None] = None
     """Where the family's layers act; None: around the feed-forward, as `placement` says of each."""
     reads_tokens: ClassVar[bool] = False

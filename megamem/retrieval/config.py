@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from megamem.config_base import EffectiveWhen, LossWeight
 from megamem.identity import Role
-from megamem.memory_config import Lookup, LossWeights, MemoryConfig, Observed, Table
+from megamem.memory_config import Lookup, LossWeights, MemoryConfig, Observed, Scoring, Table
 from megamem.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
 
 Initialisation = Literal["paper", "matched", "released"]
@@ -102,6 +102,7 @@ class RetrievalConfig(MemoryConfig):
 class TuckerConfig(RetrievalConfig):
     """Retrieval by Tucker-decomposed scores (TDQKR; UltraMem and UltraMemV2), always with a value projection."""
 
+    scoring: ClassVar[Scoring | None] = Scoring.TUCKER
     default_expansion: ClassVar[int] = 1
     """e of the family where key_expansion is null."""
 
@@ -196,6 +197,7 @@ class TuckerConfig(RetrievalConfig):
 class ProductKeyConfig(RetrievalConfig):
     """Retrieval by product keys (PKM, Memory+, PEER)."""
 
+    scoring: ClassVar[Scoring | None] = Scoring.PRODUCT
     width_advice: ClassVar[str] = ""
     """What else a family can do about a value_dim that is not hidden_size, for the message."""
 

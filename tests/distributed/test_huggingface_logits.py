@@ -14,6 +14,7 @@ from tiny_runs import MEMORY, SHARED, build_chunks, joined
 from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.families.linear_memory.config import LinearConfig
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.peer.config import PeerConfig
@@ -33,6 +34,9 @@ transformers = pytest.importorskip("transformers", reason="exported models are l
 VOCAB_SIZE = ByteTokenizer.vocab_size
 HIDDEN = SHARED.model.hidden_size
 GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 6, "num_heads": 2}
+HEADS: Any = {"num_heads": 4, "num_keys": 9, "top_k": 3, "value_dim": 16}
+LINEAR: Any = {"num_heads": 2, "num_rows": 50, "key_dim": 6, "top_k": 5, "value_dim": HIDDEN}
+INSERTED = PlacementConfig(blocks=(0, 2), position="inserted")
 PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
 V2 = replace(MEMORY, top_k=6)
 MOE = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=24)
@@ -94,9 +98,44 @@ MODELS: dict[str, ModelConfig] = {
         rotary_scaling=RotaryScalingConfig("llama3", factor=6.0, original_length=8),
         memory=MidusConfig(num_heads=4, num_keys=6, top_k=4, value_dim=8, placement=PlacementConfig(blocks=(2,))),
     ),
+    "midus, stream and heads, LayerNorm before attention and of queries": replace(
+        BASE,
+        memory=MidusConfig(
+            **HEADS,
+            query_from="stream_and_heads",
+            query_norm="layer",
+            placement=PlacementConfig(blocks=(1, 2), norm="layer"),
+        ),
+    ),
+    "midus, projected, moe": replace(
+        BASE, moe=MOE, memory=MidusConfig(**HEADS, query_from="projected", placement=PlacementConfig(blocks=(1,)))
+    ),
+    "linear_memory, inserted": replace(BASE, memory=LinearConfig(**LINEAR, placement=INSERTED)),
+    "linear_memory": replace(BASE, memory=LinearConfig(**LINEAR)),
+    "pkm, inserted": replace(BASE, memory=PkmConfig(value_dim=HIDDEN, placement=INSERTED, **GRID)),
+    "memory_plus, inserted, LayerNorm": replace(
+        BASE, memory=replace(PRODUCT, biases=True, placement=replace(INSERTED, norm="layer"))
+    ),
+    "ultramem, inserted, queries per head": replace(
+        BASE, memory=UltraMemConfig(value_dim=16, queries_per_head=True, placement=INSERTED, **GRID)
+    ),
+    "ultramem, queries of three heads": replace(
+        BASE, memory=UltraMemConfig(value_dim=16, queries_per_head=True, **{**GRID, "num_heads": 3})
+    ),
+    "v2, inserted": replace(BASE, memory=replace(V2, pre_value_dim=0, placement=INSERTED)),
     "peer": replace(BASE, memory=PeerConfig(value_dim=HIDDEN, biases=True, sharing=SharingConfig("ring", 2), **GRID)),
 }
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
+GROWN = ["midus", "midus, stream and heads, LayerNorm before attention and of queries", "linear_memory, inserted"]
+SAVED = ["v2", "v2, permutation, no pre-values", "peer", "moe", *GROWN]
+TRAINED = [
+    "v2",
+    "ultramem, skipping and overlapping",
+    "moe",
+    "memory_plus",
+    "ultramem, inserted, queries per head",
+    *GROWN,
+]
 OWN = [name for name in MODELS if not name.startswith("dense")]
 
 
@@ -230,7 +269,7 @@ def test_a_model_without_its_tables_is_not_saved(exported: Any, tmp_path: Path) 
         model.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["v2", "v2, permutation, no pre-values", "peer", "moe", "midus"])
+@pytest.mark.parametrize("name", SAVED)
 def test_a_folder_that_transformers_saved_is_the_same_model(exported: Any, tmp_path: Path, name: str) -> None:
     folder, expected = exported(name)
     load(folder).save_pretrained(tmp_path)
@@ -259,7 +298,7 @@ def test_in_bf16_what_selects_stays_in_fp32(exported: Any) -> None:
     assert float(agreement.median()) > 0.99
 
 
-@pytest.mark.parametrize("name", ["v2", "ultramem, skipping and overlapping", "moe", "memory_plus", "midus"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_labels_give_a_loss_that_trains_every_weight(exported: Any, name: str) -> None:
     folder, expected = exported(name)
     model, tokens = load(folder), some_tokens()
@@ -287,7 +326,12 @@ def test_the_tokenizer_is_ours_beside_any_class_of_model(exported: Any, name: st
 
 @pytest.mark.parametrize(
     ("name", "backbone"),
-    [("midus", "Qwen3ForCausalLM"), ("midus, llama3, all heads, no qk_norm", "LlamaForCausalLM")],
+    [
+        ("midus", "Qwen3ForCausalLM"),
+        ("midus, llama3, all heads, no qk_norm", "LlamaForCausalLM"),
+        ("midus, stream and heads, LayerNorm before attention and of queries", "Qwen3ForCausalLM"),
+        ("pkm, inserted", "Qwen3ForCausalLM"),
+    ],
 )
 def test_without_the_inserted_blocks_a_grown_model_is_its_base(exported: Any, name: str, backbone: str) -> None:
     """transformers' own class computes with the other blocks what the grown model does while its tables are zero."""

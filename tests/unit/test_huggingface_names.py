@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
-from megamem.families.midus.config import MidusConfig
+from megamem.families.lave.config import LaveConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
@@ -224,17 +224,9 @@ def test_a_memory_that_the_exported_model_does_not_know_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [
-        replace(MEMORY, placement=PlacementConfig(position="inserted", blocks=(1,))),
-        MidusConfig(num_heads=BASE.num_attention_heads, query_from="projected", placement=PlacementConfig(blocks=(1,))),
-        MidusConfig(num_heads=BASE.num_attention_heads, placement=PlacementConfig(blocks=(1,), norm="layer")),
-    ],
-    ids=["pkm", "projected", "LayerNorm"],
-)
-def test_inserted_blocks_that_the_exported_model_does_not_know_are_refused(memory: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"in inserted blocks of another kind .* cannot be exported"):
+def test_a_memory_that_the_token_addresses_is_refused() -> None:
+    memory = LaveConfig(value_dim=8, placement=PlacementConfig(blocks=(1,)))
+    with pytest.raises(CheckpointError, match=r"model\.memory\.kind is lave, which does not choose .* by scores"):
         exported_config(
             replace(BASE, memory=memory, head_dim=None),
             vocab_size=VOCAB_SIZE,

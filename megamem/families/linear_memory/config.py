@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Lookup, MemoryConfig, Observed, Table
+from megamem.memory_config import Lookup, MemoryConfig, Observed, Scoring, Table
 from megamem.sharing import SharingPlan, private_banks
 
 
 @dataclass(frozen=True)
 class LinearConfig(MemoryConfig):
     """One linear memory: every row of the table has a key, which each head compares with its query (MIDUS, Eq. 8-9)."""
+
+    scoring: ClassVar[Scoring | None] = Scoring.ROWS
 
     kind: Literal["linear_memory"] = "linear_memory"
     """linear_memory: a key per row."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Table
+from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Scoring, Table
 from megamem.sharing import SharingPlan, private_banks
 from megamem.slots import Slot
 from megamem.spans import Span
@@ -19,6 +19,7 @@ class MidusConfig(MemoryConfig):
     """One block of head-wise memory: attention without an output projection, every head of which reads by keys of its
     own from a table that the heads share."""
 
+    scoring: ClassVar[Scoring | None] = Scoring.HEADS
     slot: ClassVar[Slot | None] = Slot.BLOCK
     """All that its block adds; behind its heads, unless `query_from` says otherwise."""
     expands_values: ClassVar[bool] = True

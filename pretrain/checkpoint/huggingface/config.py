@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from megamem.config import ModelConfig
-from megamem.memory_config import MemoryConfig
-from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
+from megamem.memory_config import Scoring
+from megamem.retrieval.config import RetrievalConfig, TuckerConfig
 from megamem.shuffle import KeyedShuffle
-from megamem.slots import Slot
 from pretrain.checkpoint.huggingface.names import memory_weights
 from pretrain.checkpoint.huggingface.refused import refused
 from pretrain.checkpoint.huggingface.rope import imported_base, imported_scaling, rope_parameters
@@ -24,15 +23,18 @@ from pretrain.errors import CheckpointError, ConfigError
 LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
 _MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
 
-# What `remote_code/memory_megamem.py` computes with.
+# What `remote_code/memory_megamem.py` computes with: the weights that it needs, and those that there may be besides.
 _TUCKER_WEIGHTS = {"query_proj", "query_norm", "keys", "keys_norm", "cores", "u", "v", "value_proj"}
-_TUCKER_OPTIONS = {"pre_value_proj", "permutation"}
-_PRODUCT_WEIGHTS = {"query_proj", "keys"}
 _PRODUCT_OPTIONS = {
     *("query_bias", "query_norm", "value_proj", "value_bias"),
     *("silu_gate", "silu_gate_bias", "output_gate", "output_gate_bias"),
 }
-_HEADS_WEIGHTS = {"keys", "expansion"}
+_WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
+    Scoring.TUCKER: (_TUCKER_WEIGHTS, {"pre_value_proj", "permutation"}),
+    Scoring.PRODUCT: ({"query_proj", "keys"}, _PRODUCT_OPTIONS),
+    Scoring.HEADS: ({"keys", "expansion"}, {"query_gain", "query_bias"}),
+    Scoring.ROWS: ({"query_proj", "keys"}, set()),
+}
 
 
 def architecture_of(model: ModelConfig) -> str:
@@ -108,7 +110,7 @@ def exported_config(
             "AutoConfig": "configuration_megamem.MegamemConfig",
             "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
         },
-        **({"backbone": _backbone(model)} if model.memory is not None and model.memory.slot is Slot.BLOCK else {}),
+        **({"backbone": _backbone(model)} if model.memory is not None and model.memory.is_inserted else {}),
         "qk_norm": model.qk_norm,
         "moe": moe,
         "memory": _memory(model, seed, tensors),
@@ -127,94 +129,52 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
     memory = model.memory
     if memory is None:
         return None
-    slots = {memory.slot_of(span) for span in model.memory_spans}
-    if slots == {Slot.BLOCK} and not memory.has_layer_norm:
-        return _behind_heads(model, memory, tensors)
-    if any(slot.is_inserted for slot in slots):
-        raise _unknown(
-            model, "in inserted blocks of another kind than the exported model's: RMSNorm and queries of heads"
-        )
-    tucker = isinstance(memory, TuckerConfig)
-    if not isinstance(memory, RetrievalConfig) or not (tucker or isinstance(memory, ProductKeyConfig)):
-        raise _unknown(model, "which retrieves by neither Tucker-decomposed scores nor product keys")
+    scoring = memory.scoring
+    if scoring is None:
+        raise _unknown(model, "which does not choose what it reads by scores")
+    needed, options = _WEIGHTS[scoring]
     layers = []
+    num_heads = 0
     for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
         weights = memory_weights(model, index, tensors)
-        needed, options = (_TUCKER_WEIGHTS, _TUCKER_OPTIONS) if tucker else (_PRODUCT_WEIGHTS, _PRODUCT_OPTIONS)
         if not needed <= weights.keys() <= needed | options:
             odd = sorted((needed - weights.keys()) | (weights.keys() - needed - options))
             raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(odd)}")
-        keys = memory.expansion * view.num_keys
-        keyed = isinstance(memory, TuckerConfig) and memory.shuffle == "keyed"
-        shuffle = KeyedShuffle(keys, seed=seed, name=model.memory_name(index)) if keyed else None
+        num_heads = weights["keys"].shape[0]
         layers.append(
             {
                 "block": span.read,
                 "added_after": span.add,
-                "instead": memory.slot_of(span) is Slot.INSTEAD,
+                "slot": memory.slot_of(span).value,
+                "layer_norm": memory.has_layer_norm,
                 "bank": view.bank,
                 "first_row": view.first_row,
                 "num_rows": view.num_rows,
-                "num_keys": keys,
-                "round_keys": None if shuffle is None else list(shuffle.round_keys),
+                "round_keys": _round_keys(model, index, seed),
                 "weights": {name: list(info.shape) for name, info in weights.items()},
             }
         )
     return {
-        "retrieval": "tucker" if tucker else "product",
-        "num_heads": memory.num_heads,
-        "key_dim": memory.key_dim,
-        "num_queries": memory.num_queries,
-        "row_top_k": memory.row_top_k,
-        "top_k": memory.top_k,
-        **_reads(model, memory),
-        "layers": layers,
-    }
-
-
-def _reads(model: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
-    """What is read of which tables, whatever retrieves."""
-    return {
+        "scoring": scoring.value,
+        "queries": memory.query_mode if isinstance(memory, TuckerConfig) else None,
+        "num_heads": num_heads,
+        "row_top_k": memory.row_top_k if isinstance(memory, RetrievalConfig) else memory.lookup.rows // num_heads,
+        "top_k": memory.lookup.rows // num_heads,
         "num_scores": memory.lookup.scores,
         "num_sums": memory.lookup.bins,
         "activation": memory.lookup.activation,
         "tables": {table.name: table.width for table in memory.tables},
         "bank_rows": [bank.num_rows for bank in model.memory_plan.banks],
-    }
-
-
-def _behind_heads(model: ModelConfig, memory: MemoryConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Memories of inserted blocks, whose queries are the heads' outputs."""
-    layers = []
-    for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
-        weights = memory_weights(model, index, tensors)
-        if weights.keys() != _HEADS_WEIGHTS:
-            raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(sorted(weights))}")
-        layers.append(
-            {
-                "block": span.read,
-                "added_after": span.add,
-                "instead": True,
-                "inserted": True,
-                "bank": view.bank,
-                "first_row": view.first_row,
-                "num_rows": view.num_rows,
-                "num_keys": weights["keys"].shape[2],
-                "round_keys": None,
-                "weights": {name: list(info.shape) for name, info in weights.items()},
-            }
-        )
-    heads, top_k = memory.lookup.bins, memory.lookup.rows // memory.lookup.bins
-    return {
-        "retrieval": "heads",
-        "num_heads": heads,
-        "key_dim": model.attention_head_dim // 2,
-        "num_queries": 2 * heads,
-        "row_top_k": top_k,
-        "top_k": top_k,
-        **_reads(model, memory),
         "layers": layers,
     }
+
+
+def _round_keys(model: ModelConfig, index: int, seed: int) -> list[int] | None:
+    """Of a memory layer's shuffle; None: it has none that is drawn from a seed."""
+    memory, view = model.memory, model.memory_plan.views[index]
+    if not isinstance(memory, TuckerConfig) or memory.shuffle != "keyed":
+        return None
+    return list(KeyedShuffle(memory.expansion * view.num_keys, seed=seed, name=model.memory_name(index)).round_keys)
 
 
 def _unknown(model: ModelConfig, why: str) -> CheckpointError:

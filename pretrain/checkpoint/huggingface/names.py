@@ -15,7 +15,7 @@ from megamem.slots import Slot
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
 from pretrain.errors import CheckpointError
 
-_EXPORTED_SLOTS = (Slot.BESIDE, Slot.INSTEAD, Slot.SKIP, Slot.BLOCK)
+_NOT_EXPORTED = (Slot.VALUES, Slot.LATENTS, Slot.HEADS)
 
 
 def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorInfo]) -> list[Pair]:
@@ -76,31 +76,40 @@ def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dic
 def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
     ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
     width = model.attention_head_dim
-    here = [model.memory.slot_of(span) for span in model.memory_spans if model.memory and span.read == layer]
-    inserted = Slot.BLOCK in here
-    yield _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
-    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.", projects=not inserted)
+    memory, slot = model.memory, _slot(model, layer)
+    inserted = slot is not None and slot.is_inserted
+    biased = inserted and memory is not None and memory.has_layer_norm
+    for part in ("weight", "bias") if biased else ("weight",):
+        yield _whole(f"{ours}input_layernorm.{part}", f"{theirs}input_layernorm.{part}", (hidden,))
+    projects = slot is None or slot.has_output_projection
+    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.", projects=projects)
     if model.qk_norm:
         for side in "qk":
             name = f"self_attention.{side}_layernorm.weight"
             yield _whole(ours + name, f"{theirs}self_attn.{side}_norm.weight", (width,))
     if not inserted:
         yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
-    slot = None
     for index, span in enumerate(model.memory_spans):
-        if span.read != layer:
-            continue
-        assert model.memory is not None
-        slot = model.memory.slot_of(span)
-        if slot not in _EXPORTED_SLOTS:
-            raise CheckpointError(
-                f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.value}: exported "
-                f"models have them only in {', '.join(each.value for each in _EXPORTED_SLOTS)}"
-            )
-        for name, info in memory_weights(model, index, tensors).items():
-            yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
-    if slot not in (Slot.INSTEAD, Slot.BLOCK):
+        if span.read == layer:
+            for name, info in memory_weights(model, index, tensors).items():
+                yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
+    if slot is None or slot.has_ffn:
         yield from _feed_forward(model, f"{ours}mlp." if slot is None else f"{ours}mlp.ffn.", f"{theirs}mlp.")
+
+
+def _slot(model: ModelConfig, layer: int) -> Slot | None:
+    """Of the memory that reads in a block, if there is one."""
+    for span in model.memory_spans:
+        if span.read == layer:
+            assert model.memory is not None
+            slot = model.memory.slot_of(span)
+            if slot in _NOT_EXPORTED:
+                raise CheckpointError(
+                    f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.value}: exported "
+                    f"models have none in {', '.join(each.value for each in _NOT_EXPORTED)}"
+                )
+            return slot
+    return None
 
 
 def _attention(model: ModelConfig, ours: str, theirs: str, *, projects: bool) -> Iterator[Pair]:

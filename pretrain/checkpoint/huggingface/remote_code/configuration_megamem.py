@@ -17,17 +17,20 @@ class MegamemConfig(PreTrainedConfig):
             `intermediate_size` of one; `renormalise`: whether the weights of a token's experts are divided by their
             sum.
         memory: None, or the memories:
-            `retrieval`: how keys are scored and combined: "tucker"; "product"; or "heads", product keys whose queries are
-            the outputs of attention's heads, each of which has a sum of its own.
-            `num_heads`, `key_dim`, `num_queries` (query vectors per token), `row_top_k` (rows and columns kept by the
-            first stage), `top_k` (entries kept by the second), `num_scores` (per entry), `num_sums` (values are added
-            up in), `activation` (of the pre-values' products: "none" or "gelu").
+            `scoring`: how keys are scored and combined: "tucker"; "product"; "heads", product keys whose queries are
+            what the memory is given, cut into heads, each of which has a sum of its own; or "rows", a key for every row.
+            `queries`: of Tucker scores, whether a side has one in all ("single"), one per head ("per_head") or one per
+            rank of the core ("per_rank").
+            `num_heads`, `row_top_k` (rows and columns kept by the first stage), `top_k` (entries kept by the second),
+            `num_scores` (per entry), `num_sums` (values are added up in), `activation` (of the pre-values' products:
+            "none" or "gelu").
             `tables`: columns of each table of a bank, by name. `bank_rows`: rows of each bank.
             `layers`: one mapping for each memory. It reads in `block`, and its output is added after block
-            `added_after`; `instead`: the block has no feed-forward; `inserted`: the memory is all that the block adds,
-            and reads attention's heads. It sees `num_rows` rows of bank `bank` from
-            `first_row` on, addressed by `num_keys` keys per side. `round_keys`: of the shuffle, or None. `weights`:
-            the shapes of its own weights.
+            `added_after`. `slot`: "beside" the feed-forward, "instead" of it, "skip" (beside it, added later), or all
+            that the block adds, given the residual stream and attention ("inserted"), the stream and the heads of
+            attention without an output projection ("stream_and_heads"), attention ("projected") or its heads
+            ("block"). `layer_norm`: LayerNorm stands before that attention. It sees `num_rows` rows of bank `bank`
+            from `first_row` on. `round_keys`: of the shuffle, or None. `weights`: the shapes of its own weights.
         backbone: of a model that was grown, the class of transformers that it is without the inserted blocks.
         memory_device: None: tables are parameters of the model. "cpu": they stay in the weights' files, which are
             mapped into host memory, and what is read of them is moved to where the model is.

@@ -2,7 +2,8 @@
 
 A memory reads a few rows of a large table for every token. Queries are scored against two short lists of keys, the rows
 and the columns of a grid; a first stage keeps the best of each, a second the best entries of their grid. Each entry
-stands for a row of a bank. The rows' values are added up by score, and projected to the residual stream.
+stands for a row of a bank. (Or there is one long list, a key for every row.) The rows' values are added up by score,
+and projected to the residual stream.
 
 Legend: b sequences, s tokens of each, T = b s, D hidden size; H retrieval heads, d key dimension, N keys per side, M
 rows (and columns) kept first, K entries kept, J = H K, R Tucker rank, C scores per entry, V and P columns of values and
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 
 from .configuration_megamem import MegamemConfig
 
-# Bounds temporaries, among them the first stage's grid of candidates [T, H, M, M] and the rows read [T, J, V].
+# Bound temporaries: the first stage's grid of candidates [T, H, M, M] and the rows read [T, J, V]; the scores of keys.
 _TOKENS_AT_A_TIME = 512
+_SCORES_AT_A_TIME = 2**26
 
 
 def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
@@ -134,15 +136,19 @@ class MegamemMemory(nn.Module):
     Attributes:
         query_proj: [queries of a token x d, D].
         query_norm: [d], and `keys_norm` [d], the gains of queries and keys.
-        keys: [H, 2, N, d], and with Tucker scores [H, 2, N, d, R].
+        query_gain: [H, 2 d], and `query_bias` [H, 2 d], of the LayerNorm of heads that are queries. (A `query_bias` beside
+            a `query_proj` is that projection's.)
+        keys: [H, 2, N, d]; with Tucker scores [H, 2, N, d, R]; of memories with a key for every row [H, N, d].
         cores: [C, H, R, R]; `u` and `v`, [H, R], are the leading singular vectors of their sum over C, as they stood in
             the last step of training: the sign of the pair is theirs alone to know, and selects.
         permutation: [N^2], of the entries.
-        expansion: [H, V, d], which brings the sum of each head to the columns of that head.
+        expansion: [H, V, 2 d], which brings the sum of each head to the columns of that head.
     """
 
     query_proj: Tensor
     query_norm: Tensor
+    query_gain: Tensor
+    query_bias: Tensor
     keys: Tensor
     keys_norm: Tensor
     cores: Tensor
@@ -163,17 +169,25 @@ class MegamemMemory(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         keys = layer["round_keys"]
-        self.shuffle = None if keys is None else Shuffle(layer["num_keys"], keys)
+        self.num_keys = layer["weights"]["keys"][1 if config.memory["scoring"] == "rows" else 2]
+        self.shuffle = None if keys is None else Shuffle(self.num_keys, keys)
 
     def forward(self, hidden: Tensor, bank: MegamemBank) -> Tensor:
-        """The memory's output [b, s, D] for the normalised input of the block's feed-forward [b, s, D], or, of an
-        inserted block, for the outputs of its heads."""
-        parts = [self._read(x, bank) for x in hidden.flatten(0, 1).split(_TOKENS_AT_A_TIME)]
+        """The memory's output [b, s, D] for what it is given, [b, s, D]."""
+        scores_of_token = self.keys.numel() // self.keys.shape[-1]
+        tokens = max(1, min(_TOKENS_AT_A_TIME, _SCORES_AT_A_TIME // scores_of_token))
+        parts = [self._read(x, bank) for x in hidden.flatten(0, 1).split(tokens)]
         return torch.cat(parts).view_as(hidden)
 
     def _read(self, x: Tensor, bank: MegamemBank) -> Tensor:
         """[T, D] of [T, D]."""
-        entries, scores = self._retrieve_tucker(x) if self.memory["retrieval"] == "tucker" else self._retrieve(x)
+        match self.memory["scoring"]:
+            case "tucker":
+                entries, scores = self._retrieve_tucker(x)
+            case "rows":
+                entries, scores = self._retrieve_rows(x)
+            case _:
+                entries, scores = self._retrieve(x)
         rows, sums = self._locate(entries.flatten(1))
         values = bank(rows, scores.flatten(1, 2).to(x.dtype), self._pre_input(x, bank), sums)
         return self._project(values, x)
@@ -190,11 +204,15 @@ class MegamemMemory(nn.Module):
     def _retrieve(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Product keys: an entry's score is the sum of its row's and its column's; softmax within a head.
 
-        Each half of a query meets keys of its own. The heads' outputs are queries as they are.
+        Each half of a query meets keys of its own. Heads of attention are queries as they are, or normalised.
         """
         heads = self.memory["num_heads"]
-        if self.memory["retrieval"] != "heads":
+        if self.memory["scoring"] != "heads":
             x = F.linear(x, self.query_proj, self._weight("query_bias"))
+        elif self._weight("query_gain") is not None:
+            by_head = _wide(x.view(x.shape[0], heads, -1))
+            standard = F.layer_norm(by_head, by_head.shape[2:], eps=self.epsilon)
+            x = (standard * _wide(self.query_gain) + _wide(self.query_bias)).to(x.dtype)
         queries = x.view(x.shape[0], 2 * heads, -1)
         if self._weight("query_norm") is not None:
             queries = rms_normalise(queries, self.query_norm, self.epsilon)
@@ -209,16 +227,22 @@ class MegamemMemory(nn.Module):
     def _retrieve_tucker(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tucker-decomposed scores S_row C S_col; the first stage takes the core for its leading singular pair."""
         memory, cores = self.memory, _wide(self.cores)
-        heads, num_keys, dim, rank = memory["num_heads"], self.layer["num_keys"], memory["key_dim"], cores.shape[-1]
-        queries = F.linear(x, self.query_proj).view(x.shape[0], memory["num_queries"], dim)
+        heads, num_keys, rank = memory["num_heads"], self.num_keys, cores.shape[-1]
+        queries = F.linear(x, self.query_proj).unflatten(1, (-1, len(self.query_norm)))
         queries = rms_normalise(queries, self.query_norm, self.epsilon)
-        if memory["num_queries"] == 2:
+        if memory["queries"] == "single":
             queries = queries.repeat_interleave(rank, dim=1)
         keys = rms_normalise(self.keys.transpose(3, 4), self.keys_norm, self.epsilon)
-        # One product per (side, rank): [2R, T, d] x [2R, d, H N].
-        keys = keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, dim, heads * num_keys)
-        products = _wide(torch.bmm(queries.transpose(0, 1), keys))
-        sides = products.view(2, rank, x.shape[0], heads, num_keys).permute(0, 2, 3, 4, 1)
+        if memory["queries"] == "per_head":
+            # One product per (side, head): [2H, T, d] x [2H, d, N R].
+            keys = keys.transpose(0, 1).flatten(0, 1).flatten(1, 2)
+            products = _wide(torch.bmm(queries.transpose(0, 1), keys.transpose(1, 2)))
+            sides = products.view(2, heads, x.shape[0], num_keys, rank).transpose(1, 2)
+        else:
+            # One product per (side, rank): [2R, T, d] x [2R, d, H N].
+            keys = keys.permute(1, 3, 4, 0, 2).flatten(0, 1).flatten(2, 3)
+            products = _wide(torch.bmm(queries.transpose(0, 1), keys))
+            sides = products.view(2, rank, x.shape[0], heads, num_keys).permute(0, 2, 3, 4, 1)
         directions = (self.u.to(cores.dtype), self.v.to(cores.dtype))
         ids = [
             list_topk(_sum(side[..., r] * direction[:, r, None] for r in range(rank)), memory["row_top_k"])
@@ -235,10 +259,18 @@ class MegamemMemory(nn.Module):
         scores = torch.einsum("thkr,chrs,thks->thkc", _pick(row, best // count), cores, _pick(column, best % count))
         return self._entries(ids[0], ids[1], best), scores
 
+    def _retrieve_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A key for every row: softmax of the best products within a head."""
+        queries = F.linear(x, self.query_proj).view(x.shape[0], self.memory["num_heads"], -1)
+        # One product per head: [H, T, d] x [H, d, N].
+        products = _wide(torch.bmm(queries.transpose(0, 1), self.keys.transpose(1, 2)).transpose(0, 1))
+        rows = list_topk(products.detach(), self.memory["top_k"])
+        return rows, products.gather(2, rows).softmax(2).unsqueeze(3)
+
     def _entries(self, row_ids: Tensor, column_ids: Tensor, best: Tensor) -> Tensor:
         """Positions row N + column in the grid, of positions in the grid of candidates."""
         count = self.memory["row_top_k"]
-        return row_ids.gather(2, best // count) * self.layer["num_keys"] + column_ids.gather(2, best % count)
+        return row_ids.gather(2, best // count) * self.num_keys + column_ids.gather(2, best % count)
 
     # From entries to the output.
 
@@ -250,7 +282,7 @@ class MegamemMemory(nn.Module):
             entries = self.permutation[entries]
         num_rows, num_bank_rows = self.layer["num_rows"], self.memory["bank_rows"][self.layer["bank"]]
         rows = (entries % num_rows + self.layer["first_row"]) % num_bank_rows
-        if self.memory["retrieval"] == "heads":
+        if self.memory["scoring"] == "heads":
             heads = torch.arange(self.memory["num_heads"], device=rows.device)
             return rows, heads.repeat_interleave(self.memory["top_k"]).expand_as(rows)
         return rows, entries // num_rows if self.memory["num_sums"] > 1 else None

@@ -33,6 +33,21 @@ class MegamemRMSNorm(nn.Module):
         return rms_normalise(x, self.weight, self.epsilon)
 
 
+class MegamemLayerNorm(nn.Module):
+    """Layer normalisation with a gain and a bias, in at least fp32."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gain, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(x.to(wide), gain.shape, gain, bias, self.epsilon).to(x.dtype)
+
+
 def rotations(positions: Tensor, config: MegamemConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [b, 1, s, d] of RoPE at positions [b, s]."""
     kind, factor = config.rope_parameters["rope_type"], 1.0
@@ -89,7 +104,7 @@ class Visible:
 
 
 class MegamemAttention(nn.Module):
-    """Causal self-attention with grouped queries; of an inserted block without an output projection."""
+    """Causal self-attention with grouped queries; of some inserted blocks without an output projection."""
 
     def __init__(self, config: MegamemConfig, layer_idx: int, *, projects: bool) -> None:
         super().__init__()
@@ -167,20 +182,22 @@ class MegamemExperts(nn.Module):
 class MegamemBlock(nn.Module):
     """h + attention, then h + feed-forward + memory. A memory may stand alone, or its output be added later.
 
-    An inserted block is h + memory of the heads of attention, and nothing else.
+    An inserted block is h + memory of what attention says, or of h and that, and nothing else.
     """
 
     def __init__(self, config: MegamemConfig, layer_idx: int) -> None:
         super().__init__()
         layers = config.memory["layers"] if config.memory is not None else []
         here = next((layer for layer in layers if layer["block"] == layer_idx), None)
-        self.input_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.inserted = here is not None and here.get("inserted", False)
-        self.self_attn = MegamemAttention(config, layer_idx, projects=not self.inserted)
+        self.slot = None if here is None else here["slot"]
+        self.inserted = self.slot in ("inserted", "stream_and_heads", "projected", "block")
+        norm = MegamemLayerNorm if here is not None and here["layer_norm"] else MegamemRMSNorm
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MegamemAttention(config, layer_idx, projects=self.slot not in ("stream_and_heads", "block"))
         if not self.inserted:
             self.post_attention_layernorm = MegamemRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module | None = None
-        if here is None or not here["instead"]:
+        if self.slot in (None, "beside", "skip"):
             dense = config.moe is None
             self.mlp = MegamemMLP(config.hidden_size, config.intermediate_size) if dense else MegamemExperts(config)
         self.memory = None if here is None else MegamemMemory(config, here)
@@ -202,7 +219,8 @@ class MegamemBlock(nn.Module):
         """
         attended = self.self_attn(self.input_layernorm(h), rotation, visible, cache)
         if self.inserted and self.memory is not None:
-            return h + self.memory(attended, banks[str(self.memory.layer["bank"])])
+            given = h + attended if self.slot in ("inserted", "stream_and_heads") else attended
+            return h + self.memory(given, banks[str(self.memory.layer["bank"])])
         h = h + attended
         normal = self.post_attention_layernorm(h)
         outputs = [] if self.mlp is None else [self.mlp(normal)]
