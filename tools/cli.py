@@ -51,7 +51,9 @@ COMMAND_MODULES = (
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
 when that is called, so that `--help` is fast."""
 
-TWO_WORD_COMMANDS = ("bench step", "bench kernels", "bench context", "bench hardware", "bench tables")
+TWO_WORD_COMMANDS = (
+    *("bench step", "bench kernels", "bench context", "bench hardware", "bench generate", "bench tables"),
+)
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

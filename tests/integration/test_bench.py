@@ -86,3 +86,29 @@ def test_tokens_are_timed_with_tables_in_memory_and_on_disk(megamem: Megamem, tm
         result = megamem("bench", "tables", shipped, *words)
         assert result.code == 2, result.output
         assert message in " ".join(result.output.split())
+
+
+def test_generation_of_models_is_timed_side_by_side(megamem: Megamem, config_file: Path) -> None:
+    midus = ("kind=midus", "num_heads=4", "num_keys=8", "value_dim=4", "placement.blocks=[1]")
+    words = ("model.vocab_size=40", *(f"model.memory.{word}" for word in midus))
+    options = ("--prompts", "3,9", "--tokens", 3, "--rounds", 2)
+    result = megamem(
+        "bench", "generate", config_file, *words, "--vary", "model.memory.top_k=2,4", "--expand-values", *options
+    )
+    assert result.code == 0, result.output
+    spread = r" +[\d.]+ \([\d.]+ \.\. [\d.]+\)"
+    rows = re.findall(
+        rf"^ +(\d+){spread}{spread} +[\d.]+ +([\d.]+)x +([\d.]+)  \S+ model\.memory\.top_k=(\d)( expanded)?$",
+        result.output,
+        re.MULTILINE,
+    )
+    named = [(top_k, expanded) for top_k in "24" for expanded in ("", " expanded")]
+    assert [(row[0], *row[3:]) for row in rows] == [(length, *name) for length in "39" for name in named]
+    assert rows[0][1] == rows[4][1] == "1.00"
+    # 64 rows of every head's own values, in fp32 as wide as the model; a longer text is remembered in more bytes.
+    held = [float(row[2]) for row in rows]
+    assert held[0] == held[2] < held[1] == held[3]
+    assert held[4] >= held[0]
+    result = megamem("bench", "generate", config_file, "--tokens", 1)
+    assert result.code == 2
+    assert "--tokens is 1: the time of a token is that of the second and later ones" in result.output

@@ -1,25 +1,34 @@
 """`megamem bench`: training speed of configurations, side by side; where a step's time goes (`bench step`); the memory
 kernels (`bench kernels`); long sequences cut over ranks (`bench context`); figures of this machine for `megamem plan`
-(`bench hardware`); tables that generation reads from memory or disk (`bench tables`)."""
+(`bench hardware`); generation of models (`bench generate`), and of tables that it reads from memory or disk (`bench
+tables`)."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from parallel.devices import num_visible_gpus
-from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.costs.hardware import hardware_file, load_hardware
 from pretrain.errors import ConfigError
+from tools.bench.arguments import (
+    add_configs,
+    add_rounds,
+    add_steps,
+    add_vocabulary,
+    load_configs,
+    numbers,
+    with_given_vocabulary,
+)
+from tools.bench.generation_command import add_generation_parsers
 from tools.parsers import add_command
 from tools.ranks import (
-    add_device,
     add_nproc,
     current_rank_is_first,
     default_num_ranks,
@@ -28,8 +37,6 @@ from tools.ranks import (
     started_world_size,
 )
 from tools.stages import add_stage
-from tools.tables import token_tables
-from tools.vocabulary import with_vocabulary
 
 _EPILOG = """\
 examples:
@@ -41,6 +48,7 @@ examples:
   megamem bench kernels --help
   megamem bench hardware --help
   megamem bench context --help
+  megamem bench generate --help
   megamem bench tables --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
@@ -77,16 +85,6 @@ Every length is trained on with every number of context-parallel ranks and every
 the heads allow, on the same ranks, with random tokens and one sequence per microbatch.
 """
 
-_TABLES_EPILOG = """\
-examples:
-  megamem bench tables configs/compare/move.yaml --sizes 1,2,4,8,16 --dir /scratch
-
-Tokens are generated with random weights. The table of the configuration is spread evenly over one of so many GiB, in host
-memory and in a file in --dir (removed at the end), and its rows are fetched as tokens ask for them: the work per token is
-the same for every size. Before tokens are timed on the file, the system is asked to forget what it has cached of it. Sizes
-that do not fit into free memory are measured on disk alone. What is generated is held to the resident table, to the bit.
-"""
-
 
 def add_parser(subparsers: Any) -> None:
     """Adds `bench` and the commands that begin with it to the commands of `megamem`."""
@@ -97,7 +95,7 @@ def add_parser(subparsers: Any) -> None:
         _EPILOG,
         "Time optimizer steps of one or more configurations on the same ranks, taking turns.",
     )
-    _add_configs(parser)
+    _add_trained(parser)
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -111,7 +109,7 @@ def add_parser(subparsers: Any) -> None:
         _STEP_EPILOG,
         "Time the phases of an optimizer step, and each part of the memory.",
     )
-    _add_configs(parser)
+    _add_trained(parser)
     _add_step_options(parser)
     parser.set_defaults(func=run_bench_step)
     parser = add_command(
@@ -121,7 +119,7 @@ def add_parser(subparsers: Any) -> None:
         _KERNELS_EPILOG,
         "Time the memory kernels beside PyTorch's own operations and a copy, after checking them against their twins.",
     )
-    _add_rounds(parser)
+    add_rounds(parser)
     _add_kernel_options(parser)
     parser.set_defaults(func=run_bench_kernels)
     _add_hardware_parser(subparsers)
@@ -134,7 +132,14 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_context_options(parser)
     parser.set_defaults(func=run_bench_context)
-    _add_tables_parser(subparsers)
+    add_generation_parsers(subparsers)
+
+
+def _add_trained(parser: argparse.ArgumentParser) -> None:
+    """Adds the configurations whose steps are timed, and how."""
+    add_configs(parser)
+    add_nproc(parser, "as `megamem train`")
+    add_steps(parser)
 
 
 def _add_hardware_parser(subparsers: Any) -> None:
@@ -150,67 +155,8 @@ def _add_hardware_parser(subparsers: Any) -> None:
         "--like", default="h100-80g", metavar="NAME", help="hardware that the rest is taken from (default: h100-80g)"
     )
     add_nproc(parser, "the GPUs of this machine, or 1")
-    _add_rounds(parser)
+    add_rounds(parser)
     parser.set_defaults(func=run_bench_hardware)
-
-
-def _add_tables_parser(subparsers: Any) -> None:
-    parser = add_command(
-        subparsers,
-        "bench tables",
-        "generation with token tables in host memory and on disk",
-        _TABLES_EPILOG,
-        "Time generated tokens by the size of a token table that is fetched from host memory or disk.",
-    )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of a model whose memory the token addresses")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides")
-    add_stage(parser)
-    parser.add_argument(
-        "--sizes", type=_gibibytes, default=[1.0, 2.0, 4.0], metavar="N,..", help="GiB of the table (default: 1,2,4)"
-    )
-    parser.add_argument("--dir", type=Path, required=True, metavar="DIR", help="folder on the disk to measure")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens per figure (default: 128)")
-    parser.add_argument("--context", type=int, default=32, metavar="N", help="tokens that are looked at (default: 32)")
-    parser.add_argument(
-        "--vocab-size", type=int, default=4096, metavar="N", help="where model.vocab_size is not set (default: 4096)"
-    )
-    add_device(parser)
-    parser.set_defaults(func=run_bench_tables)
-
-
-def _gibibytes(text: str) -> list[float]:
-    """Sizes of a list with commas, each above 0, in ascending order."""
-    try:
-        sizes = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        sizes = []
-    if not sizes or not 0 < sizes[0] <= sizes[-1] < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes above 0, as in 1,2,4")
-    return sizes
-
-
-def _add_rounds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="figures of each (default: 5)")
-
-
-def _add_configs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("configs", metavar="CONFIG", nargs="+", help="YAML files; then key=value overrides")
-    add_stage(parser)
-    parser.add_argument("--vary", metavar="KEY=A,B,...", help="measure each configuration with each of these values")
-    add_nproc(parser, "as `megamem train`")
-    _add_rounds(parser)
-    _add_steps(parser)
-
-
-def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps per figure (default: 2)")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="token ids where model.vocab_size is not set (default: 4096)",
-    )
 
 
 def _add_step_options(parser: argparse.ArgumentParser) -> None:
@@ -264,18 +210,12 @@ def _add_context_options(parser: argparse.ArgumentParser) -> None:
     for name, what, default in (("lengths", "tokens per sequence", [2048]), ("sizes", "parallel.context", [1, 2, 4])):
         shown = ",".join(map(str, default))
         parser.add_argument(
-            f"--{name}", type=_numbers, default=default, metavar="N,..", help=f"{what} (default: {shown})"
+            f"--{name}", type=numbers, default=default, metavar="N,..", help=f"{what} (default: {shown})"
         )
     add_nproc(parser, "as many as the largest of --sizes needs")
-    _add_rounds(parser)
-    _add_steps(parser)
-
-
-def _numbers(text: str) -> list[int]:
-    """The numbers of a list with commas, which are 1 or more."""
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of 1 or more, as in 1,2,4")
-    return [int(part) for part in text.split(",")]
+    add_rounds(parser)
+    add_steps(parser)
+    add_vocabulary(parser)
 
 
 def run_bench_kernels(args: argparse.Namespace) -> int:
@@ -301,7 +241,7 @@ def run_bench_hardware(args: argparse.Namespace) -> int:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Measures training speed and prints."""
-    configs = _load_configs(args)
+    configs = _load_trained(args)
     num_ranks = _num_ranks(args, configs.values())
     from tools.bench.throughput import bench_rank, memory_lines
 
@@ -313,7 +253,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_bench_step(args: argparse.Namespace) -> int:
     """Measures the parts of a step and prints."""
-    configs = _load_configs(args)
+    configs = _load_trained(args)
     if args.peak_tflops is not None and args.peak_tflops <= 0:
         raise ConfigError(f"--peak-tflops is {args.peak_tflops:g}: it must be above 0")
     hardware = None if args.gpu is None else load_hardware(args.gpu)
@@ -333,7 +273,7 @@ def run_bench_context(args: argparse.Namespace) -> int:
     """Measures long sequences and prints."""
     if args.rounds < 1 or args.steps < 1:
         raise ConfigError("nothing to measure: use --rounds and --steps of at least 1")
-    config = _with_vocabulary(load_stage(args.config, args.overrides, args.stage), args.vocab_size)
+    config = with_given_vocabulary(load_stage(args.config, args.overrides, args.stage), args.vocab_size)
     largest = replace(config.parallel, context=max(args.sizes))
     num_ranks = started_world_size() or args.nproc or fewest_ranks(largest)
     from tools.bench.context import bench_context_rank, context_cases
@@ -344,50 +284,10 @@ def run_bench_context(args: argparse.Namespace) -> int:
     return run_on_ranks(lambda: bench_context_rank(cases, args.rounds, args.steps), num_ranks)
 
 
-def run_bench_tables(args: argparse.Namespace) -> int:
-    """Measures generation and prints."""
-    if args.tokens < 2 or args.context < 1:
-        raise ConfigError("nothing to measure: use --tokens of at least 2, and --context of at least 1")
-    config = _with_vocabulary(load_stage(args.config, args.overrides, args.stage), args.vocab_size)
-    config = replace(config, parallel=ParallelConfig())
-    validate(config, 1)
-    memory = token_tables(config, "megamem bench tables")
-    from tools.bench.tables import bench_tables_rank, check_sizes
-
-    sizes = [round(size * 2**30) for size in args.sizes]
-    check_sizes(config, memory, sizes, args.dir)
-    return run_on_ranks(lambda: bench_tables_rank(config, memory, sizes, args.dir, args.tokens, args.context), 1)
-
-
-def _with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """Tokens are random: no tokenizer says how many there are."""
-    if vocab_size < 1:
-        raise ConfigError(f"--vocab-size is {vocab_size}: it must be at least 1")
-    return with_vocabulary(config, vocab_size)
-
-
-def _load_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
-    """The configurations by name, with overrides and with each value of `--vary`."""
-    overrides = [word for word in args.configs if "=" in word]
-    paths = [word for word in args.configs if "=" not in word]
-    if not paths or args.rounds < 1 or args.steps < 1:
-        raise ConfigError("nothing to measure: name at least one CONFIG, and use --rounds and --steps of at least 1")
-    configs = {}
-    for path in paths:
-        for change in _changes(args.vary):
-            config = load_stage(path, [*overrides, *change], args.stage)
-            configs[" ".join((path, *change))] = _with_vocabulary(config, args.vocab_size)
-    return configs
-
-
-def _changes(vary: str | None) -> list[list[str]]:
-    """The overrides of each value of `--vary`; none, once, without it."""
-    if vary is None:
-        return [[]]
-    key, separator, values = vary.partition("=")
-    if not separator or not all(values.split(",")):
-        raise ConfigError(f"--vary is {vary}: write a key and its values, as in parallel.memory=1,2,4")
-    return [[f"{key}={value}"] for value in values.split(",")]
+def _load_trained(args: argparse.Namespace) -> dict[str, RunConfig]:
+    if args.steps < 1:
+        raise ConfigError(f"--steps is {args.steps}: nothing is measured with less than 1")
+    return load_configs(args)
 
 
 def _num_ranks(args: argparse.Namespace, configs: Collection[RunConfig]) -> int:
