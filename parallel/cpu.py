@@ -1,21 +1,21 @@
 """A stand-in for CUDA, so that Megatron-core runs on machines without a GPU.
 
 Megatron-core 0.16.1 asks for CUDA devices, streams and random states by name. `cuda_on_cpu()` answers those calls with
-the CPU, through the list of redirections below and one `TorchFunctionMode`; the parallel state, schedules, DDP,
-optimizer and checkpoints that then run are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is
-undone on exit. Nothing else in a run patches anything.
+the CPU, through the list of redirections below; the parallel state, schedules, DDP, optimizer and checkpoints that then
+run are Megatron's own. It is opt-in, refuses a machine that has a GPU, and is undone on exit. Nothing else in a run
+patches anything. (A `TorchFunctionMode` would see every call of torch, and cost a small model a fifth of its step.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from importlib.metadata import version
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 # The stand-in was checked against this version, call by call.
 _MEGATRON_VERSION = "0.16.1"
@@ -50,6 +50,32 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+_tensor_type = torch.Tensor.type
+
+
+def _type_of_optimizers(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _tensor_type(tensor, *args, **kwargs)
+    return found if args or kwargs else found.replace("torch.", "torch.cuda.", 1)
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function that makes tensors, for which "cuda" is the CPU, and from whose memory nobody copies to a device."""
+
+    @wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
 # What is replaced while the stand-in is active, each with who calls it and what the answer stands for.
 REDIRECTIONS: dict[str, Any] = {
     # device= arguments all over Megatron: the CPU is the current device.
@@ -70,31 +96,16 @@ REDIRECTIONS: dict[str, Any] = {
     "torch.cuda.current_stream": _Stream,
     # The experts' all-to-all: turns split sizes into numbers only where they come from a GPU.
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _split_sizes,
+    # Copies to the current device.
+    "torch.Tensor.cuda": lambda tensor, *_, **__: tensor,
+    # The optimizer takes parameters of CUDA's types alone.
+    "torch.Tensor.type": _type_of_optimizers,
+    # device="cuda" all over Megatron.
+    **{
+        f"torch.{name}": _on_cpu(getattr(torch, name))
+        for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
+    },
 }
-
-
-class _CudaNamesToCpu(TorchFunctionMode):
-    """Maps `device="cuda"` to the CPU in any torch call, and gives CPU tensors the types that optimizers expect."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.tensor and kwargs.get("pin_memory"):
-            # Pinned for a copy to the device that rotary embeddings make under context parallelism: there is none to
-            # copy to.
-            kwargs = {**kwargs, "pin_memory": False}
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        return func(*args, **kwargs)
-
-
-def _is_cuda(device: Any) -> bool:
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 @contextmanager
@@ -114,5 +125,4 @@ def cuda_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, replacement in REDIRECTIONS.items():
             stack.enter_context(patch(name, replacement))
-        stack.enter_context(_CudaNamesToCpu())
         yield

@@ -77,9 +77,10 @@ def test_devices_named_cuda_are_the_cpu(device: str | torch.device) -> None:
             torch.zeros(2, device=device),
             torch.tensor([1.0, 2.0], device=device),
             torch.arange(2, device=device),
-            torch.ones(2).to(device=device),
-            torch.ones(2).cuda(),
-            torch.ones(2).new_empty(3, device=device),
+            torch.ones(2, device=device, pin_memory=True),
+            torch.full((2,), 1.0, device=device),
+            torch.zeros_like(torch.ones(2), device=device),
+            torch.ones(2).cuda(device),
         ]
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
