@@ -5,7 +5,7 @@ Run by the tests on every implementation and device, and by the benchmark before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.select import Kernels, implementation_of
+from kernels.shuffled_rows.naive import shuffled_rows as naive_rows
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """Largest error over the largest element of the reference, which the twins compute from the same inputs in float64."""
@@ -82,7 +83,8 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
-    """Where a selection of fp32 scores takes other entries than its twin, or in another order, in words."""
+    """Where a selection of fp32 scores takes other entries than its twin, or in another order, or where other rows are
+    found behind entries, in words."""
     for shape in SELECTION_SHAPES:
         g = torch.Generator().manual_seed(0)
         scores = torch.randn(2, 2, shape.tokens, shape.heads, shape.keys, generator=g)
@@ -98,9 +100,20 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
         }.items():
             actual = getattr(kernels, op)(*(tensor.to(device) for tensor in operands), *sizes)
             reference = implementation_of(op, "naive")(*operands, *sizes)
-            for part, ours, twins in zip(("first stage", "entries"), actual, reference, strict=True):
-                if not torch.equal(ours.cpu(), twins):
-                    yield f"{op} {shape}: {part} differ from the twin's"
+            yield from _differences(f"{op} {shape}", ("first stage", "entries"), actual, reference)
+        entries = torch.randint(0, shape.keys**2, (shape.tokens, shape.top_k), generator=g)
+        # Four virtual blocks, and a window that wraps around the bank.
+        num_rows = max(1, shape.keys**2 // 4)
+        where = (shape.keys, (5, 2**62 + 1, 2**63 - 1, 7), num_rows, num_rows // 2, num_rows + 1, True)
+        actual, reference = kernels.shuffled_rows(entries.to(device), *where), naive_rows(entries, *where)
+        yield from _differences(f"shuffled_rows {shape}", ("rows", "blocks"), actual, reference)
+
+
+def _differences(name: str, parts: Sequence[str], actual: Sequence[Any], reference: Sequence[Any]) -> Iterator[str]:
+    """Which of these integers are not the twin's, in words."""
+    for part, ours, twins in zip(parts, actual, reference, strict=True):
+        if not torch.equal(ours.cpu(), twins):
+            yield f"{name}: {part} differ from the twin's"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kernels.gather_sum.op import GatherSum
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
 from kernels.segment_accumulate.op import SegmentAccumulate
+from kernels.shuffled_rows.op import ShuffledRows
 from kernels.tucker_topk.op import TuckerTopk
 
 # In every op's folder, the file with the function of the op's name.
@@ -38,6 +39,7 @@ class Kernels:
     segment_accumulate: SegmentAccumulate
     tucker_topk: TuckerTopk
     product_topk: ProductTopk
+    shuffled_rows: ShuffledRows
 
     implementations: Mapping[str, Implementation]
     """What was chosen for each op."""

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.common.hashing import mix
 from megamem.distributions import Constant, Distribution, Normal, Uniform
-from megamem.hashing import key_of, mix
+from megamem.hashing import key_of
 
 # Temporaries are a few int64 and float64 tensors of so many elements: few launches on a GPU, the cache on a CPU.
 _TEMPORARY_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 16}

@@ -8,17 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamem.hashing import key_of, mix
-
-_ROUNDS = 4
+from kernels.common.hashing import mix
+from kernels.shuffled_rows.naive import NUM_ROUNDS, shuffled
+from megamem.hashing import key_of
 
 
 class KeyedShuffle:
-    """A stateless bijection of an N x N grid: a Feistel network whose halves are added modulo N.
+    """A stateless bijection of an N x N grid, `kernels.shuffled_rows.naive.shuffled`.
 
-    Each round replaces (i, j) by (j, (i + F(j)) mod N) with F a keyed hash; that is invertible for every N, needs no
-    table, no loop that depends on the data and no host sync. A stored permutation would cost 8 bytes per entry and
-    layer.
+    It needs no table, no loop that depends on the data and no host sync. A stored permutation would cost 8 bytes per
+    entry and layer. Layers go from entries to rows in one op, `Kernels.shuffled_rows`.
 
     Attributes:
         round_keys: of F in each round, which with `num_keys` are all there is to it.
@@ -26,7 +25,7 @@ class KeyedShuffle:
 
     def __init__(self, num_keys: int, *, seed: int, name: str) -> None:
         self.num_keys = num_keys
-        self.round_keys = tuple(key_of(seed, name, "shuffle", str(r)) for r in range(_ROUNDS))
+        self.round_keys = tuple(key_of(seed, name, "shuffle", str(r)) for r in range(NUM_ROUNDS))
 
     def __call__(self, entries: Tensor) -> Tensor:
         """Permuted entries.
@@ -37,12 +36,7 @@ class KeyedShuffle:
         Returns:
             int64 of the same shape, in the same range.
         """
-        i, j = entries // self.num_keys, entries % self.num_keys
-        for key in self.round_keys:
-            # Bits 1..63 of the hash: int64 remainders of negative numbers would still be in range, but cost a
-            # correction.
-            i, j = j, (i + ((mix(j, key) >> 1) & 0x3FFFFFFFFFFFFFFF) % self.num_keys) % self.num_keys
-        return i * self.num_keys + j
+        return shuffled(entries, self.num_keys, self.round_keys)
 
 
 def random_permutation(num_entries: int, *, seed: int, name: str) -> Tensor:

@@ -107,12 +107,16 @@ class TuckerLayer(RetrievalLayer):
 
     def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
         """Shuffled (Eq. 8), split into virtual block and row, moved to the window's start, wrapped around the bank."""
+        view, with_blocks = self.view, self.memory.num_value_projections > 1
         if self.shuffle is not None:
-            entries = self.shuffle(entries)
-        elif self.memory.shuffle == "table":
+            grid = (self.shuffle.num_keys, self.shuffle.round_keys)
+            return self.kernels.shuffled_rows(
+                entries, *grid, view.num_rows, view.first_row, view.num_bank_rows, with_blocks
+            )
+        if self.memory.shuffle == "table":
             entries = self.permutation[entries]
-        rows = (entries % self.view.num_rows + self.view.first_row) % self.view.num_bank_rows
-        return rows, entries // self.view.num_rows if self.memory.num_value_projections > 1 else None
+        rows = (entries % view.num_rows + view.first_row) % view.num_bank_rows
+        return rows, entries // view.num_rows if with_blocks else None
 
     def project(self, values: Tensor, x: Tensor) -> Tensor:
         """Eq. 12, or Eq. 9 with the projections of all blocks side by side."""

@@ -27,7 +27,7 @@ from pretrain.costs.traffic import copies_bytes
 
 LAUNCHES_DENSE = (70, 117)
 """Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
-LAUNCHES_MEMORY = (130, 121)
+LAUNCHES_MEMORY = (48, 121)
 """Kernels of a memory layer with a split table, forward and backward, counted alike."""
 LAUNCHES_MIXTURE = (18, 50)
 """What a mixture's router and dispatcher add to a block, counted alike."""

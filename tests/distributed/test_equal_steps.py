@@ -23,7 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.hashing import key_of, mix
+from kernels.common.hashing import mix
+from megamem.hashing import key_of
 from megamem.layers.layer import MemoryLayer
 from megamem.retrieval.retrieved import Retrieved
 from pretrain.config.loader import load_config

@@ -61,6 +61,18 @@ def _without_activation(pair: GatherPair, *arguments: Any) -> Tensor:
     return pair(pre_values, values, ids, x, scores, "none", block, num_blocks)
 
 
+def test_rows_of_another_shuffle_are_seen() -> None:
+    good = select_kernels("torch")
+
+    def unshuffled(entries: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+        num_rows, first_row, num_bank_rows = where[2:5]
+        return (entries % num_rows + first_row) % num_bank_rows, entries // num_rows
+
+    problems = list(selection_problems(replace(good, shuffled_rows=unshuffled), "cpu"))
+    assert problems
+    assert all(problem.startswith("shuffled_rows") for problem in problems)
+
+
 def test_entries_in_another_order_are_seen() -> None:
     good = select_kernels("torch")
 

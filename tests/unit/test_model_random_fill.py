@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.common.hashing import mix
 from megamem import random_fill
 from megamem.distributions import Normal, Uniform
-from megamem.hashing import mix
 from megamem.random_fill import fill, normal_rows
 
 

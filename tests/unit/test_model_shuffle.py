@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megamem.hashing import key_of, mix
+from kernels.common.hashing import mix
+from megamem.hashing import key_of
 from megamem.shuffle import KeyedShuffle, random_permutation
 
 names = st.text(min_size=1, max_size=20)

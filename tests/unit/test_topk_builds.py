@@ -1,4 +1,4 @@
-"""The selections' Triton kernels compiled for GPUs that are not there, as the launchers launch them at the papers'
+"""Retrieval's Triton kernels compiled for GPUs that are not there, as the launchers launch them at the papers'
 shapes.
 """
 
@@ -24,7 +24,10 @@ OF_OTHER_TRITONS = {"3.6": (64 * 1024, 344), "3.8": (48 * 1024, 72)}
 # Of an SM.
 REGISTERS = 65_536
 KERNELS = {
-    "tucker_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_grid_kernel", "sort_candidates_kernel"},
+    "tucker_topk": {
+        *("collect_lists_kernel", "sort_lists_kernel", "collect_grid_kernel", "sort_candidates_kernel"),
+        "shuffled_rows_kernel",
+    },
     "product_topk": {"collect_lists_kernel", "sort_lists_kernel", "collect_sums_kernel", "sort_candidates_kernel"},
 }
 

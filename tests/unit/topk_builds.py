@@ -1,4 +1,4 @@
-"""Compiles the selections' Triton kernels for GPUs that are not there, and reports what came out: `python -m
+"""Compiles retrieval's Triton kernels for GPUs that are not there, and reports what came out: `python -m
 tests.unit.topk_builds`.
 
 A process of its own, because Triton decides at import whether it compiles or interprets. The kernels are built with the
@@ -82,10 +82,11 @@ def launches(shape: Shape, num_tokens: int = 4096) -> Iterator[Launch]:
     """Every kernel that a retrieval launches, with its arguments."""
     from kernels.list_topk import triton_launch as lists
     from kernels.product_topk import triton_launch as product
+    from kernels.shuffled_rows import triton_launch as shuffled
     from kernels.tucker_topk import triton_launch as tucker
 
     recorded: list[Launch] = []
-    for module in (lists, tucker, product):
+    for module in (lists, tucker, product, shuffled):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 setattr(module, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, recorded))
@@ -94,6 +95,9 @@ def launches(shape: Shape, num_tokens: int = 4096) -> Iterator[Launch]:
     if shape.selection == "tucker_topk":
         core = torch.empty(shape.heads, 2, 2, device="meta")
         tucker.tucker_topk._init_fn(rows, columns, core, core[:, 0], core[:, 1], shape.row_top_k, shape.top_k)
+        entries = torch.empty(num_tokens, shape.heads * shape.top_k, dtype=torch.int64, device="meta")
+        window = (shape.keys**2, 0, shape.keys**2)
+        shuffled._shuffled_rows._init_fn(entries, shape.keys, (2**62, 2**62 + 1, 5, 2**63 - 1), *window, True)
     else:
         product.product_topk._init_fn(rows[..., 0], columns[..., 0], shape.row_top_k, shape.top_k)
     yield from recorded

@@ -60,7 +60,7 @@ RETRIEVALS: Mapping[str, tuple[Retrieval, ...]] = {
 def contenders(
     case: Retrieval, dtype: torch.dtype, tokens: int, kernels: Kernels, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    """What is timed: the products alone, with a selection, and every selection alone.
+    """What is timed: the products alone, with a selection, and every selection alone; and the rows behind its entries.
 
     Queries and keys are of `dtype`, scores are selected in fp32. Beside the kernels' selection stand PyTorch's, and
     what `torch.topk` does without a defined order.
@@ -100,6 +100,14 @@ def contenders(
     if implementation != "torch":
         found[f"{name}, torch"] = lambda: in_torch(rows, columns, *arguments)
     found["torch.topk, equal scores in any order"] = lambda: unordered(rows, columns, *arguments)
+    if case.rank:
+        entries = torch.randint(case.keys**2, (tokens, case.heads * case.top_k), generator=generator, device=device)
+        # Four virtual blocks.
+        where = (case.keys, (1, 2, 3, 4), max(1, case.keys**2 // 4), 0, case.keys**2)
+        rows_of = kernels.shuffled_rows
+        rows_in_torch: Callable[..., Any] = implementation_of("shuffled_rows", "torch")
+        found[f"shuffled_rows, {kernels.implementations['shuffled_rows']}"] = lambda: rows_of(entries, *where)
+        found["shuffled_rows, torch"] = lambda: rows_in_torch(entries, *where)
     return found
 
 

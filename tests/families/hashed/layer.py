@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.hashing import key_of, mix
+from kernels.common.hashing import mix
+from megamem.hashing import key_of
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 
