@@ -135,7 +135,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    widths = (7, 28, 28, 10, 8, 10)
+    widths = (7, 34, 30, 10, 8, 10)
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)) + "  " + cells[-1]
 
 
