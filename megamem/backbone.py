@@ -30,6 +30,7 @@ from megamem.norm import LayerNorm, RMSNorm
 from megamem.side_stream import SideStream
 from megamem.slots import Site, Slot
 from megamem.spans import pending_before
+from megamem.swiglu import swiglu
 
 
 def block_spec(
@@ -67,7 +68,11 @@ def block_spec(
     norm = provider.layer_norm() if te else RMSNorm
     qk = (provider.layer_norm(for_qk=True) if te else RMSNorm) if qk_norm else IdentityOp
     core = provider.core_attention() if te else attention_core
-    linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+    linears = MLPSubmodules(
+        linear_fc1=provider.column_parallel_linear(),
+        linear_fc2=provider.row_parallel_linear(),
+        activation_func=swiglu,
+    )
     ffn, ffn_arguments = _ffn(config, linears, groups)
     make_ffn = partial(build_module, ffn, **ffn_arguments)
     specs = []

@@ -52,6 +52,8 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         qk_layernorm=model.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
+        # Not Transformer Engine's: what the spec names, `megamem.swiglu.swiglu`.
+        use_te_activation_func=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,

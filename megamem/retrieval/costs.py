@@ -15,7 +15,7 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
     """Tucker cores: d (Q D + 2 H N R + 2) + C H R^2 parameters of retrieval, Q queries; D (B V + P) of projections.
 
     The first stage reads R scores per key, and the candidate grid is M^2 products of R terms each behind the cores. For
-    backward are kept the queries before, in and after their norm, the keys alike, the scores of the kept entries and
+    backward are kept the queries before and after their norm, the keys after theirs, the scores of the kept entries and
     their products with the cores, and for the balance of keys their probabilities; backward holds the gradients of all
     key scores twice, by side and stacked.
     """
@@ -30,10 +30,9 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
         selection_flops=2.0 * (keys + memory.num_heads * memory.row_top_k**2 * memory.tucker_rank),
         projection_flops=2.0 * projections,
         selection_bytes=_selection_bytes(memory, keys),
-        kept_wide=2 * queries
-        + entries * memory.tucker_rank * (2 + memory.num_cores)
+        kept_wide=entries * memory.tucker_rank * (2 + memory.num_cores)
         + _balanced_keys(memory, keys // memory.tucker_rank),
-        kept_narrow=queries + entries * memory.num_cores,
+        kept_narrow=2 * queries + entries * memory.num_cores,
         kept_ids=2 * entries,
         kept_keys=keys * memory.key_dim,
         kept_by_entries=entries * (4 * memory.tucker_rank * (2 + memory.num_cores) + 16),
@@ -44,7 +43,7 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
 def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> LayerCosts:
     """Product keys: d (2 H D + 2 H N) parameters of retrieval and a gain; D V of the value projection, D of the gate.
 
-    The candidate grid is M^2 sums. With biases every projection has one. For backward are kept the queries before, in
+    The candidate grid is M^2 sums. With biases every projection has one. For backward are kept the queries before
     and after their norm, the scores of the kept entries, and for the balance of keys their probabilities.
     """
     entries = memory.num_heads * memory.top_k
@@ -59,8 +58,8 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
         selection_flops=1.0 * memory.num_heads * memory.row_top_k**2,
         projection_flops=2.0 * width * inputs,
         selection_bytes=_selection_bytes(memory, keys),
-        kept_wide=(2 * queries if memory.query_norm else 0) + entries + _balanced_keys(memory, keys),
-        kept_narrow=queries + entries,
+        kept_wide=entries + _balanced_keys(memory, keys),
+        kept_narrow=(2 if memory.query_norm else 1) * queries + entries,
         kept_ids=2 * entries,
         backward_wide=2 * keys,
     )

@@ -56,13 +56,13 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     """Bytes per token that the backward pass of a block's attention needs of whole sequences, beside what its core keeps
     for itself, before ranks split heads; the mean over blocks.
 
-    Queries, keys and values; both of the first two in and after their norms and turned; the heads' outputs. With
-    latents: queries, keys and outputs of all heads, values with keys as they were projected, the latents (of queries too),
-    and they in and after their norm.
+    Queries, keys and values; the first two turned; the heads' outputs; and queries that are normalised, which Megatron
+    copies out of the three. With latents: queries, keys and outputs of all heads, values with keys as they were projected,
+    the latents (of queries too), and they after their norm.
     """
     head, heads, groups = model.attention_head_dim, model.num_attention_heads, model.query_groups
     if (latent := model.latent_attention) is not None:
-        latents = _latent_widths(latent) * (element + (2 * 4 if model.qk_norm else 0))
+        latents = _latent_widths(latent) * element * (2 if model.qk_norm else 1)
         projected = 2 * head - latent.rotary_dim
         twice = projected_twice(model, slots_of_memories(model))
         projections = 1 + twice / (model.num_layers * _up_projection(model))
@@ -71,7 +71,7 @@ def attention_kept(model: ModelConfig, element: int) -> float:
         columns = 2 * head + projections * projected + (head if has_own_keys else 0)
         return element * heads * columns + latents
     attention = element * (heads + 2 * groups) + element * (heads + groups) + element * heads
-    attention += 2 * 4 * (heads + groups) if model.qk_norm else 0
+    attention += element * heads if model.qk_norm else 0
     return attention * head
 
 

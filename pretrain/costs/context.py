@@ -102,6 +102,28 @@ def kept_beyond_whole_sequences(config: RunConfig) -> int:
     return beyond + outputs * train.element_bytes
 
 
+def attention_backward(config: RunConfig, tokens: int) -> float:
+    """Bytes that the backward pass of attention across ranks has at its peak, for a rank's tokens before ranks split
+    heads.
+
+    The gradients of outputs, and of queries in fp32. Of keys and values those in fp32, and: of gathered ones, of all
+    ranks, the same in the precision of the run; in a ring what is sent, what arrives and their sum, two pairs on their
+    way, and a tile's operands and gradients. Of exchanged heads all in the precision of the run.
+    """
+    model, element, size = config.model, config.train.element_bytes, config.parallel.context
+    queries = tokens * model.num_attention_heads * model.attention_head_dim
+    pairs = 2 * tokens * model.query_groups * model.attention_head_dim
+    match context_way(config):
+        case "heads":
+            return float(element * 2 * (queries + pairs))
+        case "gather":
+            return float((element + 4) * (queries + size * pairs))
+        case "ring":
+            return float(
+                (element + 4) * queries + 4 * 4 * pairs + 2 * element * pairs + 2 * element * (queries + pairs)
+            )
+
+
 def heads_problem(config: RunConfig) -> str | None:
     """Why a run's heads cannot be exchanged over its context-parallel ranks; None: they can."""
     model, layout = config.model, config.parallel

@@ -37,13 +37,13 @@ def dispatched_bytes(config: RunConfig, stage: Stage, division: Division) -> flo
 def experts_kept(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:
     """Bytes that backward of one block needs of its mixture.
 
-    Of every token and expert that it is sent to: the input, gate and up, gate's activation twice, their product without
-    and with the router's weight, and where it came from. Of every token: the router's input in fp32, and its logits,
+    Of every token and expert that it is sent to: the input, gate and up, their product without and with the router's
+    weight, and where it came from. Of every token: the router's input in fp32, and its logits,
     probabilities and maps. And the router's weights in fp32.
     """
     rows = tokens * moe.top_k
     of_router = tokens * (4 * model.hidden_size + 22 * moe.num_experts + 4) + 4 * moe.num_experts * model.hidden_size
-    return float(rows * (element * (model.hidden_size + 6 * moe.expert_ffn_hidden_size) + 20) + of_router)
+    return float(rows * (element * (model.hidden_size + 4 * moe.expert_ffn_hidden_size) + 20) + of_router)
 
 
 def experts_backward(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:

@@ -17,7 +17,7 @@ from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.costs.attention import attention_kept
-from pretrain.costs.context import kept_beyond_whole_sequences
+from pretrain.costs.context import attention_backward, kept_beyond_whole_sequences
 from pretrain.costs.experts import experts_backward, experts_kept
 from pretrain.costs.stages import Blocks, Division, Stage, stages_of
 
@@ -260,7 +260,7 @@ def block_kept(
     if not stage.lookups or not blocks.memories:
         return parts
     per_token = 4 * own.kept_wide + element * own.kept_narrow + _ID * own.kept_ids
-    memory = tokens * per_token + own.kept_keys * (_norm_bytes(element) + element)
+    memory = tokens * per_token + own.kept_keys * element
     assert model.memory is not None
     shared = family_of(model.memory).shared_kept_wide(model.memory, model.hidden_size)
     memory += len(stage.lookups) * tokens * 4 * shared
@@ -304,22 +304,28 @@ def block_passing(
 ) -> dict[MemoryPart, float]:
     """What one block has at a time on top of `kept`, what backward needs of its forward pass.
 
-    The largest of five moments. While entries are selected: what the family says. While the memory is read: the scores
+    The largest of six moments. While entries are selected: what the family says. While the memory is read: the scores
     of all keys, all ranks' ids unpacked, 8 bytes and as many for bins, and coefficients as they are cut for ranks and as
     they leave, or before them rows and bins in one. While what was read is in backward: the ids again, and their sort,
     of rows 4 bytes before and 4 behind, and of positions 8. While the retrieval is: the gradients of the key scores,
-    when what the lookup and the entries kept is gone. Of the feed-forward: see `_ffn_backward`.
+    when what the lookup and the entries kept is gone. Of the feed-forward: see `_ffn_backward`. Of attention across ranks,
+    when what the feed-forward kept is gone: see `attention_backward`.
     """
     model, element, group = config.model, config.train.element_bytes, config.parallel.memory
     moments: list[dict[MemoryPart, float]] = [{}]
     if stage.backward.ffns:
         trained = stage.trained_blocks.ffns > 0
         moments.append({MemoryPart.BACKWARD: _ffn_backward(config, tokens, trained=trained)})
+    if config.parallel.context > 1:
+        of_ffn = kept.get(MemoryPart.FEED_FORWARD, 0.0)
+        moments.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
     memory = model.memory
     if memory is not None and memory.reads_once and stage.backward.memories:
-        # Of what blocks read together: the sum so far, what one more adds, and both.
+        # Of what blocks read together: the sum so far, what one more adds, and both; the block itself is gone.
         shared = tokens * memory.lookup.bins * memory.width("values") * element
-        moments.append({MemoryPart.BACKWARD: 3.0 * shared})
+        gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
+        whole = config.train.recompute == "full"
+        moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
     elif memory is not None and stage.lookups and stage.backward.memories:
         lookup = memory.lookup
         ids, bins = group * tokens * lookup.rows, lookup.bins > 1
@@ -343,10 +349,10 @@ def block_passing(
 
 
 def _ffn_kept(model: ModelConfig, tokens: int, element: int, *, trained: bool = True) -> float:
-    """Of one feed-forward: gate and up, the gate's activation twice, and their product where it is trained."""
+    """Of one feed-forward: gate and up, and their product where it is trained."""
     if model.moe is not None:
         return experts_kept(model, model.moe, tokens, element)
-    return (4.0 + trained) * tokens * model.ffn_hidden_size * element
+    return (2.0 + trained) * tokens * model.ffn_hidden_size * element
 
 
 def _ffn_backward(config: RunConfig, tokens: int, *, trained: bool) -> float:
@@ -359,9 +365,8 @@ def _ffn_backward(config: RunConfig, tokens: int, *, trained: bool) -> float:
 
 
 def _norm_bytes(element: int, *, trained: bool = True) -> int:
-    """Per element: the input in fp32, and where it and what it feeds are trained the normalised values too, and the
-    output."""
-    return 4 + (4 + element if trained else 0)
+    """Per element: the input, and where what it feeds is trained the output."""
+    return (1 + trained) * element
 
 
 def _sum(*parts: dict[MemoryPart, float]) -> dict[MemoryPart, float]:
