@@ -144,7 +144,8 @@ def test_ratios_to_the_first_and_to_the_pair() -> None:
     [
         (["step", "configs/quickstart.yaml", "--peak-tflops", "-3"], "--peak-tflops is -3: it must be above 0"),
         (["step", "seed=2"], "name at least one CONFIG"),
-        (["step", "configs/quickstart.yaml", "--rounds", "0"], "--rounds and --steps of at least 1"),
+        (["step", "configs/quickstart.yaml", "--rounds", "0"], "use --rounds of at least 1"),
+        (["step", "configs/quickstart.yaml", "--steps", "0"], "--steps is 0: nothing is measured with less than 1"),
     ],
 )
 def test_options_that_cannot_work_are_refused(words: list[str], message: str) -> None:
