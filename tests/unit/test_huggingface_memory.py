@@ -43,6 +43,13 @@ def test_random_lists_and_lists_with_many_equal_scores() -> None:
             assert torch.equal(memory_megamem.list_topk(lists, top_k), naive.list_topk(lists, top_k))
 
 
+@pytest.mark.parametrize("num_scores", [3, 1000], ids=["equal scores", "different scores"])
+def test_the_best_of_a_list_do_not_keep_the_whole_list(num_scores: int) -> None:
+    lists = torch.arange(1000).remainder(num_scores).float().repeat(4, 1)
+    best = memory_megamem.list_topk(lists, 16)
+    assert best.untyped_storage().nbytes() == 4 * 16 * 8
+
+
 @pytest.mark.parametrize("num_keys", [2, 7, 96])
 def test_the_shuffle_is_that_of_training(num_keys: int) -> None:
     ours = KeyedShuffle(num_keys, seed=3, name="decoder.layers.0.mlp.memory")

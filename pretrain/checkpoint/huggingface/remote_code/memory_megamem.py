@@ -35,13 +35,16 @@ def rms_normalise(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 
 def list_topk(scores: Tensor, top_k: int) -> Tensor:
     """Positions [..., K] of the best of [..., N]: the larger score first, of equal ones the smaller position."""
-    if scores.device.type != "cpu":
-        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    values, places = scores.topk(min(top_k + 1, scores.shape[-1]), dim=-1)
-    # `topk` leaves the order of equal scores undefined.
-    if (values[..., 1:] == values[..., :-1]).any() or values.isnan().any():
-        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    return places[..., :top_k]
+    places = None
+    if scores.device.type == "cpu":
+        values, places = scores.topk(min(top_k + 1, scores.shape[-1]), dim=-1)
+        # `topk` leaves the order of equal scores undefined.
+        if (values[..., 1:] == values[..., :-1]).any() or values.isnan().any():
+            places = None
+    if places is None:
+        places = scores.sort(dim=-1, descending=True, stable=True).indices
+    # What is kept for backward must not be a view of all positions.
+    return places[..., :top_k].contiguous()
 
 
 class Shuffle:
