@@ -7,18 +7,14 @@ Legend: B bytes of a microbatch's hidden states on this rank, m microbatches, TP
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from megamem.slots import Slot
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import slots_of_memories
-from pretrain.costs.context import context_way, run_costs
 from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.held import copied_elements
 from pretrain.costs.memory import trained_dense, trained_tables
 from pretrain.costs.stages import Blocks, Division, Stage, stages_of
-from pretrain.costs.traffic import follows_heads, lookup_traffic, microbatch_bytes
+from pretrain.costs.traffic import context_bytes, lookup_bytes
 
 _GRADIENT = 4
 
@@ -65,8 +61,7 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
     return StageSent(
         memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
         context=m * context_bytes(config, stage),
-        tensor=m * (layout.tensor - 1) * (tensor_passes(config, stage) * hidden + _latents(config, stage, division))
-        + _tensor_sums(config, stage, division),
+        tensor=m * tensor_bytes(config, stage, division) + _tensor_sums(config, stage, division),
         messages=m * crossings * hidden,
         tables=ring(trained_tables(config, stage), division.table_replicas),
         dense=ring(trained_dense(config, stage), division.replicas * layout.context),
@@ -74,26 +69,13 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
     )
 
 
-def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Of all lookups of one microbatch, forward and backward."""
-    memory, group = config.model.memory, config.parallel.memory
-    if memory is None or group == 1:
-        return 0.0
-    total = 0
-    for rows, number in Counter(stage.lookups).items():
-        lookup = lookup_traffic(
-            memory,
-            rows,
-            group_size=group,
-            num_tokens=division.rank_tokens,
-            element_bytes=config.train.element_bytes,
-            follows_heads=follows_heads(config),
-        )
-        total += number * microbatch_bytes(config, lookup)
-    return float(total)
+def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Of hidden states and latents that tensor-parallel ranks gather and scatter in one microbatch."""
+    elements = _tensor_passes(config, stage) * config.model.hidden_size + _latents(config, stage)
+    return (config.parallel.tensor - 1) * division.rank_tokens * elements * config.train.element_bytes
 
 
-def tensor_passes(config: RunConfig, stage: Stage) -> float:
+def _tensor_passes(config: RunConfig, stage: Stage) -> float:
     """Gathers and scatters of a microbatch's hidden states over tensor-parallel ranks: each sends (TP - 1) B.
 
     A pair of linears gathers its input and scatters its output: twice forward, and twice backward, which gathers the
@@ -114,27 +96,28 @@ def tensor_passes(config: RunConfig, stage: Stage) -> float:
     return passes + (1 + stage.trains_all) * stage.has_embedding + (2 + stage.trains_all) * stage.has_loss
 
 
-def _latents(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Bytes of a microbatch that latent attention sends to each other rank besides, forward and backward.
+def _latents(config: RunConfig, stage: Stage) -> float:
+    """Elements per token that latent attention sends to each other rank besides, forward and backward.
 
     Their down-projection gathers hidden states as that of queries does, and their up-projection the latents, those of
-    queries too; a column of theirs is computed on one rank, and all columns go to the rank that has the token; rotary
-    keys are gathered.
+    queries too: backward scatters the gradients, and gathers again for those of weights that are trained. A column of
+    latents is computed on one rank, and all columns go to the rank that has the token; rotary keys are gathered.
     """
     latent = config.model.latent_attention
     if latent is None:
         return 0.0
-    forwards = 2 if config.train.recompute == "full" else 1
-    blocks = [block for chunk in stage.chunks for block in chunk.layers]
-    twice = sum(slots_of_memories(config.model, block).count(Slot.VALUES) for block in blocks)
     of_queries = latent.query_latent_dim or 0
-    gathered = (
-        stage.blocks.num * (config.model.hidden_size + of_queries) + (stage.blocks.num + twice) * latent.latent_dim
-    )
-    columns = latent.latent_dim + latent.rotary_dim + of_queries
-    exchanged = columns / config.parallel.tensor + latent.rotary_dim
-    elements = (forwards + 2) * gathered + (forwards + 1) * stage.blocks.num * exchanged
-    return division.rank_tokens * elements * config.train.element_bytes
+    exchanged = (latent.latent_dim + latent.rotary_dim + of_queries) / config.parallel.tensor + latent.rotary_dim
+
+    def gathered(blocks: Blocks) -> int:
+        of_keys_and_values = (blocks.num + blocks.values_mixed) * latent.latent_dim
+        return blocks.num * (config.model.hidden_size + of_queries) + of_keys_and_values
+
+    def one_way(blocks: Blocks) -> float:
+        return gathered(blocks) + blocks.num * exchanged
+
+    backward_passes = 2 if config.train.recompute == "full" else 1
+    return one_way(stage.blocks) + backward_passes * one_way(stage.backward) + gathered(stage.trained_blocks)
 
 
 def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
@@ -142,12 +125,3 @@ def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
     size = config.parallel.tensor
     of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches if stage.has_loss else 0
     return 2 * (size - 1) / size * (_GRADIENT * stage.trained.whole + of_loss)
-
-
-def context_bytes(config: RunConfig, stage: Stage) -> float:
-    """Of attention across cut sequences, in one microbatch."""
-    if config.parallel.context == 1 or config.model.implementation == "transformer_engine":
-        return 0.0
-    costs = run_costs(config, context_way(config))
-    again = config.train.recompute != "none"
-    return stage.blocks.num * costs.forward + stage.backward.num * (again * costs.forward + costs.backward)

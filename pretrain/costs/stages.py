@@ -40,6 +40,7 @@ class Blocks:
         split_weights: weights that tensor-parallel ranks split, without those of memories.
         expert_weights: weights of experts.
         memories: memory layers.
+        values_mixed: of these, the ones that mix values, or latents of values alone: keys are made of others.
         arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later.
     """
 
@@ -50,6 +51,7 @@ class Blocks:
     split_weights: int
     expert_weights: int
     memories: int
+    values_mixed: int
     arrivals: int
 
     @property
@@ -74,6 +76,7 @@ class Stage:
         expert_weights: weights of experts.
         memory: costs of its memory layers without their tables.
         lookups: rows of the bank that each of its memory layers reads, or each chunk, if its layers read together.
+        backward_lookups: of these, the ones that have a backward pass.
         trained: what of it is trained.
         trains_all: whether that is all of it, embedding and output projection too.
     """
@@ -89,6 +92,7 @@ class Stage:
     expert_weights: int
     memory: LayerCosts
     lookups: tuple[int, ...]
+    backward_lookups: tuple[int, ...]
     trained: TrainedWeights
     trains_all: bool
 
@@ -133,10 +137,17 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
     split += costs.split_by_heads
     whole += costs.retrieval + costs.projections - costs.split_by_heads
     lookups = tuple(view.num_bank_rows for view in views)
+    backward_lookups = tuple(
+        view.num_bank_rows
+        for index, view in zip(indices, views, strict=True)
+        if model.memory_spans[index].read >= part.first_block
+    )
     if memory is not None and memory.reads_once and views:
         # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
         reading = {span.read for span in model.memory_spans}
         lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
+        # Token ids have no gradient: there is one of the table alone.
+        backward_lookups = lookups if part.trains(reading) else ()
         whole += family_of(memory).shared_parameters(memory, model.hidden_size)
     whole += has_loss * model.hidden_size
     tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
@@ -154,6 +165,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         expert_weights=experts,
         memory=costs,
         lookups=lookups,
+        backward_lookups=backward_lookups,
         trained=trained,
         trains_all=part.is_whole,
     )
@@ -170,6 +182,7 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
         split_weights=split,
         expert_weights=experts,
         memories=sum(span.read in blocks for span in model.memory_spans),
+        values_mixed=sum(of_block.count(Slot.VALUES) for of_block in slots),
         arrivals=sum(any(span.read < block <= span.add for block in blocks) for span in model.memory_spans),
     )
 

@@ -21,9 +21,9 @@ from pretrain.costs.experts import dispatched_bytes
 from pretrain.costs.formulas import training_flops_per_token
 from pretrain.costs.hardware import Hardware
 from pretrain.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
-from pretrain.costs.sent import context_bytes, lookup_bytes, tensor_passes
+from pretrain.costs.sent import tensor_bytes
 from pretrain.costs.stages import Blocks, Division, Stage, stages_of
-from pretrain.costs.traffic import copies_bytes
+from pretrain.costs.traffic import context_bytes, copies_bytes, lookup_bytes
 
 LAUNCHES_DENSE = (70, 117)
 """Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
@@ -182,8 +182,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
         hidden = num_products * tokens * layout.tensor * beside / hardware.flops_per_s
         exchange_s = max(0.0, exchange_s - hidden)
     parts[TimePart.MEMORY_EXCHANGE] = exchange_s
-    gathered = (layout.tensor - 1) * tokens * model.hidden_size * element
-    parts[TimePart.TENSOR] = tensor_passes(config, stage) * gathered / hardware.nvlink_bytes_per_s
+    parts[TimePart.TENSOR] = tensor_bytes(config, stage, division) / hardware.nvlink_bytes_per_s
     parts[TimePart.EXPERTS] = _dispatch_s(config, stage, division, hardware)
     parts[TimePart.CONTEXT] = _context_s(config, stage, hardware)
     boundary = tokens * model.hidden_size * element

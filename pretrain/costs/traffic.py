@@ -6,7 +6,9 @@ dim, P pre-value dim, B bins.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import astuple, dataclass
+from functools import partial
 
 from megamem.memory_config import MemoryConfig
 from megamem.slots import Slot
@@ -14,7 +16,7 @@ from parallel.layout import coefficients_per_rank, packed_bytes
 from pretrain.config.schema import RunConfig
 from pretrain.costs.context import context_way, run_costs
 from pretrain.costs.held import copied_elements
-from pretrain.costs.stages import stages_of
+from pretrain.costs.stages import Division, Stage, stages_of
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,31 @@ def follows_heads(config: RunConfig) -> bool:
     return of_heads and layout.memory == layout.tensor <= config.model.query_groups
 
 
-def microbatch_bytes(config: RunConfig, lookup: LookupTraffic) -> int:
-    """Of a lookup in all passes of a microbatch: forward once more where its block is recomputed, and backward.
+def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
+    """What a rank of a stage sends for all lookups of a microbatch, forward, once more where their blocks are recomputed,
+    and backward.
 
     What is read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
     """
-    if config.model.memory is not None and config.model.memory.reads_once:
-        return lookup.forward + lookup.backward - lookup.coefficients
-    return (2 if config.train.recompute == "full" else 1) * lookup.forward + lookup.backward
+    memory = config.model.memory
+    if memory is None:
+        return 0
+    traffic_of = partial(
+        lookup_traffic,
+        memory,
+        group_size=config.parallel.memory,
+        num_tokens=division.rank_tokens,
+        element_bytes=config.train.element_bytes,
+        follows_heads=follows_heads(config),
+    )
+    total = sum(number * traffic_of(rows).forward for rows, number in Counter(stage.lookups).items())
+    for rows, number in Counter(stage.backward_lookups).items():
+        lookup = traffic_of(rows)
+        if memory.reads_once:
+            total += number * (lookup.backward - lookup.coefficients)
+        else:
+            total += number * (lookup.backward + (config.train.recompute == "full") * lookup.forward)
+    return total
 
 
 def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
@@ -96,21 +115,9 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
 
     Stages with more memory layers than others send more: this is their mean.
     """
-    layout, train, model = config.parallel, config.train, config.model
-    if model.memory is None:
-        return 0
-    per_microbatch = 0
-    for bank_rows in (rows for stage in stages_of(config) for rows in stage.lookups):
-        lookup = lookup_traffic(
-            model.memory,
-            bank_rows,
-            group_size=layout.memory,
-            num_tokens=train.micro_batch_size * train.sequence_length // (layout.tensor * layout.context),
-            element_bytes=train.element_bytes,
-            follows_heads=follows_heads(config),
-        )
-        per_microbatch += microbatch_bytes(config, lookup)
-    return _num_microbatches(config, num_ranks) * per_microbatch // layout.pipeline
+    division = Division.of(config, num_ranks)
+    per_microbatch = sum(lookup_bytes(config, stage, division) for stage in stages_of(config))
+    return division.num_microbatches * per_microbatch // config.parallel.pipeline
 
 
 def copies_bytes(config: RunConfig, num_ranks: int) -> int:
@@ -122,22 +129,20 @@ def copies_bytes(config: RunConfig, num_ranks: int) -> int:
     return 2 * (stages - 1) * 4 * copied_elements(config.model) // num_ranks
 
 
+def context_bytes(config: RunConfig, stage: Stage) -> int:
+    """What a rank of a stage sends for attention across cut sequences in a microbatch; Transformer Engine's is not
+    counted."""
+    if config.parallel.context == 1 or config.model.implementation == "transformer_engine":
+        return 0
+    costs = run_costs(config, context_way(config))
+    again = config.train.recompute != "none"
+    return stage.blocks.num * costs.forward + stage.backward.num * (again * costs.forward + costs.backward)
+
+
 def attention_bytes(config: RunConfig, num_ranks: int) -> int:
-    """Bytes that a rank sends per optimizer step for attention across cut sequences, but for Transformer Engine's.
+    """Bytes that a rank sends per optimizer step for attention across cut sequences.
 
     Stages with more layers than others send more: this is their mean.
     """
-    layout, train, model = config.parallel, config.train, config.model
-    if layout.context == 1 or model.implementation == "transformer_engine":
-        return 0
-    costs = run_costs(config, context_way(config))
-    forward_passes = 1 if train.recompute == "none" else 2
-    per_layer = forward_passes * costs.forward + costs.backward
-    return _num_microbatches(config, num_ranks) * per_layer * model.num_layers // layout.pipeline
-
-
-def _num_microbatches(config: RunConfig, num_ranks: int) -> int:
-    """Of one data-parallel rank and optimizer step."""
-    layout, train = config.parallel, config.train
-    replicas = num_ranks // (layout.tensor * layout.pipeline * layout.context)
-    return train.global_batch_size // (train.micro_batch_size * replicas)
+    per_microbatch = sum(context_bytes(config, stage) for stage in stages_of(config))
+    return Division.of(config, num_ranks).num_microbatches * per_microbatch // config.parallel.pipeline

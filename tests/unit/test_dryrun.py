@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megamem.config import LatentAttentionConfig, ModelConfig, MoEConfig
+from megamem.families.lave.config import LaveConfig
 from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.tide.config import TideConfig
@@ -92,6 +93,12 @@ QUERIES_TOO = replace(
     LATENTS,
     model=replace(LATENTS.model, latent_attention=LatentAttentionConfig(64, 16, query_latent_dim=96)),
 )
+PARTLY_TRAINED = replace(
+    QUERIES_TOO,
+    model=replace(QUERIES_TOO.model, memory=LaveConfig(vocab_size=1024, value_dim=64, num_gate_heads=8)),
+    optimizer=OptimizerConfig(trained_layers=(2, 4)),
+)
+"""One block with its memory goes forward alone, and one passes gradients on; latents are projected once more for values."""
 MIXTURE = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=None, moe=MoEConfig(num_experts=16, top_k=4, expert_ffn_hidden_size=128)),
@@ -137,6 +144,8 @@ CONFIGS = {
     "mixture, recomputed": RECOMPUTED_MIXTURE,
     "read together": READ_TOGETHER,
     "latents, of queries too": QUERIES_TOO,
+    "latents, partly trained": PARTLY_TRAINED,
+    "latents, partly trained, recomputed": replace(PARTLY_TRAINED, train=SPLIT.train),
     **CUT,
 }
 REAL = replace(
