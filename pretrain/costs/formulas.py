@@ -141,8 +141,12 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     counts = count_parameters(model)
     attention = counts.attention + projected_twice(model, slots_of_memories(model))
     flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
-    flops += model.num_layers * 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
-    return flops + memory_flops(model)
+    return flops + model.num_layers * attended_flops(model, sequence_length) + memory_flops(model)
+
+
+def attended_flops(model: ModelConfig, sequence_length: int) -> float:
+    """A block's scores of causal attention at its mean length, and their products with values, per token."""
+    return 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
 
 
 def memory_flops(model: ModelConfig) -> float:
@@ -156,19 +160,29 @@ def training_flops_per_token(
 ) -> float:
     """Forward and backward, without recomputation: three times the forward pass where all of the model is trained.
 
-    Else (`optimizer.trained_layers`) backward has the gradients of inputs, as many operations as forward, of the output
-    projection and of the blocks from the lowest on that something trained is in; and those of weights, as many again, of
-    blocks that are trained. Of attention both operands have gradients, and of a memory what its block has.
+    Else (`optimizer.trained_layers`) backward goes through the output projection, which is not trained, and down to the
+    lowest block that something trained is in; a memory has the gradients of its block.
     """
     part, forward = TrainedPart.of(model, trained_layers), forward_flops_per_token(model, sequence_length)
     if part.is_whole:
         return 3.0 * forward
-    flops = forward + 2.0 * _embedding_size(model)
-    attended = 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
-    for block in range(part.first_block, model.num_layers):
-        products = forward_flops_of_block(model, block)
-        flops += products * (2 if part.trains({block}) else 1) + 2 * attended
-    return flops
+    products = {block: forward_flops_of_block(model, block) for block in range(part.first_block, model.num_layers)}
+    return forward + backward_flops(
+        2.0 * _embedding_size(model) + sum(products.values()),
+        sum(flops for block, flops in products.items() if part.trains({block})),
+        len(products) * attended_flops(model, sequence_length),
+    )
+
+
+def backward_flops(products: float, trained_products: float, attended: float) -> float:
+    """Of what takes so many in a forward pass.
+
+    Args:
+        products: with weights: the gradients of their inputs take as many again.
+        trained_products: of these, the ones with weights that are trained, whose gradients take as many again, too.
+        attended: see `attended_flops`; both operands have gradients.
+    """
+    return products + trained_products + 2 * attended
 
 
 def forward_flops_of_block(model: ModelConfig, block: int) -> float:

@@ -15,10 +15,12 @@ from enum import StrEnum
 from functools import lru_cache
 
 from megamem.config import ModelConfig
+from megamem.slots import Slot
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
+from pretrain.costs.attention import projected_twice
 from pretrain.costs.experts import dispatched_bytes
-from pretrain.costs.formulas import training_flops_per_token
+from pretrain.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.costs.hardware import Hardware
 from pretrain.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
 from pretrain.costs.sent import tensor_bytes
@@ -200,28 +202,20 @@ def _memory_passes(config: RunConfig, stage: Stage) -> tuple[float, float]:
     return 1 + (config.train.recompute == "full") * backward, backward
 
 
-def _attention_flops(model: ModelConfig, sequence_length: int) -> float:
-    """Forward FLOPs per token of the core of one block's attention."""
-    return 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
-
-
 def _block_flops(config: RunConfig, stage: Stage) -> float:
-    """Forward and backward FLOPs per token of a stage's blocks without memories, with what is computed again.
-
-    Backward has the gradients of inputs, as many as forward; and those of weights, as many, where these are trained. Of
-    attention both operands have gradients.
-    """
+    """Forward and backward FLOPs per token of a stage's blocks without memories, with what is computed again."""
     model, recompute = config.model, config.train.recompute
-    attention = _attention_flops(model, config.train.sequence_length)
+    attention = attended_flops(model, config.train.sequence_length)
+    up_projection = projected_twice(model, (Slot.VALUES,))
 
     def products(blocks: Blocks) -> float:
-        weights: float = blocks.split_weights
+        weights: float = blocks.split_weights + blocks.values_mixed * up_projection
         if model.moe is not None:
             weights += blocks.expert_weights * model.moe.top_k / model.moe.num_experts
         return 2.0 * weights
 
     forward = products(stage.blocks) + stage.blocks.num * attention
-    backward = products(stage.backward) + products(stage.trained_blocks) + 2 * stage.backward.num * attention
+    backward = backward_flops(products(stage.backward), products(stage.trained_blocks), stage.backward.num * attention)
     again = {
         "none": 0.0,
         "selective": stage.backward.num * attention,

@@ -14,7 +14,12 @@ from pretrain.config.layout_rules import layout_problems
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
 from pretrain.costs.checkpoints import checkpoint_costs
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.costs.formulas import (
+    count_parameters,
+    forward_flops_per_token,
+    memory_flops,
+    training_flops_per_token,
+)
 from pretrain.costs.hardware import FOLDER, Hardware, load_hardware
 from pretrain.costs.layouts import (
     all_estimates,
@@ -33,6 +38,7 @@ from tools import cli
 REPOSITORY = Path(__file__).parents[2]
 LARGE = REPOSITORY / "configs" / "ultramemv2" / "2.5b_120b_top256.yaml"
 SMALL = REPOSITORY / "configs" / "ultramemv2" / "2.5b_25b.yaml"
+LATENTS = REPOSITORY / "configs" / "lave" / "d12_mla_x2.yaml"
 H100 = load_hardware("h100-80g")
 
 
@@ -60,6 +66,26 @@ def test_parts_add_up_to_the_step_and_the_model_flops_to_its_share_of_the_peak()
     # 2 x (2.5B active core and the output projection) x 3 passes, and attention on top.
     lower = 6 * (2.5e9 + 50304 * 2560) * time.tokens_per_s / (256 * 989e12)
     assert lower < time.mfu < 1.3 * lower
+
+
+@pytest.mark.parametrize(
+    ("key", "layers"),
+    [
+        ("model.memory=null", None),
+        ("model.memory=null", (2, 5)),
+        # Latents are projected once more for values.
+        ("model.memory.mixed_into=values", None),
+    ],
+)
+def test_products_of_blocks_are_timed_as_they_are_counted(key: str, layers: tuple[int, ...] | None) -> None:
+    config = load_config(LATENTS, [key, "train.recompute=none"])
+    config = replace(config, optimizer=replace(config.optimizer, trained_layers=layers))
+    model, length = config.model, config.train.sequence_length
+    output = 2.0 * 65536 * model.hidden_size
+    counted = training_flops_per_token(model, length, layers) - 3 * memory_flops(model)
+    counted -= (3 if layers is None else 2) * output
+    timed = step_time(config, 1, H100).by_part[TimePart.MATMULS] * H100.flops_per_s
+    assert timed == pytest.approx(config.train.tokens_per_step * counted, rel=1e-12)
 
 
 def test_a_step_is_shorter_on_faster_hardware() -> None:
