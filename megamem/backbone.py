@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -65,94 +66,140 @@ def block_spec(
         )
     te = implementation == "transformer_engine"
     provider = TESpecProvider() if te else LocalSpecProvider()
-    norm = provider.layer_norm() if te else RMSNorm
-    qk = (provider.layer_norm(for_qk=True) if te else RMSNorm) if qk_norm else IdentityOp
-    core = provider.core_attention() if te else attention_core
+    ffn, ffn_arguments = _ffn(config, provider, groups)
+    parts = _Parts(
+        column_linear=provider.column_parallel_linear(),
+        row_linear=provider.row_parallel_linear(),
+        norm=provider.layer_norm() if te else RMSNorm,
+        qk_norm=(provider.layer_norm(for_qk=True) if te else RMSNorm) if qk_norm else IdentityOp,
+        core=provider.core_attention() if te else attention_core,
+        ffn=ffn,
+        make_ffn=partial(build_module, ffn, **ffn_arguments),
+        latent=latent,
+        side_stream=side_stream,
+    )
+    spans = [site.span for site in sites.values()]
+    specs = []
+    for layer in layers:
+        site, block = sites.get(layer), parts.block()
+        if site is not None:
+            parts.add_memory(block, site)
+        joins = tuple(span.add == layer for span in pending_before(spans, layer))
+        specs.append(_layer(block, site, joins))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the blocks of a model are made of.
+
+    Attributes:
+        column_linear: whose columns tensor-parallel ranks split.
+        row_linear: whose rows they split.
+        qk_norm: of queries and keys, or of latents.
+        core: see `megamem.attention`.
+        ffn: the feed-forward where Megatron's layer builds it.
+        make_ffn: builds it elsewhere.
+        latent: see `block_spec`, as `side_stream`.
+    """
+
+    column_linear: Any
+    row_linear: Any
+    norm: Any
+    qk_norm: Any
+    core: Any
+    ffn: ModuleSpec
+    make_ffn: Callable[..., Any]
+    latent: LatentAttentionConfig | None
+    side_stream: SideStream
+
+    def block(self) -> TransformerLayerSubmodules:
+        """Megatron's own block."""
+        return TransformerLayerSubmodules(
+            input_layernorm=self.norm,
+            self_attention=self._attention(),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=self.norm,
+            mlp=self.ffn,
+            mlp_bda=get_bias_dropout_add,
+        )
+
+    def _attention(self) -> ModuleSpec:
+        causal = {"attn_mask_type": AttnMaskType.causal}
+        if self.latent is not None:
+            return ModuleSpec(
+                module=LatentAttention,
+                params={**causal, "latent": self.latent},
+                submodules=LatentAttentionSubmodules(
+                    linear=self.column_linear,
+                    core_attention=self.core,
+                    linear_proj=self.row_linear,
+                    layernorm=self.qk_norm,
+                ),
+            )
+        return ModuleSpec(
+            module=CachingSelfAttention,
+            params=causal,
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=self.column_linear,
+                core_attention=self.core,
+                linear_proj=self.row_linear,
+                q_layernorm=self.qk_norm,
+                k_layernorm=self.qk_norm,
+            ),
+        )
+
+    def add_memory(self, block: TransformerLayerSubmodules, site: Site) -> None:
+        """Change what the slot of a memory asks for, and nothing else, in a block that `block` has made."""
+        attention: Any = block.self_attention
+        heads = attention.submodules
+        if site.layer_norm:
+            block.input_layernorm = LayerNorm
+        match site.slot:
+            case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP | Slot.INSERTED | Slot.STREAM_AND_HEADS | Slot.PROJECTED:
+                around = {"make_ffn": self.make_ffn, "site": site, "side_stream": self.side_stream}
+                block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
+                if site.slot.is_inserted:
+                    block.pre_mlp_layernorm = IdentityOp
+                if not site.slot.has_output_projection:
+                    heads.linear_proj = HeadsToTokens
+                if site.slot is Slot.PROJECTED:
+                    block.self_attn_bda = without_stream
+            case Slot.VALUES | Slot.LATENTS:
+                attention.params["site"] = site
+                attention.module = AttentionWithMemory if self.latent is None else LatentAttentionWithMemory
+            case Slot.HEADS:
+                heads.core_attention = partial(CoreWithMemory, make_core=self.core, site=site)
+            case Slot.BLOCK:
+                heads.core_attention = partial(CoreWithMemory, make_core=self.core, site=site)
+                heads.linear_proj = HeadsToTokens
+                block.pre_mlp_layernorm, block.mlp, block.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
+
+
+def _layer(block: TransformerLayerSubmodules, site: Site | None, joins: tuple[bool, ...]) -> ModuleSpec:
+    """The layer around a block; `joins` says of each memory under way before it whether it is added after it."""
+    if site is None and not any(joins):
+        return ModuleSpec(module=TransformerLayer, submodules=block)
+    return ModuleSpec(
+        module=MemoryBlock,
+        params={
+            "slot": site and site.slot,
+            "joins": joins,
+            "reads_once": site is not None and site.reads_once,
+        },
+        submodules=block,
+    )
+
+
+def _ffn(
+    config: TransformerConfig, provider: LocalSpecProvider | TESpecProvider, groups: ProcessGroupCollection
+) -> tuple[ModuleSpec, dict[str, Any]]:
+    """The feed-forward, and the groups that Megatron's layer hands to it where it stands alone."""
     linears = MLPSubmodules(
         linear_fc1=provider.column_parallel_linear(),
         linear_fc2=provider.row_parallel_linear(),
         activation_func=swiglu,
     )
-    ffn, ffn_arguments = _ffn(config, linears, groups)
-    make_ffn = partial(build_module, ffn, **ffn_arguments)
-    specs = []
-    for layer in layers:
-        site = sites.get(layer)
-        # Megatron's own block; a slot changes what its memory asks for, and nothing else.
-        attention: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-        heads: SelfAttentionSubmodules | LatentAttentionSubmodules
-        if latent is not None:
-            attention["latent"] = latent
-            heads = LatentAttentionSubmodules(
-                linear=provider.column_parallel_linear(),
-                core_attention=core,
-                linear_proj=provider.row_parallel_linear(),
-                layernorm=qk,
-            )
-        else:
-            heads = SelfAttentionSubmodules(
-                linear_qkv=provider.column_parallel_linear(),
-                core_attention=core,
-                linear_proj=provider.row_parallel_linear(),
-                q_layernorm=qk,
-                k_layernorm=qk,
-            )
-        block = TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=CachingSelfAttention if latent is None else LatentAttention,
-                params=attention,
-                submodules=heads,
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ffn,
-            mlp_bda=get_bias_dropout_add,
-        )
-        if site is not None:
-            if site.layer_norm:
-                block.input_layernorm = LayerNorm
-            match site.slot:
-                case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP | Slot.INSERTED | Slot.STREAM_AND_HEADS | Slot.PROJECTED:
-                    around = {"make_ffn": make_ffn, "site": site, "side_stream": side_stream}
-                    block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
-                    if site.slot.is_inserted:
-                        block.pre_mlp_layernorm = IdentityOp
-                    if not site.slot.has_output_projection:
-                        heads.linear_proj = HeadsToTokens
-                    if site.slot is Slot.PROJECTED:
-                        block.self_attn_bda = without_stream
-                case Slot.VALUES | Slot.LATENTS:
-                    attention["site"] = site
-                    block.self_attention.module = AttentionWithMemory if latent is None else LatentAttentionWithMemory
-                case Slot.HEADS:
-                    heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
-                case Slot.BLOCK:
-                    heads.core_attention = partial(CoreWithMemory, make_core=core, site=site)
-                    heads.linear_proj = HeadsToTokens
-                    block.pre_mlp_layernorm, block.mlp, block.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
-        joins = tuple(span.add == layer for span in pending_before([site.span for site in sites.values()], layer))
-        if site is None and not any(joins):
-            specs.append(ModuleSpec(module=TransformerLayer, submodules=block))
-        else:
-            specs.append(
-                ModuleSpec(
-                    module=MemoryBlock,
-                    params={
-                        "slot": site and site.slot,
-                        "joins": joins,
-                        "reads_once": site is not None and site.reads_once,
-                    },
-                    submodules=block,
-                )
-            )
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
-
-
-def _ffn(
-    config: TransformerConfig, linears: MLPSubmodules, groups: ProcessGroupCollection
-) -> tuple[ModuleSpec, dict[str, Any]]:
-    """The feed-forward, and the groups that Megatron's layer hands to it where it stands alone."""
     if config.num_moe_experts is not None:
         return moe_spec(linears), {"pg_collection": groups}
     dense = ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
