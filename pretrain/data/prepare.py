@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -143,83 +144,30 @@ def prepare(
         DataError: bad input, an output that is taken, a full disk.
     """
     hold_out = HoldOut(tuple(validation_inputs), validation_fraction, seed)
-    left_out = BadDocumentLog(max_bad)
     num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
     if num_workers < 1:
         raise DataError(f"--workers {num_workers} is impossible: give 1 or more.")
-    if cut_documents is not None and cut_documents < 2:
-        raise DataError(f"--cut-documents {cut_documents} is impossible: give at least 2 characters.")
-    if cut_documents is not None and pair is not None:
-        raise DataError("--cut-documents would part answers from their prompts: leave it out, or --prompt-field.")
-    folder = Path(os.path.abspath(output))
-    all_inputs = [*inputs, *hold_out.inputs]
-    files = list_files(all_inputs)
     tokenizing = Tokenizing(tokenizer, field_name, cut_documents, pair)
-    if pair is not None and (other := next((file for file in files if file.kind != "json"), None)) is not None:
+    all_inputs = [*inputs, *hold_out.inputs]
+    job = _Job(
+        all_inputs, len(inputs), list_files(all_inputs), tokenizing, hold_out, BadDocumentLog(max_bad), num_workers
+    )
+    if pair is not None and (other := next((file for file in job.files if file.kind != "json"), None)) is not None:
         raise DataError(f"{other.path}: prompts and answers are read from JSON lines (.jsonl, .json, .gz, .zst) alone.")
-    request_fingerprint = _fingerprint(files, len(inputs), tokenizing, hold_out)
+    folder = Path(os.path.abspath(output))
     recover_replaced(folder)
-    existing = _existing(folder, request_fingerprint, overwrite)
+    existing = _existing(folder, job.request_fingerprint, overwrite)
     if existing is not None:
         return PreparationResult(existing, was_already_there=True)
 
     def can_go_on(staging: Path) -> bool:
-        return _Progress.read(staging, request_fingerprint) is not None
+        return _Progress.read(staging, job.request_fingerprint) is not None
 
     with staged_folder(folder, can_go_on=can_go_on) as staging:
-        job = _Job(
-            all_inputs,
-            len(inputs),
-            files,
-            tokenizing,
-            hold_out,
-            left_out,
-            num_workers,
-        )
-        splits = job.write(staging, request_fingerprint)
+        splits = job.write(staging)
         tokenizer.save(staging)
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            tokenizer=tokenizer.info,
-            splits=splits,
-            sources={
-                "inputs": list(inputs),
-                "validation_inputs": list(hold_out.inputs),
-                "num_files": len(files),
-                "file_bytes": job.file_bytes,
-                "field": field_name,
-                "validation_fraction": hold_out.fraction,
-                "seed": hold_out.seed,
-                "cut_documents": cut_documents,
-                **({} if pair is None else {"pair": asdict(pair)}),
-            },
-            num_skipped=left_out.num_bad,
-            skipped_examples=tuple(left_out.examples),
-            num_empty=left_out.num_empty,
-            request_fingerprint=request_fingerprint,
-            versions={
-                "python": platform.python_version(),
-                "megatron-core": version("megatron-core"),
-                "tokenizers": version("tokenizers"),
-            },
-        )
-        (staging / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+        (staging / MANIFEST_FILE).write_text(job.manifest(splits).to_json(), encoding="utf-8")
     return PreparationResult(open_dataset(folder), was_already_there=False)
-
-
-def _fingerprint(files: Sequence[SourceFile], num_inputs: int, tokenizing: Tokenizing, hold_out: HoldOut) -> str:
-    """sha256 over everything that decides what is written."""
-    request: list[object] = [FORMAT_VERSION, tokenizing.tokenizer.fingerprint, tokenizing.field_name]
-    request += [hold_out.fraction, hold_out.seed]
-    request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns] for file in files]
-    # What was asked for less often came later: requests without it have the fingerprints that they had.
-    if hold_out.inputs:
-        request.append({"first_validation_input": num_inputs})
-    if tokenizing.cut_documents is not None:
-        request.append({"cut_documents": tokenizing.cut_documents})
-    if tokenizing.pair is not None:
-        request.append({"pair": asdict(tokenizing.pair)})
-    return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
 
 def _existing(folder: Path, request_fingerprint: str, overwrite: bool) -> PreparedDataset | None:
@@ -300,11 +248,55 @@ class _Job:
         """Of all files."""
         return sum(file.size_bytes for file in self.files)
 
-    def write(self, staging: Path, request_fingerprint: str) -> dict[str, SplitInfo]:
+    @cached_property
+    def request_fingerprint(self) -> str:
+        """sha256 over everything that decides what is written."""
+        request: list[object] = [FORMAT_VERSION, self.tokenizer.fingerprint, self.tokenizing.field_name]
+        request += [self.hold_out.fraction, self.hold_out.seed]
+        request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns] for file in self.files]
+        # What was asked for less often came later: requests without it have the fingerprints that they had.
+        if self.hold_out.inputs:
+            request.append({"first_validation_input": self.num_inputs})
+        if self.tokenizing.cut_documents is not None:
+            request.append({"cut_documents": self.tokenizing.cut_documents})
+        if self.tokenizing.pair is not None:
+            request.append({"pair": asdict(self.tokenizing.pair)})
+        return hashlib.sha256(json.dumps(request).encode()).hexdigest()
+
+    def manifest(self, splits: dict[str, SplitInfo]) -> Manifest:
+        """Of what `write` has written."""
+        pair = self.tokenizing.pair
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            tokenizer=self.tokenizer.info,
+            splits=splits,
+            sources={
+                "inputs": list(self.inputs[: self.num_inputs]),
+                "validation_inputs": list(self.hold_out.inputs),
+                "num_files": len(self.files),
+                "file_bytes": self.file_bytes,
+                "field": self.tokenizing.field_name,
+                "validation_fraction": self.hold_out.fraction,
+                "seed": self.hold_out.seed,
+                "cut_documents": self.tokenizing.cut_documents,
+                **({} if pair is None else {"pair": asdict(pair)}),
+            },
+            num_skipped=self.left_out.num_bad,
+            skipped_examples=tuple(self.left_out.examples),
+            num_empty=self.left_out.num_empty,
+            request_fingerprint=self.request_fingerprint,
+            versions={
+                "python": platform.python_version(),
+                "megatron-core": version("megatron-core"),
+                "tokenizers": version("tokenizers"),
+            },
+        )
+
+    def write(self, staging: Path) -> dict[str, SplitInfo]:
         """Write both splits, from where an earlier preparation was cut off if there was one."""
-        progress = _Progress.read(staging, request_fingerprint)
+        progress = _Progress.read(staging, self.request_fingerprint)
         if progress is None:
-            progress = _Progress(request_fingerprint, num_documents_per_input=[0] * len(self.inputs))
+            progress = _Progress(self.request_fingerprint, num_documents_per_input=[0] * len(self.inputs))
         self.left_out.num_bad, self.left_out.num_empty = progress.num_bad, progress.num_empty
         self.left_out.examples[:] = progress.examples
         with ExitStack() as stack:

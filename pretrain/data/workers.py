@@ -55,6 +55,12 @@ class Tokenizing:
     cut_documents: int | None = None
     pair: PairFields | None = None
 
+    def __post_init__(self) -> None:
+        if self.cut_documents is not None and self.cut_documents < 2:
+            raise DataError(f"--cut-documents {self.cut_documents} is impossible: give at least 2 characters.")
+        if self.cut_documents is not None and self.pair is not None:
+            raise DataError("--cut-documents would part answers from their prompts: leave it out, or --prompt-field.")
+
 
 def tokenize_records(records: Iterable[Record], how: Tokenizing, num_workers: int) -> Iterator[TokenizedRecord]:
     """Decode and tokenise records, in order.
