@@ -103,14 +103,34 @@ def arguments_of(
         with_optimizer: whether the files hold the optimizer's state.
 
     Raises:
-        ConfigError: Megatron-LM would pad the vocabulary to another size on this layout.
+        ConfigError: Megatron-LM would pad the vocabulary to another size on this layout, or has no such rotary scaling.
     """
-    model, train, optimizer = config.model, config.train, config.optimizer
+    model, train = config.model, config.train
     if model.vocab_size_multiple % layout.tensor:
         raise ConfigError(
             f"tensor {layout.tensor} does not divide model.vocab_size_multiple, {model.vocab_size_multiple}, to a "
             "multiple of which Megatron-LM would pad the vocabulary per rank: choose a divisor"
         )
+    return Namespace(
+        **_arguments_of_model(model, grouped_experts=layout.grouped_experts),
+        seq_length=train.sequence_length,
+        max_position_embeddings=train.sequence_length,
+        tokenizer_type="NullTokenizer",
+        vocab_size=model.vocab_size or vocabulary,
+        make_vocab_size_divisible_by=model.vocab_size_multiple // layout.tensor,
+        padded_vocab_size=vocabulary,
+        **_arguments_of_layout(layout, model.num_layers),
+        use_mcore_models=True,
+        ckpt_format="torch",
+        use_distributed_optimizer=False,
+        no_save_optim=not with_optimizer,
+        no_save_rng=True,
+        **_arguments_of_training(train, config.optimizer, state),
+    )
+
+
+def _arguments_of_model(model: ModelConfig, *, grouped_experts: bool) -> dict[str, Any]:
+    """But for its vocabulary, the padding of which depends on the layout."""
     if model.rotary_scaling is not None and model.rotary_scaling != _their_scaling(model.rotary_scaling):
         raise ConfigError(
             f"model.rotary_scaling is {model.rotary_scaling.kind}, and Megatron-LM's GPT models have llama3 alone, with "
@@ -126,66 +146,64 @@ def arguments_of(
             "moe_router_pre_softmax": not model.moe.renormalise,
             "moe_aux_loss_coeff": model.moe.balance_loss_weight,
             "moe_z_loss_coeff": model.moe.z_loss_weight or None,
-            "moe_grouped_gemm": layout.grouped_experts,
+            "moe_grouped_gemm": grouped_experts,
         }
-    bf16 = train.precision == "bf16"
-    return Namespace(
+    return {
         **_OURS,
         **mixture,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size if model.moe is None else model.moe.expert_ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        group_query_attention=model.query_groups != model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        kv_channels=model.attention_head_dim,
-        qk_layernorm=model.qk_norm,
-        norm_epsilon=model.norm_epsilon,
-        rotary_base=model.rotary_base,
-        use_rope_scaling=model.rotary_scaling is not None,
-        rope_scaling_factor=model.rotary_scaling.factor if model.rotary_scaling is not None else 8.0,
-        untie_embeddings_and_output_weights=not model.tied_embeddings,
-        seq_length=train.sequence_length,
-        max_position_embeddings=train.sequence_length,
-        tokenizer_type="NullTokenizer",
-        vocab_size=model.vocab_size or vocabulary,
-        make_vocab_size_divisible_by=model.vocab_size_multiple // layout.tensor,
-        padded_vocab_size=vocabulary,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        num_layers_per_virtual_pipeline_stage=(
-            model.num_layers // layout.pipeline // layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
-        ),
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.tensor,
-        context_parallel_size=1,
-        world_size=layout.tensor * layout.pipeline * layout.expert,
-        data_parallel_random_init=False,
-        transformer_impl=layout.implementation,
-        use_mcore_models=True,
-        ckpt_format="torch",
-        use_distributed_optimizer=False,
-        no_save_optim=not with_optimizer,
-        no_save_rng=True,
-        bf16=bf16,
-        fp16=False,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
-        train_iters=train.num_steps,
-        iteration=state.step,
-        consumed_train_samples=state.consumed_samples,
-        skipped_train_samples=0,
-        consumed_valid_samples=0,
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.beta1,
-        adam_beta2=optimizer.beta2,
-        adam_eps=optimizer.epsilon,
-        clip_grad=optimizer.clip_grad,
-    )
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size if model.moe is None else model.moe.expert_ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.attention_head_dim,
+        "qk_layernorm": model.qk_norm,
+        "norm_epsilon": model.norm_epsilon,
+        "rotary_base": model.rotary_base,
+        "use_rope_scaling": model.rotary_scaling is not None,
+        "rope_scaling_factor": model.rotary_scaling.factor if model.rotary_scaling is not None else 8.0,
+        "untie_embeddings_and_output_weights": not model.tied_embeddings,
+    }
+
+
+def _arguments_of_layout(layout: RankLayout, num_layers: int) -> dict[str, Any]:
+    virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_per_virtual_pipeline_stage": virtual and num_layers // layout.pipeline // virtual,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.tensor,
+        "context_parallel_size": 1,
+        "world_size": layout.tensor * layout.pipeline * layout.expert,
+        "data_parallel_random_init": False,
+        "transformer_impl": layout.implementation,
+    }
+
+
+def _arguments_of_training(train: TrainConfig, optimizer: OptimizerConfig, state: RunState) -> dict[str, Any]:
+    bf16 = train.precision == "bf16"
+    return {
+        "bf16": bf16,
+        "fp16": False,
+        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
+        "global_batch_size": train.global_batch_size,
+        "micro_batch_size": train.micro_batch_size,
+        "train_iters": train.num_steps,
+        "iteration": state.step,
+        "consumed_train_samples": state.consumed_samples,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_eps": optimizer.epsilon,
+        "clip_grad": optimizer.clip_grad,
+    }
 
 
 def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
