@@ -35,6 +35,7 @@ from pretrain.folder import RunFolder
 from pretrain.position import tokens_of_run
 from pretrain.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
 from tools.parameter_table import parameter_tables
+from tools.parsers import add_config, add_stage
 from tools.ranks import add_device, ranks_for_stages
 from tools.stages import stage_chart, stage_table
 from tools.words import plural
@@ -68,9 +69,8 @@ def add_parser(subparsers: Any) -> None:
         description="Print a configuration with its bases, overrides and defaults resolved. The output is YAML that "
         "`megamem train` takes. Options that have no effect are left out.",
     )
-    show.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (not needed with --keys)")
-    show.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
-    show.add_argument("--stage", metavar="NAME", help="print one stage of a run of stages in full")
+    add_config(show, "YAML file (not needed with --keys)", _OVERRIDES_HELP, is_needed=False)
+    add_stage(show, "print one stage of a run of stages in full")
     show.add_argument("--explain", action="store_true", help="put the help text of each key above it")
     show.add_argument(
         "--layers",
@@ -87,8 +87,7 @@ def add_parser(subparsers: Any) -> None:
         description="Load a configuration and check it as `megamem train` does before it starts: keys, layout and "
         "batch, data, run folder, and whether the model fits into this machine's memory. Exits with 0 if it can run.",
     )
-    check.add_argument("config", metavar="CONFIG", help="YAML file")
-    check.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
+    add_config(check, overrides=_OVERRIDES_HELP)
     check.add_argument(
         "--ranks", type=int, metavar="N", help="ranks of the run (default: what `megamem train` would start here)"
     )
@@ -128,8 +127,7 @@ def _add_width_parser(actions: Any) -> None:
         "given figure. Keys, top-K and sharing can thus be compared at equal computation: set them, and let the "
         "feed-forward pay.",
     )
-    width.add_argument("config", metavar="CONFIG", help="YAML file")
-    width.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES_HELP)
+    add_config(width, overrides=_OVERRIDES_HELP)
     target = width.add_mutually_exclusive_group(required=True)
     target.add_argument("--like", metavar="OTHER", help="YAML file of the model to equal")
     target.add_argument("--target", type=float, metavar="N", help="the figure to meet instead, as in 2.5e9")

@@ -24,7 +24,7 @@ from pretrain.config.stages import load_stages
 from pretrain.errors import ConfigError, UserError
 from pretrain.folder import RunFolder
 from pretrain.preflight import check_stages, machine_memory_bytes
-from tools.parsers import add_command
+from tools.parsers import add_command, add_config
 from tools.ranks import add_device, ranks_for_stages
 from tools.words import plural
 
@@ -79,8 +79,7 @@ def add_parser(subparsers: Any) -> None:
         _EPILOG,
         "Look at packages, GPUs, compilers, limits and folders of this machine, and say what to mend.",
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file: say whether it can run here, too")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="set keys of CONFIG")
+    add_config(parser, "YAML file: say whether it can run here, too", "set keys of CONFIG", is_needed=False)
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="ranks of CONFIG here (default: what `megamem train` would start)"
     )

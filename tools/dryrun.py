@@ -14,8 +14,7 @@ from pretrain.config.validate import validate
 from pretrain.costs.memory import StageBytes, stage_bytes
 from pretrain.errors import ConfigError
 from pretrain.preflight import gigabytes
-from tools.parsers import add_command
-from tools.stages import add_stage
+from tools.parsers import add_command, add_config, add_stage
 
 if TYPE_CHECKING:
     from pretrain.dryrun.rank import RankReport
@@ -41,8 +40,7 @@ def add_parser(subparsers: Any) -> None:
         "ranks of which only this one is there: on one CPU core, whatever the model. Prints bytes held and at the "
         "peak, by part, and every collective's calls and bytes.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="set a key")
+    add_config(parser)
     add_stage(parser)
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the run")
     which = parser.add_mutually_exclusive_group()

@@ -18,3 +18,21 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser
+
+
+def add_config(
+    parser: argparse.ArgumentParser,
+    config: str = "YAML file",
+    overrides: str = "set a key",
+    *,
+    is_needed: bool = True,
+) -> None:
+    """Adds a configuration and its overrides, as `pretrain.config.loader.load_config` takes them; with what is said of
+    each."""
+    parser.add_argument("config", metavar="CONFIG", nargs=None if is_needed else "?", help=config)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=overrides)
+
+
+def add_stage(parser: argparse.ArgumentParser, stage: str = "which stage of a run of stages") -> None:
+    """Adds the option for `pretrain.config.stages.load_stage`."""
+    parser.add_argument("--stage", metavar="NAME", help=stage)

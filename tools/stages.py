@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 
 from pretrain.config.schema import ParallelConfig, RunConfig
@@ -12,11 +11,6 @@ from tools.words import count_in_millions
 
 _COLUMNS = 72
 _BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-
-
-def add_stage(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for `pretrain.config.stages.load_stage`."""
-    parser.add_argument("--stage", metavar="NAME", help="which stage of a run of stages")
 
 
 def stage_table(stages: Sequence[RunConfig]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from slurm.profile import ClusterConfig, find_profile, load_profile
 from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job
 from slurm.records import JobsFolder, jobs_folders
 from slurm.script import render_array
-from tools.parsers import add_command
+from tools.parsers import add_command, add_config
 from tools.ranks import at_least_one_rank
 from tools.sweep import axis, grid
 
@@ -36,8 +36,7 @@ requeued. The same command again, when no job of the run is left, goes on from i
 def add_parser(subparsers: Any) -> None:
     """Adds `submit` to the commands of `megamem`."""
     parser = add_command(subparsers, "submit", "queue a run on a Slurm cluster", _EPILOG)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for `megamem train`")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="set a key of the configuration")
+    add_config(parser, "YAML file, as for `megamem train`", "set a key of the configuration")
     parser.add_argument(
         "--cluster", required=True, metavar="PROFILE", help="a profile of configs/clusters by name, or a YAML file"
     )

@@ -22,6 +22,7 @@ from pretrain.preflight import check_stages
 from pretrain.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
 from pretrain.stop import StopRequest
 from tools.metrics import read_metrics
+from tools.parsers import add_config, add_stage
 from tools.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
 from tools.words import count_in_millions, plural
 
@@ -56,15 +57,10 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG", help="YAML file; `megamem config show --keys` lists what it may hold"
-    )
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="set a key, as in optimizer.lr=3e-4 (the value is YAML)",
+    add_config(
+        parser,
+        "YAML file; `megamem config show --keys` lists what it may hold",
+        "set a key, as in optimizer.lr=3e-4 (the value is YAML)",
     )
     add_nproc(parser, "one per GPU, or as few as the layout needs")
     parser.add_argument(
@@ -78,10 +74,9 @@ def add_parser(subparsers: Any) -> None:
         help="start a new run from the weights, moments and counters of a checkpoint: a run's folder, or one of its "
         "checkpoints/step_XXXXXXXX",
     )
-    parser.add_argument(
-        "--stage",
-        metavar="NAME",
-        help="train this stage of a run of stages alone, which must be the next one: it may have ranks of its own number",
+    add_stage(
+        parser,
+        "train this stage of a run of stages alone, which must be the next one: it may have ranks of its own number",
     )
     parser.set_defaults(func=run_train)
 

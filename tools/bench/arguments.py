@@ -7,7 +7,7 @@ import argparse
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.errors import ConfigError
-from tools.stages import add_stage
+from tools.parsers import add_stage
 from tools.vocabulary import with_vocabulary
 
 

@@ -27,7 +27,7 @@ from tools.bench.arguments import (
     with_given_vocabulary,
 )
 from tools.bench.generation_command import add_generation_parsers
-from tools.parsers import add_command
+from tools.parsers import add_command, add_config, add_stage
 from tools.ranks import (
     add_nproc,
     current_rank_is_first,
@@ -36,7 +36,6 @@ from tools.ranks import (
     run_on_ranks,
     started_world_size,
 )
-from tools.stages import add_stage
 
 _EPILOG = """\
 examples:
@@ -204,9 +203,8 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_context_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    add_config(parser)
     add_stage(parser)
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides")
     for name, what, default in (("lengths", "tokens per sequence", [2048]), ("sizes", "parallel.context", [1, 2, 4])):
         shown = ",".join(map(str, default))
         parser.add_argument(

@@ -13,9 +13,8 @@ from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tools.bench.arguments import add_configs, add_vocabulary, load_configs, numbers, with_given_vocabulary
-from tools.parsers import add_command
+from tools.parsers import add_command, add_config, add_stage
 from tools.ranks import add_device, run_on_ranks
-from tools.stages import add_stage
 from tools.tables import token_tables
 
 _GENERATE_EPILOG = """\
@@ -69,8 +68,7 @@ def _add_tables_parser(subparsers: Any) -> None:
         _TABLES_EPILOG,
         "Time generated tokens by the size of a token table that is fetched from host memory or disk.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of a model whose memory the token addresses")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides")
+    add_config(parser, "YAML file of a model whose memory the token addresses")
     add_stage(parser)
     parser.add_argument(
         "--sizes", type=_gibibytes, default=[1.0, 2.0, 4.0], metavar="N,..", help="GiB of the table (default: 1,2,4)"

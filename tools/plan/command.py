@@ -21,9 +21,8 @@ from pretrain.costs.hardware import Hardware, load_hardware
 from pretrain.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from pretrain.errors import ConfigError
 from pretrain.progress import Progress
-from tools.parsers import add_command
+from tools.parsers import add_command, add_config, add_stage
 from tools.plan.report import as_json, details, table
-from tools.stages import add_stage
 
 _EPILOG = """\
 examples:
@@ -45,8 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "pipeline, interleaving, memory group, microbatch, recomputation and offloaded tables (and context parallelism "
         "from sequences of 16,384 tokens on). Prints the fastest that fit, and what the best one is made of.",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="set a key")
+    add_config(parser)
     add_stage(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the run")
     parser.add_argument(
