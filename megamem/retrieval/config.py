@@ -103,6 +103,7 @@ class TuckerConfig(RetrievalConfig):
     """Retrieval by Tucker-decomposed scores (TDQKR; UltraMem and UltraMemV2), always with a value projection."""
 
     scoring: ClassVar[Scoring | None] = Scoring.TUCKER
+    """By scores of a grid's entries that are decomposed."""
     default_expansion: ClassVar[int] = 1
     """e of the family where key_expansion is null."""
 
@@ -198,6 +199,7 @@ class ProductKeyConfig(RetrievalConfig):
     """Retrieval by product keys (PKM, Memory+, PEER)."""
 
     scoring: ClassVar[Scoring | None] = Scoring.PRODUCT
+    """By sums of a row's and a column's score."""
     width_advice: ClassVar[str] = ""
     """What else a family can do about a value_dim that is not hidden_size, for the message."""
 

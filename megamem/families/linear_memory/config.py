@@ -16,6 +16,7 @@ class LinearConfig(MemoryConfig):
     """One linear memory: every row of the table has a key, which each head compares with its query (MIDUS, Eq. 8-9)."""
 
     scoring: ClassVar[Scoring | None] = Scoring.ROWS
+    """By a key for every row."""
 
     kind: Literal["linear_memory"] = "linear_memory"
     """linear_memory: a key per row."""

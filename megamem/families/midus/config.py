@@ -20,6 +20,7 @@ class MidusConfig(MemoryConfig):
     own from a table that the heads share."""
 
     scoring: ClassVar[Scoring | None] = Scoring.HEADS
+    """By sums of a row's and a column's score, for attention's heads."""
     slot: ClassVar[Slot | None] = Slot.BLOCK
     """All that its block adds; behind its heads, unless `query_from` says otherwise."""
     expands_values: ClassVar[bool] = True
