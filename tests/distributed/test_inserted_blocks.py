@@ -5,14 +5,12 @@ Legend: b sequences, s tokens, D hidden size, g key/value heads, V columns of th
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megamem.config import ModelConfig
@@ -30,6 +28,7 @@ from tests.distributed.test_skip_insertion import rope_frequencies
 from tests.distributed.test_token_layouts import Trained, place_of
 from tests.distributed.test_token_layouts import train as train_and_tell
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, build, joined, on, tiny_run
+from tests.golden import read_case
 
 STACKS = ("midus_stack_distributed", "midus_stack_top_heavy")
 # Megatron's attention and norms add up in fp32 orders of their own.
@@ -84,8 +83,7 @@ def in_our_layout(tensors: dict[str, Tensor], prefix: str, groups: int) -> dict[
 
 def errors_of_stack(golden_dir: Path, case: str, dtype: torch.dtype) -> dict[str, float]:
     """Largest errors of the residual stream and of every gradient, over the largest element of the reference."""
-    recorded = json.loads((golden_dir / "head" / f"{case}.json").read_text(encoding="utf-8"))["config"]
-    tensors = load_file(golden_dir / "head" / f"{case}.safetensors")
+    recorded, tensors = read_case(golden_dir / "head", case)
     config, names = stack_config(recorded)
     with cuda_on_cpu():
         groups = initialise_groups(ParallelSizes(), device=torch.device("cpu"), timeout_minutes=1, seed=1)

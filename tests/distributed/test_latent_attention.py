@@ -6,7 +6,6 @@ Legend: b sequences, s tokens, n heads, d width of a head, C width of a latent, 
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from safetensors.torch import load_file
 from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
@@ -32,9 +30,8 @@ from megamem.norm import RMSNorm
 from parallel.groups import ParallelGroups
 from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from tests.golden import TOLERANCE, read_case, relative_error
 
-# Largest error over the largest element of the reference: of outputs, and of gradients.
-TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (5e-6, 2e-5)}
 LENGTH = 12
 RECORDED = ("mla_move_keys_mixed", "mla_lave_ungated")
 # The recorded ones: weights there are [in, out].
@@ -66,11 +63,6 @@ def recorded_model(name: str, case: dict[str, Any]) -> ModelConfig:
         latent_attention=LatentAttentionConfig(latent_dim=case["d_c"], rotary_dim=0),
         memory=memory,
     )
-
-
-def relative_error(actual: Tensor, reference: Tensor) -> float:
-    assert actual.shape == reference.shape
-    return float((actual.detach().double() - reference.double()).abs().max() / reference.double().abs().max())
 
 
 def up_projection(of_keys: Tensor, of_values: Tensor, heads: int) -> Tensor:
@@ -116,8 +108,7 @@ def errors_of(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_latents_are_mixed_as_recorded(run_ranks: Any, golden_dir: Path, name: str) -> None:
-    case = json.loads((golden_dir / "token" / f"{name}.json").read_text(encoding="utf-8"))["config"]
-    tensors = load_file(golden_dir / "token" / f"{name}.safetensors")
+    case, tensors = read_case(golden_dir / "token", name)
     model = recorded_model(name, case)
 
     def main() -> dict[torch.dtype, dict[str, float]]:
@@ -155,8 +146,7 @@ def decoded(chunk: MemoryGPTModel, tensors: dict[str, Tensor], heads: int) -> Te
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_cache_of_mixed_latents_is_enough(run_ranks: Any, golden_dir: Path, name: str) -> None:
-    case = json.loads((golden_dir / "token" / f"{name}.json").read_text(encoding="utf-8"))["config"]
-    tensors = load_file(golden_dir / "token" / f"{name}.safetensors")
+    case, tensors = read_case(golden_dir / "token", name)
     model = recorded_model(name, case)
 
     def main() -> Tensor:

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.families.midus.config import MidusConfig
-from megamem.families.registry import family_of
 from megamem.inputs import Inputs
-from tests.unit.test_model_token_golden import megatron
+from tests.golden import build_memory, megatron
 
 HEADS, TOKENS, KEYS, WIDTH = 3, 40, 4, 4
 
@@ -39,10 +37,7 @@ class Problem:
     def layer(self, columns: int) -> tuple[Any, Bank]:
         """The product's layer, with these keys and tables that are not set."""
         memory = MidusConfig(num_heads=HEADS, num_keys=KEYS, top_k=3, value_dim=columns)
-        ops, plan = select_kernels("auto", device_type="cpu"), memory.plan(1)
-        bank = Bank(plan.banks[0], memory, ops, dtype=torch.float64, device="cpu", replica_rank=0)
-        config = megatron({"d": HEADS * WIDTH, "H": HEADS}, torch.float64)
-        layer = family_of(memory).layer()(config, memory, plan.views[0], bank, kernels=ops, name="layers.0", seed=1)
+        (layer,), (bank,) = build_memory(memory, megatron({"d": HEADS * WIDTH, "H": HEADS}, torch.float64))
         with torch.no_grad():
             layer.keys.copy_(self.keys)
         return layer, bank

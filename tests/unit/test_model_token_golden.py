@@ -18,10 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from kernels.select import select_kernels
 from megamem.bank import Bank
 from megamem.families.lave.config import LaveConfig
 from megamem.families.move.config import MoveConfig
@@ -30,6 +28,19 @@ from megamem.families.tide.config import TideConfig
 from megamem.inputs import Inputs
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import Copy
+from tests.golden import (
+    TOLERANCE,
+    attend,
+    build_memory,
+    check,
+    megatron,
+    read_case,
+    recorded_weights,
+    relative_error,
+    rms_normalise,
+    rotate,
+    split_heads,
+)
 
 MIXED = (
     "move_mha_gated",
@@ -44,8 +55,6 @@ MIXED = (
 TIDE = ("tide_K1_gain", "tide_K2_gain", "tide_K2_nogain", "tide_K4_nogain", "tide_K4_null_soft")
 # Latents are in tests/distributed/test_latent_attention.py, decompositions in `test_table_forms.py`; the numbers are of analyses.
 ELSEWHERE = ("mla_lave_ungated", "mla_move_keys_mixed", "tide_numbers", "tide_svd")
-# Largest error over the largest element of the reference: of outputs, and of gradients.
-TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (5e-6, 2e-5)}
 
 
 class OneRank:
@@ -80,15 +89,12 @@ class Case:
 
     def check(self, out: Tensor) -> None:
         """Against the recorded output and gradients; `out` is [b, s, D]."""
-        loss = (out * self.tensors["r"].to(self.dtype)).sum()
-        loss.backward()
-        of_output, of_gradient = TOLERANCE[self.dtype]
-        errors = {"out": relative_error(out, self.tensors["out"]) / of_output}
-        for name, leaf in self.leaves.items():
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            errors[name] = relative_error(self.as_recorded(name, gradient), self.tensors[f"grad.{name}"]) / of_gradient
-        assert set(self.leaves) == {name.removeprefix("grad.") for name in self.tensors if name.startswith("grad.")}
-        assert max(errors.values()) <= 1, {name: error for name, error in errors.items() if error > 1}
+        (out * self.tensors["r"].to(self.dtype)).sum().backward()
+        gradients = {
+            name: self.as_recorded(name, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            for name, leaf in self.leaves.items()
+        }
+        check(out, gradients, self.tensors)
 
     def as_recorded(self, name: str, ours: Tensor) -> Tensor:
         """One of our gradients in the recorded layout."""
@@ -100,23 +106,6 @@ class Case:
             case "E":
                 return ours.unflatten(0, (self.config["vocab"], -1))
         return ours
-
-
-def relative_error(actual: Tensor, reference: Tensor) -> float:
-    assert actual.shape == reference.shape
-    error, size = (actual.detach().double() - reference.double()).abs().max(), reference.double().abs().max()
-    return float(error / size) if size > 0 else float(error)
-
-
-def megatron(config: dict[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=config["d"],
-        num_attention_heads=config["H"],
-        layernorm_epsilon=1e-5,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-    )
 
 
 def memory_of(name: str, config: dict[str, Any]) -> MemoryConfig:
@@ -137,23 +126,10 @@ def memory_of(name: str, config: dict[str, Any]) -> MemoryConfig:
 
 
 def build(golden_dir: Path, name: str, dtype: torch.dtype, kernels: Literal["auto", "naive"]) -> Case:
-    folder = golden_dir / "token"
-    config = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["config"]
-    tensors = load_file(folder / f"{name}.safetensors")
-    memory, num_layers = memory_of(name, config), config.get("L", 1)
-    plan, ops = memory.plan(num_layers), select_kernels(kernels, device_type="cpu")
-    banks = [Bank(spec, memory, ops, dtype=dtype, device="cpu", replica_rank=0) for spec in plan.banks]
-    layers = [
-        family_of(memory).layer()(
-            megatron(config, dtype), memory, view, banks[view.bank], kernels=ops, name=f"layers.{index}", seed=1
-        )
-        for index, view in enumerate(plan.views)
-    ]
-    case = Case(config, tensors, dtype, memory, banks, layers, {})
-    for recorded, tensor in tensors.items():
-        if recorded.startswith("param."):
-            case.leaves[recorded.removeprefix("param.")] = tensor.to(dtype).requires_grad_()
-    return case
+    config, tensors = read_case(golden_dir / "token", name)
+    memory = memory_of(name, config)
+    layers, banks = build_memory(memory, megatron(config, dtype), config.get("L", 1), kernels)
+    return Case(config, tensors, dtype, memory, banks, layers, recorded_weights(tensors, dtype))
 
 
 def set_weight(case: Case, name: str, parameter: nn.Parameter) -> None:
@@ -170,33 +146,6 @@ def set_weight(case: Case, name: str, parameter: nn.Parameter) -> None:
             case _:
                 parameter.copy_(recorded)
     case.leaves[name] = parameter
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[b, heads, s, d] of [b, s, heads d]."""
-    return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax attention of [b, n, s, d], grouped queries beside their key/value head, as [b, s, n d]."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + scores.shape[-1] - scores.shape[-2])
-    return (scores.masked_fill(future, -torch.inf).softmax(-1) @ value).transpose(1, 2).flatten(2)
-
-
-def rms_normalise(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain
-
-
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions of [b, n, s, d], halves together."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * theta ** -(torch.arange(half) / half).double()
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def mixed_attention(case: Case, index: int, weights: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
