@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation
+from kernels.parity import selection_problems
+from kernels.select import select_kernels
+from kernels.shuffled_rows.naive import shuffled_rows
 from tests.unit.test_topk import CASES, IMPLEMENTATIONS, Case, both
 
 PAPERS = Case(tokens=300, heads=2, keys=3350, row_top_k=128, top_k=768)
@@ -25,6 +28,16 @@ def test_selections_equal_their_twins_on_cpu(gpu: torch.device, implementation: 
         actual = select(*on(gpu, arguments(case)))
         for ours, twins in zip(actual, twin(*arguments(case)), strict=True):
             assert torch.equal(ours.cpu(), twins)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_behind_entries_equal_their_twins_on_cpu(gpu: torch.device, implementation: Implementation) -> None:
+    kernels = select_kernels(implementation, device_type="cuda")
+    assert [problem for problem in selection_problems(kernels, gpu) if problem.startswith("shuffled_rows")] == []
+    # Of a grid with more entries than 32 bits count, and more of them than one launch of 2^16 tiles would take.
+    entries = torch.randint(0, 100_000**2, (70_000, 600), generator=torch.Generator().manual_seed(1))
+    where = (100_000, (3, 2**62 + 5, 2**63 - 1, 1), 10**9, 5, 10**10)
+    assert torch.equal(kernels.shuffled_rows(entries.to(gpu), *where)[0].cpu(), shuffled_rows(entries, *where)[0])
 
 
 def test_nothing_waits_for_the_device(gpu: torch.device) -> None:
