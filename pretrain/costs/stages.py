@@ -67,7 +67,8 @@ class Stage:
     Attributes:
         chunks: of the depth, in the order of its virtual stages.
         blocks: all of them.
-        backward: those that have a backward pass.
+        backward: those that have a backward pass. A lowest one of which the table alone is trained is counted whole; without
+            recomputation it has one only from the read onwards.
         trained_blocks: of these, the ones that are trained; the others pass gradients on.
         gradients_sent: chunks that hand gradients to the chunk before.
         split_weights: weights that tensor-parallel ranks split.
