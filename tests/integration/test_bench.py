@@ -31,7 +31,7 @@ def test_what_is_held_is_counted_beside_the_times(megamem: Megamem, config_file:
     assert one == 1.0
     assert less < held < peak
     assert less < lower < peak
-    assert ratio == round(lower / peak, 2)
+    assert abs(ratio - lower / peak) < 0.011
     told = megamem("dryrun", config_file, "model.vocab_size=257", "--world-size", 2, "--json")
     (rank,) = json.loads(told.output[told.output.index("{") :])["ranks"]
     assert (held, peak) == tuple(round(sum(rank[key].values()) / 1e6, 1) for key in ("held_bytes", "peak_bytes"))
