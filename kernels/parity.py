@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kernels.select import Kernels, implementation_of
-from kernels.shuffled_rows.naive import shuffled_rows as naive_rows
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """Largest error over the largest element of the reference, which the twins compute from the same inputs in float64."""
@@ -105,7 +104,8 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
         # Four virtual blocks, and a window that wraps around the bank.
         num_rows = max(1, shape.keys**2 // 4)
         where = (shape.keys, (5, 2**62 + 1, 2**63 - 1, 7), num_rows, num_rows // 2, num_rows + 1, True)
-        actual, reference = kernels.shuffled_rows(entries.to(device), *where), naive_rows(entries, *where)
+        actual = kernels.shuffled_rows(entries.to(device), *where)
+        reference = implementation_of("shuffled_rows", "naive")(entries, *where)
         yield from _differences(f"shuffled_rows {shape}", ("rows", "blocks"), actual, reference)
 
 

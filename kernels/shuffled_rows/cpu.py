@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.common import cpp
-from kernels.shuffled_rows.op import empty_result, reciprocal
+from kernels.shuffled_rows.op import SCHEMA, RowOperands, empty_result, from_custom_op, reciprocal
 
 
-def shuffled_rows(
-    entries: Tensor,
-    num_keys: int,
-    round_keys: Sequence[int],
-    num_rows: int,
-    first_row: int,
-    num_bank_rows: int,
-    with_blocks: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """The function of `kernels.shuffled_rows.naive.shuffled_rows`."""
-    rows, blocks = _shuffled_rows(entries, num_keys, round_keys, num_rows, first_row, num_bank_rows, with_blocks)
-    return rows, blocks if with_blocks else None
-
-
-@torch.library.custom_op("megamem::cpu_shuffled_rows", mutates_args=())
-def _shuffled_rows(
-    entries: Tensor,
-    num_keys: int,
-    round_keys: Sequence[int],
-    num_rows: int,
-    first_row: int,
-    num_bank_rows: int,
-    with_blocks: bool,
-) -> tuple[Tensor, Tensor]:
-    entries = entries.contiguous()
-    rows, blocks = empty_result(entries, num_keys, round_keys, num_rows, first_row, num_bank_rows, with_blocks)
-    sizes = (num_keys, reciprocal(num_keys), num_rows, reciprocal(num_rows), first_row, num_bank_rows)
-    key_0, key_1, key_2, key_3 = round_keys
+@torch.library.custom_op("megamem::cpu_shuffled_rows", mutates_args=(), schema=SCHEMA)
+def _shuffled_rows(*operands: Any) -> tuple[Tensor, Tensor]:
+    o = RowOperands(*operands)
+    entries = o.entries.contiguous()
+    rows, blocks = empty_result(*o)
+    sizes = (o.num_keys, reciprocal(o.num_keys), o.num_rows, reciprocal(o.num_rows), o.first_row, o.num_bank_rows)
     cpp.call(
-        *("shuffled_rows", "shuffled_rows", entries, rows, blocks if with_blocks else None, entries.numel()),
-        *(*sizes, key_0, key_1, key_2, key_3),
+        *("shuffled_rows", "shuffled_rows", entries, rows, blocks if o.with_blocks else None, entries.numel()),
+        *(*sizes, *o.round_keys),
     )
     return rows, blocks
 
 
 _shuffled_rows.register_fake(empty_result)
+shuffled_rows = from_custom_op(_shuffled_rows)
+"""The function of `kernels.shuffled_rows.naive.shuffled_rows`."""

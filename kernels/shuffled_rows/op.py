@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,17 +24,40 @@ class ShuffledRows(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
-def empty_result(
-    entries: Tensor,
-    num_keys: int,
-    round_keys: Sequence[int],
-    num_rows: int,
-    first_row: int,
-    num_bank_rows: int,
-    with_blocks: bool,
-) -> tuple[Tensor, Tensor]:
-    """Rows and blocks, not filled yet; also the ops' fake for `torch.compile`. Blocks that nobody asked for are none."""
-    return entries.new_empty(entries.shape), entries.new_empty(entries.shape if with_blocks else 0)
+class RowOperands(NamedTuple):
+    """The arguments of `kernels.shuffled_rows.naive.shuffled_rows`, which says what they are."""
+
+    entries: Tensor
+    num_keys: int
+    round_keys: Sequence[int]
+    num_rows: int
+    first_row: int
+    num_bank_rows: int
+    with_blocks: bool = False
+
+
+SCHEMA = (
+    "(Tensor entries, int num_keys, int[] round_keys, int num_rows, int first_row, int num_bank_rows, bool with_blocks)"
+    " -> (Tensor, Tensor)"
+)
+"""The same for a custom op of PyTorch, which gives blocks of no entry where nobody asked for any."""
+
+
+def empty_result(*operands: Any) -> tuple[Tensor, Tensor]:
+    """What `SCHEMA` gives, not filled yet; also the ops' fake for `torch.compile`."""
+    o = RowOperands(*operands)
+    return o.entries.new_empty(o.entries.shape), o.entries.new_empty(o.entries.shape if o.with_blocks else 0)
+
+
+def from_custom_op(op: Callable[..., tuple[Tensor, Tensor]]) -> ShuffledRows:
+    """The function of a custom op: with None for blocks that nobody asked for."""
+
+    def shuffled_rows(*operands: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        o = RowOperands(*operands, **named)
+        rows, blocks = op(*o)
+        return rows, blocks if o.with_blocks else None
+
+    return shuffled_rows
 
 
 def reciprocal(divisor: int) -> int:

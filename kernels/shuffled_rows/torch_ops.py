@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kernels.common.slices import token_slices
 from kernels.shuffled_rows import naive
+from kernels.shuffled_rows.op import empty_result
 
 
 def shuffled_rows(
@@ -21,12 +21,12 @@ def shuffled_rows(
     with_blocks: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The function of `kernels.shuffled_rows.naive.shuffled_rows`."""
+    where = (num_keys, round_keys, num_rows, first_row, num_bank_rows, with_blocks)
     flat = entries.flatten()
+    rows, blocks = empty_result(flat, *where)
     # Half a dozen temporaries of 8 bytes per entry.
-    parts = [
-        naive.shuffled_rows(flat[part], num_keys, round_keys, num_rows, first_row, num_bank_rows, with_blocks)
-        for part in token_slices(len(flat), 16)
-    ]
-    rows = torch.cat([rows for rows, _ in parts]) if parts else flat
-    blocks = torch.cat([blocks for _, blocks in parts if blocks is not None]) if parts and with_blocks else flat
+    for part in token_slices(len(flat), 16):
+        rows[part], of_part = naive.shuffled_rows(flat[part], *where)
+        if of_part is not None:
+            blocks[part] = of_part
     return rows.view(entries.shape), blocks.view(entries.shape) if with_blocks else None
