@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from statistics import median
 
 import torch
@@ -102,7 +101,7 @@ def _measure(timed: _Timed, groups: ParallelGroups, prompt_length: int, num_toke
         sampling=Sampling(temperature=1.0, top_p=1.0, seed=1),
         group=groups.megatron.ep,
     )
-    return list(islice(_intervals(tokens), num_tokens))
+    return list(_intervals(tokens))
 
 
 def _intervals(tokens: Iterator[int]) -> Iterator[float]:

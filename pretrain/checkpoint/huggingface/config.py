@@ -133,14 +133,12 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
     if scoring is None:
         raise _unknown(model, "which does not choose what it reads by scores")
     needed, options = _WEIGHTS[scoring]
-    layers = []
-    num_heads = 0
+    layers: list[dict[str, Any]] = []
     for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
         weights = memory_weights(model, index, tensors)
         if not needed <= weights.keys() <= needed | options:
             odd = sorted((needed - weights.keys()) | (weights.keys() - needed - options))
             raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(odd)}")
-        num_heads = weights["keys"].shape[0]
         layers.append(
             {
                 "block": span.read,
@@ -154,6 +152,8 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
                 "weights": {name: list(info.shape) for name, info in weights.items()},
             }
         )
+    # Every layer has as many.
+    num_heads = layers[0]["weights"]["keys"][0]
     return {
         "scoring": scoring.value,
         "queries": memory.query_mode if isinstance(memory, TuckerConfig) else None,

@@ -76,7 +76,8 @@ def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dic
 def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
     ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
     width = model.attention_head_dim
-    memory, slot = model.memory, _slot(model, layer)
+    index = next((index for index, span in enumerate(model.memory_spans) if span.read == layer), None)
+    memory, slot = model.memory, None if index is None else _exported_slot(model, index)
     inserted = slot is not None and slot.is_inserted
     biased = inserted and memory is not None and memory.has_layer_norm
     for part in ("weight", "bias") if biased else ("weight",):
@@ -89,27 +90,23 @@ def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) ->
             yield _whole(ours + name, f"{theirs}self_attn.{side}_norm.weight", (width,))
     if not inserted:
         yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
-    for index, span in enumerate(model.memory_spans):
-        if span.read == layer:
-            for name, info in memory_weights(model, index, tensors).items():
-                yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
+    if index is not None:
+        for name, info in memory_weights(model, index, tensors).items():
+            yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
     if slot is None or slot.has_ffn:
         yield from _feed_forward(model, f"{ours}mlp." if slot is None else f"{ours}mlp.ffn.", f"{theirs}mlp.")
 
 
-def _slot(model: ModelConfig, layer: int) -> Slot | None:
-    """Of the memory that reads in a block, if there is one."""
-    for span in model.memory_spans:
-        if span.read == layer:
-            assert model.memory is not None
-            slot = model.memory.slot_of(span)
-            if slot in _NOT_EXPORTED:
-                raise CheckpointError(
-                    f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.value}: exported "
-                    f"models have none in {', '.join(each.value for each in _NOT_EXPORTED)}"
-                )
-            return slot
-    return None
+def _exported_slot(model: ModelConfig, index: int) -> Slot:
+    """Of a memory layer. Raises CheckpointError where the exported model has no place for it."""
+    assert model.memory is not None
+    slot = model.memory.slot_of(model.memory_spans[index])
+    if slot in _NOT_EXPORTED:
+        raise CheckpointError(
+            f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.value}: exported "
+            f"models have none in {', '.join(each.value for each in _NOT_EXPORTED)}"
+        )
+    return slot
 
 
 def _attention(model: ModelConfig, ours: str, theirs: str, *, projects: bool) -> Iterator[Pair]:
