@@ -274,13 +274,27 @@ def run_verify(args: argparse.Namespace) -> int:
     errors = []
     for path in args.paths:
         try:
-            open_dataset(path).verify()
-            print(f"{path}: every byte is as it was written.")
+            dataset = open_dataset(path)
+            dataset.verify()
+            print(f"{path}: {_verified(dataset)}")
         except DataError as error:
             errors.append(str(error))
     if errors:
         raise DataError("\n".join(errors))
     return 0
+
+
+def _verified(dataset: PreparedDataset) -> str:
+    """What is said of a data set in which nothing has changed."""
+    from pretrain.data.manifest import MANIFEST_FILE
+
+    said = "every byte is as it was written."
+    if dataset.manifest.has_digest:
+        return said
+    return (
+        f"{said[:-1]}, but for {MANIFEST_FILE}, which is from a version that wrote no digest: what it says of inputs, "
+        "bytes of text and versions cannot be checked."
+    )
 
 
 def run_synthetic(args: argparse.Namespace) -> int:
@@ -344,7 +358,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     print(dataset.manifest.to_json().rstrip() if args.json else _summary(dataset))
     if args.verify:
         dataset.verify()
-        print("Every byte is as it was written.")
+        said = _verified(dataset)
+        print(f"{said[0].upper()}{said[1:]}")
     if args.documents > 0:
         _print_documents(dataset, args.split, args.documents)
     return 0

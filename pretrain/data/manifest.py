@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 TOKENIZER_INFO_FILE = "info.json"
+_DIGEST = "digest"
 _BYTES_AT_ONCE = 1 << 22
 
 
@@ -97,6 +98,8 @@ class Manifest:
     request_fingerprint: str
     """sha256 over arguments and input files (path, size, modification time)."""
     versions: Mapping[str, str]
+    has_digest: bool = field(default=True, compare=False)
+    """Whether its file holds a sha256 of everything above; those that were written before there was one do not."""
 
     @property
     def content_fingerprint(self) -> str:
@@ -115,25 +118,40 @@ class Manifest:
                 yield f"{split}.prompts", info.prompts.file_bytes, info.prompts.file_sha256
 
     def to_json(self) -> str:
-        """The manifest as the text of its file."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+        """The manifest as the text of its file, with a digest of its contents."""
+        values = asdict(self)
+        if values.pop("has_digest"):
+            values[_DIGEST] = _digest(values)
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Inverse of `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: the text is not a manifest of this version.
+            ValueError, KeyError, TypeError: the text is not a manifest of this version, or its digest is of another one.
         """
         values = json.loads(text)
         version = values.get("format_version") if isinstance(values, dict) else None
         if version != FORMAT_VERSION:
             raise ValueError(f"format version {version}, and this program reads {FORMAT_VERSION}")
-        values = {field.name: values[field.name] for field in fields(cls)}
+        digest = values.pop(_DIGEST, None)
+        known = {each.name for each in fields(cls)} - {"has_digest"}
+        # A change of the digest's own name would otherwise make a manifest one of those that have none.
+        if unknown := sorted(values.keys() - known):
+            raise ValueError(f"it has a key {unknown[0]!r}, which no manifest has")
+        if digest is not None and digest != _digest(values):
+            raise ValueError("its contents are not those that were written: their sha256 differs from its digest")
+        values = {name: values[name] for name in known}
         values["tokenizer"] = TokenizerInfo(**values["tokenizer"])
         values["splits"] = {split: SplitInfo.from_plain(values["splits"][split]) for split in SPLITS}
         values["skipped_examples"] = tuple(values["skipped_examples"])
-        return cls(**values)
+        return cls(**values, has_digest=digest is not None)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """sha256 over the values of a manifest, whatever the layout of its file."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

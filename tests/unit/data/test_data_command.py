@@ -113,6 +113,23 @@ def test_every_byte_of_data_sets_is_read(tmp_path: Path, source: Path, capsys: p
     assert megamem("data", "verify", sets[0]) == 0
 
 
+def test_a_manifest_without_a_digest_is_read_and_told(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert megamem("data", "prepare", source, "--field", "body", "--output", output, "--workers", 1) == 0
+    manifest = json.loads((output / "manifest.json").read_text())
+    del manifest["digest"]
+    (output / "manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert megamem("data", "verify", output) == 0
+    assert "as it was written, but for manifest.json, which is from a version that wrote no digest" in (
+        capsys.readouterr().out
+    )
+    assert megamem("data", "inspect", output, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == manifest
+
+
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [

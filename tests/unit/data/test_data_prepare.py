@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,30 @@ def test_manifest_survives_its_file(tmp_path: Path):
     manifest = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset.manifest
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.format_version == 1, "data sets that were prepared before must stay readable"
+
+
+def every_flip(content: str) -> Iterator[str]:
+    """The text with one bit of one character flipped, for every third character and every bit."""
+    for place, bit in product(range(0, len(content), 3), range(7)):
+        yield f"{content[:place]}{chr(ord(content[place]) ^ 1 << bit)}{content[place + 1 :]}"
+
+
+def test_a_flip_in_the_manifest_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    """White space means nothing; whatever else is read differently is refused."""
+    dataset = run(corpus(tmp_path / "a.jsonl", 4), tmp_path / "out").dataset
+    content = dataset.manifest.to_json()
+    num_found = 0
+    for changed in every_flip(content):
+        try:
+            assert Manifest.from_json(changed) == dataset.manifest
+        except (ValueError, KeyError, TypeError):
+            num_found += 1
+    assert num_found > len(content)
+    (tmp_path / "out" / "manifest.json").write_text(content.replace('"python": "3.', '"python": "9.'))
+    with pytest.raises(
+        DataError, match=r"damaged: manifest\.json cannot be used \(its contents are not those that were"
+    ):
+        open_dataset(tmp_path / "out")
 
 
 def test_number_of_workers_changes_nothing(tmp_path: Path):

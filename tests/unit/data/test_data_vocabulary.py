@@ -82,6 +82,8 @@ def test_the_manifest(tmp_path: Path, split: str, token_id: int) -> None:
     manifest = json.loads(path.read_text())
     manifest["tokenizer"]["vocab_size"] = SIZE
     manifest["splits"][split]["max_token_id"] = token_id
+    # As of a writer who was wrong.
+    del manifest["digest"]
     path.write_text(json.dumps(manifest))
     if token_id < SIZE:
         open_dataset(entry.path)
