@@ -21,6 +21,7 @@ from pretrain.checkpoint.folder import (
     refuse_damage,
     step_folder,
     step_named,
+    the_newest,
 )
 from pretrain.checkpoint.hashes import damaged_files
 from pretrain.config.changes import config_changes
@@ -44,6 +45,7 @@ def find_checkpoint(
     before: int | None = None,
     with_optimizer: bool = False,
     check_hashes: bool = True,
+    pass_over: bool = True,
 ) -> SavedState:
     """A run's checkpoint of a step, or its newest complete one (of those from before a step).
 
@@ -51,8 +53,11 @@ def find_checkpoint(
     those of the files that have weights, unless the optimizer's state is wanted too. Where torchrun or srun started the
     process, the ranks do that together when they load.
 
+    With `pass_over`, an older checkpoint stands in for a newest one that is damaged, and stderr says so. Without, the newest
+    is meant and nothing else: for what is made of it, and outlives the message.
+
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the one that is meant is damaged.
     """
     if not folder.path.is_dir():
         raise CheckpointError(
@@ -66,7 +71,12 @@ def find_checkpoint(
         saved = read_state(path)
         refuse_damage(saved, damage(saved))
         return saved
-    newest, problems = newest_complete(folder.checkpoints, before=before, damage=damage)
+    problems: list[str] = []
+    if pass_over:
+        newest, problems = newest_complete(folder.checkpoints, before=before, damage=damage)
+    else:
+        assert before is None
+        newest = the_newest(folder.checkpoints, damage=damage)
     for problem in problems:
         print(f"passed over a damaged checkpoint: {problem}", file=sys.stderr)
     if newest is None and before is not None:

@@ -43,15 +43,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
     parser.add_argument("--form", required=True, metavar="FORM", help="full, int8, int4, rank:R or cut:P")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to make")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest complete one)"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest one)")
     parser.set_defaults(func=run_tables)
 
 
 def run_tables(args: argparse.Namespace) -> int:
     """Writes, and says how many bytes."""
-    saved = find_checkpoint(RunFolder(args.run), args.step)
+    saved = find_checkpoint(RunFolder(args.run), args.step, pass_over=False)
     config = saved_config(saved, ParallelConfig())
     memory = token_tables(config, "megamem tables")
     form = form_of(args.form, memory)

@@ -31,6 +31,7 @@ _READABLE_FORMATS = (1, 2)
 _SEAL = "sha256"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _WRITING_PREFIX = ".writing_"
+_MOST_OLDER_NAMED = 5
 _PACKAGES = ("megamem", "torch", "megatron-core", "numpy", "triton", "transformer-engine")
 
 
@@ -224,6 +225,41 @@ def newest_complete(
     if problems:
         raise nothing_complete(folder, problems)
     return None, []
+
+
+def the_newest(folder: Path, *, damage: Callable[[SavedState], Sequence[str]] = no_damage) -> SavedState | None:
+    """The newest checkpoint, for whoever takes it elsewhere: an older one does not stand in for it; None without one.
+
+    Raises:
+        CheckpointError: it is not complete, or damaged; with the older ones that can be taken instead.
+    """
+    from pretrain.checkpoint.safe_metadata import check_small_files  # imports torch
+
+    paths = list_checkpoints(folder)
+    if not paths:
+        return None
+    try:
+        saved = read_state(paths[-1])
+        check_small_files(paths[-1])
+        refuse_damage(saved, damage(saved))
+    except CheckpointError as error:
+        raise naming_older_ones(error, paths[-1]) from error
+    return saved
+
+
+def naming_older_ones(error: CheckpointError, path: Path) -> CheckpointError:
+    """What is wrong with a checkpoint, with which other ones its run has instead, if it is the run's newest."""
+    *others, newest = list_checkpoints(path.parent) or [path]
+    if newest != path:
+        return error
+    older = [each for each in reversed(others) if _is_complete(each)]
+    if not older:
+        return CheckpointError(f"{error}. Its run has no older one that is whole")
+    steps = ", ".join(str(_step_of(each)) for each in older[:_MOST_OLDER_NAMED])
+    return CheckpointError(
+        f"{error}. It is the newest of its run. To take an older one, name its folder ({older[0]}) or its step (--step); "
+        f"whole as far as files and their sizes tell: {steps}"
+    )
 
 
 def refuse_damage(saved: SavedState, damage: Sequence[str]) -> None:

@@ -183,6 +183,32 @@ def test_verify_finds_damage(megamem: Megamem, saved_run: Path, tmp_path: Path, 
     assert text in result.output
 
 
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda path: (path / "state.json").write_text("junk"), "state.json cannot be read"),
+        (lambda path: flip(next(path.glob("*.distcp"))), "has other contents"),
+    ],
+    ids=["junk as state", "a flipped byte"],
+)
+def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(
+    megamem: Megamem, saved_run: Path, tmp_path: Path, damage: Any, text: str
+) -> None:
+    """What is made of a run is made of its newest checkpoint, or not at all; `verify` judges all of them."""
+    run = Path(shutil.copytree(saved_run, tmp_path / "run"))
+    damage(checkpoint(run, 6))
+    result = megamem("checkpoint", "verify", run)
+    assert result.code == 4, result.output
+    assert f"{checkpoint(run, 3)} is whole: " in result.output
+    assert text in result.output
+    assert f"1 of 2 checkpoints of {run} is damaged, see above: step_00000006" in result.last_line
+    result = megamem("checkpoint", "convert", run, tmp_path / "made", "--weights-only")
+    assert result.code == 4, result.output
+    assert str(checkpoint(run, 6)) in result.last_line
+    assert f"name its folder ({checkpoint(run, 3)}) or its step (--step)" in result.last_line
+    assert not (tmp_path / "made").exists()
+
+
 def flip(path: Path) -> None:
     """Change one byte in the middle of a file."""
     content = bytearray(path.read_bytes())

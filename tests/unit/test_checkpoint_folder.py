@@ -209,6 +209,23 @@ def test_damage_is_reported_and_passed_over(tmp_path: Path, damage: Callable[[Pa
     assert str(newer) in problems[0]
 
 
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_no_older_one_stands_in_for_the_newest_where_that_is_meant(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    oldest, older, newer = write(tmp_path, 3), write(tmp_path, 6), write(tmp_path, 9)
+    assert folders.the_newest(tmp_path) == folders.read_state(newer)
+    damage(newer)
+    shorten(oldest)
+    with pytest.raises(CheckpointError, match=r"sizes tell: 6$") as error:
+        folders.the_newest(tmp_path)
+    assert str(error.value).startswith(str(newer))
+    assert f"({older})" in str(error.value)
+    shorten(older)
+    with pytest.raises(CheckpointError, match="no older one that is whole"):
+        folders.the_newest(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
 def test_flipped_bits_are_found_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, 6)
@@ -236,6 +253,8 @@ def test_damaged_contents_are_passed_over(tmp_path: Path) -> None:
     saved, (problem,) = folders.newest_complete(tmp_path, damage=lambda saved: damaged_files(saved.path))
     assert saved == folders.read_state(older)
     assert problem.startswith(f"{newer} is damaged: __0_0.distcp has other contents")
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has other contents.*sizes tell: 6"):
+        folders.the_newest(tmp_path, damage=lambda saved: damaged_files(saved.path))
 
 
 def test_files_are_shared_out_by_bytes() -> None:
@@ -268,6 +287,7 @@ def test_nothing_but_damage_is_an_error_that_names_all(tmp_path: Path) -> None:
 
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
     assert folders.newest_complete(tmp_path / "none") == (None, [])
+    assert folders.the_newest(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(

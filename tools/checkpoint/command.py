@@ -13,7 +13,8 @@ from tools.parsers import add_command
 if TYPE_CHECKING:
     from pretrain.checkpoint.formats.format import OpenedCheckpoint
 
-_WHAT = "a run's folder (its newest complete checkpoint), or a checkpoint of any format that `convert` knows"
+_WHAT = "a run's folder (its newest checkpoint), or a checkpoint of any format that `convert` knows"
+_WHAT_IS_VERIFIED = "a run's folder (all its checkpoints), or a checkpoint of any format that `convert` knows"
 
 _INSPECT_EPILOG = """\
 examples:
@@ -28,7 +29,7 @@ examples:
   megamem checkpoint verify runs/quickstart
   megamem checkpoint verify runs/quickstart --step 320 --finite
 
-Reads everything: every file is there with the contents that were written (by the hashes from then), every part of every
+Reads everything, of a run all its checkpoints: every file is there with the contents that were written (by the hashes from then), every part of every
 tensor is where the index says, and all elements are there exactly once. Exit code 4 if anything is wrong.
 """
 
@@ -75,8 +76,8 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    parser = add_command(commands, "verify", "read a checkpoint and say what is damaged", _VERIFY_EPILOG)
-    _add_path(parser, "path", _WHAT)
+    parser = add_command(commands, "verify", "read checkpoints and say what is damaged", _VERIFY_EPILOG)
+    _add_path(parser, "path", _WHAT_IS_VERIFIED)
     parser.add_argument("--finite", action="store_true", help="also look for NaN and infinities")
     add_workers(parser)
     parser.set_defaults(func=_run("verify"))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.checkpoint.formats.convert import Resources
+from pretrain.checkpoint.formats.format import OpenedCheckpoint
 from pretrain.checkpoint.formats.verify import problems_of
 from pretrain.errors import CheckpointError
+from pretrain.folder import RunFolder
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
 from tools.words import plural, size_in_words
@@ -15,11 +19,36 @@ _MOST_TOLD = 20
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read a checkpoint, and say what is damaged."""
+    """Read a checkpoint, or all of a run, and say what is damaged."""
     resources = Resources(args.workers, args.max_memory)
-    checkpoint = opened(args.path, args.step)
+    of_run = list_checkpoints(RunFolder(args.path).checkpoints) if args.step is None else []
+    if not of_run:
+        _verify(opened(args.path, args.step), resources, finite=args.finite)
+        return 0
+    damaged = []
+    for path in of_run:
+        try:
+            _verify(opened(path), resources, finite=args.finite)
+        except CheckpointError as error:
+            # A damaged one must not hide the others.
+            print(error, flush=True)
+            damaged.append(path)
+    if damaged:
+        raise CheckpointError(
+            f"{len(damaged)} of {plural(len(of_run), 'checkpoint')} of {args.path} "
+            f"{'is' if len(damaged) == 1 else 'are'} damaged, see above: {_named(damaged)}"
+        )
+    return 0
+
+
+def _verify(checkpoint: OpenedCheckpoint, resources: Resources, *, finite: bool) -> None:
+    """Read one checkpoint, and say that it is whole.
+
+    Raises:
+        CheckpointError: it is not; what is wrong was printed.
+    """
     with Phases() as phases:
-        problems = problems_of(checkpoint, resources, finite=args.finite, on_start=phases.start)
+        problems = problems_of(checkpoint, resources, finite=finite, on_start=phases.start)
     if problems:
         for problem in problems[:_MOST_TOLD]:
             print(problem)
@@ -29,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
     infos = checkpoint.reader.tensors.values()
     print(
         f"{checkpoint.path} is whole: {plural(len(infos), 'tensor')} of "
-        f"{size_in_words(sum(info.num_bytes for info in infos))}{', all finite' if args.finite else ''}"
+        f"{size_in_words(sum(info.num_bytes for info in infos))}{', all finite' if finite else ''}",
+        flush=True,
     )
-    return 0
+
+
+def _named(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import sync
-from pretrain.checkpoint.folder import STATE_FILE, refuse_damage
+from pretrain.checkpoint.folder import STATE_FILE, naming_older_ones, refuse_damage
 from pretrain.checkpoint.formats.compare import Counter, Difference, differences
 from pretrain.checkpoint.formats.format import CheckpointFormat, OpenedCheckpoint, Target, as_values
 from pretrain.checkpoint.hashes import damaged_files
@@ -138,7 +138,11 @@ def _refuse_damage(source: OpenedCheckpoint, on_start: Callable[[str, int], Call
     """Hold a checkpoint of ours against the hashes of its contents: what is converted could no longer be told."""
     if source.saved is not None:
         total = sum(file.num_bytes for file in source.saved.files.values())
-        refuse_damage(source.saved, damaged_files(source.path, on_bytes=Counter(on_start("check", total))))
+        damage = damaged_files(source.path, on_bytes=Counter(on_start("check", total)))
+        try:
+            refuse_damage(source.saved, damage)
+        except CheckpointError as error:
+            raise naming_older_ones(error, source.path) from error
 
 
 def _identity(source: OpenedCheckpoint) -> Any:

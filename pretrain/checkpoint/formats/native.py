@@ -20,6 +20,7 @@ from pretrain.checkpoint.folder import (
     package_versions,
     read_state,
     step_folder,
+    step_named,
     writing_folder,
 )
 from pretrain.checkpoint.formats.format import OpenedCheckpoint, Target
@@ -50,14 +51,14 @@ class NativeFormat:
         return True
 
     def is_at(self, path: Path) -> bool:
-        return (path / STATE_FILE).is_file() or RunFolder(path).checkpoints.is_dir()
+        return _is_checkpoint(path) or RunFolder(path).checkpoints.is_dir()
 
     def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
-        if (path / STATE_FILE).is_file():
+        if _is_checkpoint(path):
             saved, folder = read_state(path), RunFolder(path.parent.parent)
         else:
             folder = RunFolder(path)
-            saved = find_checkpoint(folder, step, check_hashes=False)
+            saved = find_checkpoint(folder, step, check_hashes=False, pass_over=False)
         stored = open_torch_dist(saved.path)
         return OpenedCheckpoint(
             path=saved.path,
@@ -114,6 +115,13 @@ class NativeConversion:
 
     def reopen(self, folder: Path) -> TensorReader:
         return open_torch_dist(step_folder(RunFolder(folder).checkpoints, self._state.step))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint of ours, by its contents or by its name and place: what it holds may be damaged."""
+    whole = path.resolve()
+    place = RunFolder(whole.parent.parent).checkpoints
+    return (path / STATE_FILE).is_file() or (whole.is_dir() and whole.parent == place and step_named(whole) is not None)
 
 
 def _for_target(config: RunConfig, target: Target) -> RunConfig:

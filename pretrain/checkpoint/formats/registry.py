@@ -22,7 +22,7 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
     """Open a checkpoint of whatever format.
 
     Args:
-        step: of a run's checkpoint; None: the newest complete one.
+        step: of a run's checkpoint; None: the newest one, which must be whole.
         config: of a checkpoint that has none with it.
 
     Raises:
