@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # What a layer sums over its tokens: their number, and the token-weighted means below.
 _TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NULL, _ENTROPY, _NUM_SUMS = 0, 1, 2, 3, 4, 5, 6, 7
 # After the sums, what the ranks of a stage share; after these, the singular values.
-_COVERAGE, _KL, _NUM_COLUMNS = _NUM_SUMS, _NUM_SUMS + 1, _NUM_SUMS + 2
+_COVERAGE, _KL, _EVEN_COVERAGE, _NUM_COLUMNS = range(_NUM_SUMS, _NUM_SUMS + 4)
 
 # Temporaries of the entropy are fp64 tensors of this many elements.
 _SLICE_ELEMENTS = 1 << 22
@@ -121,6 +121,8 @@ class UsageCollector:
             coverage: share of the rows of the layer's window that were read at least once.
             kl_to_uniform: sum_i p_i log(p_i M) in nats, p_i the share of row i in all reads: 0 if even, log(M) if all
                 reads hit one row.
+            even_coverage: the coverage that as many even reads would come to, 1 - (1 - 1 / M)^S of S reads; only where
+                rows have scores, as reads by token id are as even as the text is.
             top1_score, topk_score: mean score of the best and of all K entries, over tokens, heads and cores; only
                 where rows have scores.
             null_weight, router_entropy: mean weight that a token's router gives to nothing, and mean entropy of its
@@ -148,6 +150,7 @@ class UsageCollector:
         for block, usage in zip(blocks, self._usages, strict=True):
             table[block, _COVERAGE] = (usage.counts > 0).double().mean()
             table[block, _KL] = _kl_to_uniform(usage.counts)
+            table[block, _EVEN_COVERAGE] = _even_coverage(usage.counts)
         if self.observed.spectrum is not None:
             sums = torch.stack([_core_sum(layer) for layer in self.layers])
             # Host sync on GPUs: the SVD of all layers at once looks at its convergence.
@@ -157,7 +160,7 @@ class UsageCollector:
         means = [value / row[_TOKENS] for value in row[:_NUM_SUMS]]
         metrics: LayerMetrics = {"coverage": row[_COVERAGE], "kl_to_uniform": row[_KL]}
         if self.observed.scores:
-            metrics |= {"top1_score": means[_TOP1], "topk_score": means[_TOPK]}
+            metrics |= {"even_coverage": row[_EVEN_COVERAGE], "top1_score": means[_TOP1], "topk_score": means[_TOPK]}
         if self.observed.router:
             metrics |= {"null_weight": means[_NULL], "router_entropy": means[_ENTROPY]}
         metrics["output_std"] = math.sqrt(max(0.0, means[_OUT_SQUARE] - means[_OUT] ** 2))
@@ -179,6 +182,12 @@ def _core_sum(layer: MemoryLayer) -> Tensor:
     """[H, R, R], in at least fp32: what the first selection stage approximates by rank 1."""
     assert layer.cores is not None
     return layer.cores.detach().to(torch.promote_types(layer.cores.dtype, torch.float32)).sum(0)
+
+
+def _even_coverage(counts: Tensor) -> Tensor:
+    """Expected share of the rows that are read if every read hits any of them as likely: an fp64 scalar."""
+    missed = counts.new_full((), 1 - 1 / counts.numel(), dtype=torch.float64)
+    return 1 - missed.pow(counts.sum().double())
 
 
 def _kl_to_uniform(counts: Tensor) -> Tensor:

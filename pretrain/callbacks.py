@@ -6,7 +6,8 @@ import json
 import math
 import secrets
 import socket
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
 from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
+from pretrain.health.memories import NUM_OBSERVED, course, findings, in_words
 from pretrain.history import End, Incident, Start, now, write_event
 from pretrain.owner import Owner
 from pretrain.progress import Progress
@@ -218,6 +220,25 @@ class MemoryUsage(Callback):
             self._collector.start()
 
 
+class MemoryWatch(Callback):
+    """Notices memories that drop out, once each while a run is trained; after `MemoryUsage`."""
+
+    def __init__(self, listeners: list[Callback]) -> None:
+        self._listeners = listeners
+        self._observed: deque[Mapping[str, Mapping[str, Any]]] = deque(maxlen=NUM_OBSERVED)
+        self._told: set[tuple[str, int]] = set()
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if not observes_usage(run, run.state.step):
+            return
+        self._observed.append(row["memory"])
+        new = [each for each in findings(course(self._observed)) if (each.kind, each.block) not in self._told]
+        self._told |= {(each.kind, each.block) for each in new}
+        for kind, message in in_words(new).items():
+            for listener in self._listeners:
+                listener.on_incident(run, Incident(run.state.step, kind, message, now()))
+
+
 class History(Callback):
     """`history.jsonl`: where the run was started, what was noticed, and where it came to its end or was asked to stop. The
     owner only.
@@ -403,6 +424,8 @@ def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
             listeners.append(WandB())
     recording: list[Callback] = [] if owner is None else [History()]
     health = health_callbacks(run, [*listeners, *recording])
+    if any(isinstance(callback, MemoryUsage) for callback in measuring):
+        measuring.append(MemoryWatch([*listeners, *recording]))
     # An evaluation comes after the step's row is written and before its checkpoint, so that a resumed run neither
     # repeats nor misses one.
     return [

@@ -50,7 +50,7 @@ class Incident:
 
     Attributes:
         step: after which it was noticed.
-        kind: non-finite, spike, rewind, slow rank or replicas.
+        kind: non-finite, spike, rewind, slow rank, replicas, collapsed keys or silent memory.
         message: what was found, where, and what was done.
         at: UTC, as ISO 8601 has it.
     """

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from pretrain.health.memories import COLLAPSED
 from tools.metrics import Curves, Point, binned, means
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 NUM_BINS = 32
 """Parts of a run over which its losses are averaged."""
-# The plot reaches as high as the losses after this share of the tokens: before, they fall steeply from ln(vocabulary).
-_STEEP_START = 0.25
 
 
 def token_axes(axes: Axes) -> None:
@@ -37,10 +36,16 @@ def model_colours(axes: Axes) -> None:
     axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=color_sequences["okabe_ito"]))
 
 
-def draw_losses(axes: Axes, runs: Mapping[str, Sequence[Curves]]) -> None:
+def draw_losses(axes: Axes, runs: Mapping[str, Sequence[Curves]], *, start: float = 0.0) -> list[tuple[Point, ...]]:
     """A line of training losses per model, with dots where it was evaluated; means over the runs of each.
 
-    Models without runs are left out.
+    Args:
+        axes: what is drawn on.
+        runs: of each model; models without runs are left out.
+        start: share of the tokens before which losses may lie above the panel, as they fall steeply from ln(vocabulary).
+
+    Returns:
+        The lines that were drawn.
     """
     axes.set_ylabel("loss in nats per token")
     lines: list[tuple[Point, ...]] = []
@@ -53,19 +58,28 @@ def draw_losses(axes: Axes, runs: Mapping[str, Sequence[Curves]]) -> None:
         if validation := means([point for run in of_model for point in run.validation]):
             axes.plot(*zip(*validation, strict=True), "o", markersize=4, color=drawn.get_color())
     if lines:
-        late = [y for line in lines for x, y in line if x >= _STEEP_START * line[-1][0]]
+        late = [y for line in lines for x, y in line if x >= start * line[-1][0]]
         low, high = axes.dataLim.y0, max(late)
         margin = (high - low) * 0.04 or 0.5
         axes.set_ylim(low - margin, high + margin)
         axes.set_xlim(left=0)
+    return lines
 
 
-def draw_usage(axes: Axes, label: str, of_blocks: Mapping[int, Iterable[Point]]) -> None:
+def draw_usage(axes: Axes, label: str, of_blocks: Mapping[int, Iterable[Point]], names: Mapping[int, str]) -> None:
     """A line per block with a memory."""
     axes.set_ylabel(label)
     for block, points in of_blocks.items():
-        axes.plot(*zip(*points, strict=True), label=f"block {block}")
+        axes.plot(*zip(*points, strict=True), label=names[block])
     axes.set_ylim(bottom=0)
+
+
+def draw_collapse(axes: Axes, even_coverage: Mapping[int, tuple[Point, ...]]) -> bool:
+    """Shade where coverage says that keys have collapsed; whether there is such a range."""
+    for course in set(even_coverage.values()):
+        tokens, even = zip(*course, strict=True)
+        axes.fill_between(tokens, [COLLAPSED * share for share in even], color="tab:red", alpha=0.12, linewidth=0)
+    return bool(even_coverage)
 
 
 def svg(figure: Figure) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
+
+from pretrain.health.memories import Finding, course, findings
 
 Point: TypeAlias = tuple[float, float]
 
@@ -28,6 +30,8 @@ class Curves:
         coverage: by block with a memory, the shares of the table's rows that an observed step read.
         kl_to_uniform: by block, how far the reads of such a step are from even, in nats.
         bits_per_byte: of the last evaluation; None without one.
+        even_coverage: by block, the shares that as many even reads would cover; none where the token chooses the rows.
+        dropped_out: the memories whose keys have collapsed, or that are silent, at the end.
     """
 
     training: tuple[Point, ...]
@@ -35,6 +39,8 @@ class Curves:
     coverage: dict[int, tuple[Point, ...]]
     kl_to_uniform: dict[int, tuple[Point, ...]]
     bits_per_byte: float | None
+    even_coverage: dict[int, tuple[Point, ...]] = field(default_factory=dict)
+    dropped_out: tuple[Finding, ...] = ()
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> Curves:
@@ -42,7 +48,7 @@ def curves(rows: Sequence[dict[str, Any]]) -> Curves:
     tokens = 0.0
     training: list[Point] = []
     validation: list[Point] = []
-    usage: dict[str, dict[int, list[Point]]] = {"coverage": {}, "kl_to_uniform": {}}
+    usage: dict[str, dict[int, list[Point]]] = {"coverage": {}, "kl_to_uniform": {}, "even_coverage": {}}
     bits_per_byte = None
     for row in rows:
         tokens = row.get("consumed_tokens", tokens)
@@ -55,10 +61,13 @@ def curves(rows: Sequence[dict[str, Any]]) -> Curves:
             for name, of_blocks in usage.items():
                 if name in figures:
                     of_blocks.setdefault(int(block), []).append((tokens, figures[name]))
-    coverage, kl_to_uniform = (
+    coverage, kl_to_uniform, even_coverage = (
         {block: tuple(points) for block, points in sorted(of_blocks.items())} for of_blocks in usage.values()
     )
-    return Curves(tuple(training), tuple(validation), coverage, kl_to_uniform, bits_per_byte)
+    dropped_out = findings(course(row["memory"] for row in rows if "memory" in row))
+    return Curves(
+        tuple(training), tuple(validation), coverage, kl_to_uniform, bits_per_byte, even_coverage, tuple(dropped_out)
+    )
 
 
 def binned(points: Sequence[Point], num_bins: int) -> tuple[Point, ...]:

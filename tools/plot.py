@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from tools.drawing import draw_losses, draw_usage, token_axes
-from tools.metrics import Curves, curves, read_metrics
+from pretrain.health.memories import in_words
+from tools.drawing import draw_collapse, draw_losses, draw_usage, token_axes
+from tools.metrics import Curves, Point, curves, read_metrics
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_FEWEST_TO_ENLARGE = 8
+"""Points of losses in the second half: with fewer there is little to see."""
 
 _EPILOG = """\
 examples:
@@ -22,8 +27,9 @@ examples:
   megamem plot runs/quickstart docs/quickstart_dense.jsonl
 
 Losses against tokens of every run named (a run's folder, or a file with the rows of one), with dots where it was
-evaluated. Below, for the first run that has a memory: the share of each table's rows that one step reads, and how far
-its reads are from even (0 nats: every row as often as the others).
+evaluated, and their second half enlarged. Below, for the first run that has a memory: the share of each table's rows
+that one step reads, and how far its reads are from even (0 nats: every row as often as the others). Blocks whose keys
+have collapsed, or whose memory is silent, are named as such.
 """
 
 
@@ -61,6 +67,9 @@ def run_plot(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--output is {output}, which cannot be written: {error}") from error
     print(f"picture: {output}", flush=True)
+    for name, run in runs.items():
+        for sentence in in_words(run.dropped_out).values():
+            print(f"{name}: {sentence}", flush=True)
     return 0
 
 
@@ -96,12 +105,46 @@ def draw(runs: Mapping[str, Curves]) -> Figure:
         name if run.bits_per_byte is None else f"{name}: {run.bits_per_byte:.3f} bits per byte": [run]
         for name, run in runs.items()
     }
-    draw_losses(panels[0], named)
-    panels[0].legend(frameon=False)
+    lines = draw_losses(panels[0], named)
+    # Above the panel, whose upper right corner is for the end of the curves.
+    panels[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    _enlarge_the_end(panels[0], named, lines)
     if observed is not None:
         name, run = observed
         panels[1].set_title(f"{name}: what one step reads of its tables", fontsize="medium")
-        draw_usage(panels[1], "share of rows read", run.coverage)
-        draw_usage(panels[2], "nats from even reads", run.kl_to_uniform)
-        panels[1].legend(frameon=False, ncols=4)
+        draw_usage(panels[1], "share of rows read", run.coverage, _labels(run))
+        draw_usage(panels[2], "nats from even reads", run.kl_to_uniform, _labels(run))
+        if draw_collapse(panels[1], run.even_coverage):
+            panels[1].text(
+                0.995, 0.01, "shaded: keys collapse", fontsize="small", ha="right", transform=panels[1].transAxes
+            )
+        panels[2].legend(frameon=False, ncols=2)
     return figure
+
+
+def _enlarge_the_end(axes: Axes, named: Mapping[str, Sequence[Curves]], lines: Sequence[Sequence[Point]]) -> None:
+    """The second half of the losses again, where the panel is empty: there runs differ by less than a line is wide."""
+    end = max((line[-1][0] for line in lines), default=0.0)
+    late = [loss for line in lines for tokens, loss in line if tokens >= end / 2]
+    late += [loss for runs in named.values() for run in runs for tokens, loss in run.validation if tokens >= end / 2]
+    if len(late) < _FEWEST_TO_ENLARGE:
+        return
+    inset = axes.inset_axes((0.42, 0.38, 0.57, 0.6))
+    token_axes(inset)
+    draw_losses(inset, named)
+    margin = 0.04 * (max(late) - min(late)) or 0.5
+    inset.set_xlim(end / 2, axes.get_xlim()[1])
+    inset.set_ylim(min(late) - margin, max(late) + margin)
+    inset.set(xlabel="", ylabel="")
+    inset.tick_params(labelsize="small")
+    axes.indicate_inset(inset.viewLim.bounds)
+
+
+def _labels(run: Curves) -> dict[int, str]:
+    """Names of blocks, with what has become of their memories."""
+    found: dict[int, list[str]] = {}
+    for finding in run.dropped_out:
+        found.setdefault(finding.block, []).append(finding.kind)
+    return {
+        block: f"block {block}" + (f" ({', '.join(found[block])})" if block in found else "") for block in run.coverage
+    }

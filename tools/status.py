@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
+from pretrain.health.memories import NUM_OBSERVED, course, findings, in_words
 from slurm.standing import jobs_standing
 from slurm.times import AttemptTimes, attempt_times
 from tools.parsers import add_command
@@ -54,6 +57,7 @@ class Line:
         state, detail: see `tools.standing.Standing`.
         metric_age_s: seconds since the metrics were written.
         stage: in which the last step was taken, in a run of stages.
+        dropped_out: which memories have collapsed or are silent, in words.
     """
 
     run: str
@@ -68,6 +72,7 @@ class Line:
     detail: str
     metric_age_s: float | None
     stage: str | None = None
+    dropped_out: tuple[str, ...] = ()
 
 
 def add_parser(subparsers: Any) -> None:
@@ -106,6 +111,9 @@ def run_status(args: argparse.Namespace) -> int:
             print(json.dumps(asdict(line)))
     elif lines:
         print(table(lines))
+        for line in lines:
+            for sentence in line.dropped_out:
+                print(f"{line.run}: {sentence}")
     if problems:
         # After the others, which one damaged run must not hide.
         raise ConfigError("; ".join(problems))
@@ -161,7 +169,13 @@ def line_of(path: Path) -> Line:
         detail=standing.detail,
         metric_age_s=metrics_age_s(folder),
         stage=step.get("stage"),
+        dropped_out=_dropped_out(folder.metrics),
     )
+
+
+def _dropped_out(metrics: Path) -> tuple[str, ...]:
+    observed = reversed(newest_rows(metrics, "output_std", NUM_OBSERVED))
+    return tuple(in_words(findings(course(row["memory"] for row in observed))).values())
 
 
 def _configured(folder: RunFolder) -> tuple[str, int | None]:
@@ -181,7 +195,16 @@ def _configured(folder: RunFolder) -> tuple[str, int | None]:
 
 
 def newest_row(metrics: Path, key: str) -> dict[str, Any]:
-    """The last whole row with a key; empty if there is none in the last `TAIL_BYTES`. Reads as little as it can.
+    """The last whole row with a key; empty if there is none in the last `TAIL_BYTES`.
+
+    Raises:
+        ConfigError: such a row is damaged.
+    """
+    return next(iter(newest_rows(metrics, key, 1)), {})
+
+
+def newest_rows(metrics: Path, key: str, number: int) -> list[dict[str, Any]]:
+    """The last whole rows with a key, the newest first, of the last `TAIL_BYTES`. Reads as little as it can.
 
     Raises:
         ConfigError: such a row is damaged.
@@ -189,25 +212,33 @@ def newest_row(metrics: Path, key: str) -> dict[str, Any]:
     mark = json.dumps(key).encode() + b":"
     try:
         with metrics.open("rb") as stream:
-            start = end = stream.seek(0, os.SEEK_END)
-            tail = b""
-            while start > 0 and end - start < TAIL_BYTES:
-                length = min(_BLOCK_BYTES, start)
-                start -= length
-                stream.seek(start)
-                tail = stream.read(length) + tail
-                # The last line is of a row that is being written, unless it is empty; so may the first be.
-                whole = tail[: tail.rfind(b"\n") + 1]
-                at = whole.rfind(mark)
-                begin = whole.rfind(b"\n", 0, max(at, 0)) + 1
-                if at >= 0 and (begin or start == 0):
-                    row: dict[str, Any] = json.loads(whole[begin : whole.index(b"\n", at)])
-                    return row
+            return [json.loads(line) for line in islice(filter(partial(_holds, mark), _whole_lines(stream)), number)]
     except FileNotFoundError:
-        return {}
+        return []
     except ValueError as error:
         raise ConfigError(f"{metrics} does not hold the rows of a run: {error}") from error
-    return {}
+
+
+def _holds(mark: bytes, line: bytes) -> bool:
+    return mark in line
+
+
+def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines in the last `TAIL_BYTES`, from the last one on, but for one that is being written."""
+    start = end = stream.seek(0, os.SEEK_END)
+    begun, ended = b"", False
+    while start > 0 and end - start < TAIL_BYTES:
+        length = min(_BLOCK_BYTES, start)
+        start -= length
+        stream.seek(start)
+        begun, *lines = (stream.read(length) + begun).split(b"\n")
+        if lines and not ended:
+            # What follows the last end of a line: nothing, or a row that is being written.
+            lines.pop()
+            ended = True
+        yield from reversed(lines)
+    if start == 0 and ended:
+        yield begun
 
 
 def _newest_checkpoint(folder: Path) -> int | None:

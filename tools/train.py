@@ -18,10 +18,11 @@ from pretrain.config.source import dump_yaml
 from pretrain.config.stages import load_stages, name_of_run, names_of, stage_called, to_entries
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
+from pretrain.health.memories import in_words
 from pretrain.preflight import check_stages
 from pretrain.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
 from pretrain.stop import StopRequest
-from tools.metrics import read_metrics
+from tools.metrics import curves, read_metrics
 from tools.parsers import add_config, add_stage
 from tools.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
 from tools.words import count_in_millions, plural
@@ -225,7 +226,8 @@ def _prompt(run: Run) -> str:
 
 def _closing(run: Run) -> str:
     """What the run reached, where it is, and what to try next."""
-    evaluations = [row for row in read_metrics(run.folder.metrics) if "validation_loss" in row]
+    rows = read_metrics(run.folder.metrics)
+    evaluations = [row for row in rows if "validation_loss" in row]
     result = ""
     if evaluations:
         last = evaluations[-1]
@@ -233,6 +235,8 @@ def _closing(run: Run) -> str:
             f"validation loss {last['validation_loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte "
             f"on {last['validation_bytes']:,} held-out bytes\n"
         )
+    for sentence in in_words(curves(rows).dropped_out).values():
+        result += f"note: at the end {sentence}\n"
     path, stage = run.folder.path, run.config.stage
     longer = f"train.num_steps={2 * run.config.train.num_steps}" if stage is None else "with one more stage"
     return (

@@ -14,7 +14,7 @@ from pretrain.config.schema import LoggingConfig, RunConfig
 from pretrain.folder import RunFolder
 from pretrain.loop import take_step
 
-FIGURES = {"coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std", "singular_values"}
+FIGURES = {"coverage", "even_coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std", "singular_values"}
 
 
 def rows_of(config: RunConfig, folder: Path, num_steps: int) -> list[dict[str, Any]]:

@@ -636,10 +636,10 @@ def test_a_run_that_diverges_finishes_the_save_in_flight_and_one_that_fails_aban
         (
             spaced(usage=3),
             True,
-            "Hangs MemoryUsage SlowRanks MetricsFile ProgressLine Evaluations Checkpoints NextStep",
+            "Hangs MemoryUsage MemoryWatch SlowRanks MetricsFile ProgressLine Evaluations Checkpoints NextStep",
         ),
         (spaced(), True, "Hangs SlowRanks MetricsFile ProgressLine Evaluations Checkpoints NextStep"),
-        (spaced(usage=3), False, "Hangs MemoryUsage SlowRanks Evaluations Checkpoints NextStep"),
+        (spaced(usage=3), False, "Hangs MemoryUsage MemoryWatch SlowRanks Evaluations Checkpoints NextStep"),
         (replace(spaced(usage=3), model=ModelConfig()), False, "Hangs SlowRanks Evaluations Checkpoints NextStep"),
         (
             replace(CONFIG, logging=LoggingConfig(memory_every_steps=0, tensorboard=True, wandb_mode="offline")),

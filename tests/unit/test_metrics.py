@@ -62,6 +62,20 @@ def test_the_picture_shows_all_losses_and_the_first_memory() -> None:
     assert len(draw({"dense": dense}).axes) == 1
 
 
+def test_the_picture_shows_the_whole_course_and_its_second_half_enlarged() -> None:
+    """The first point of 32 is the mean of four steps: 8.3, 8.2, 8.1 and 8."""
+    rows = [{"step": n, "loss": max(4.0, 8.4 - n / 10), "consumed_tokens": 10.0 * n} for n in range(1, 129)]
+    (losses,) = draw({"run": curves(rows)}).axes
+    (line,) = (line for line in losses.lines if line.get_label() == "run")
+    assert line.get_ydata()[0] == pytest.approx(8.15)
+    assert losses.get_ylim()[0] < 4 < 8.15 < losses.get_ylim()[1]
+    (inset,) = losses.child_axes
+    assert inset.get_xlim() == (pytest.approx(rows[-1]["consumed_tokens"] / 2, rel=0.02), losses.get_xlim()[1])
+    assert inset.get_ylim()[0] < 4 < inset.get_ylim()[1] < 5
+    (few,) = draw({"run": curves(rows[:4])}).axes
+    assert not few.child_axes
+
+
 def test_a_picture_of_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
     run = tmp_path / "run"

@@ -194,12 +194,46 @@ def test_marks_in_one_place_are_one_with_the_words_of_all() -> None:
     assert re.search(r'class="start"[^>]* d="M260\.9 ', svg)
 
 
-def test_a_steep_start_leaves_the_chart() -> None:
+def test_a_chart_shows_the_whole_course_or_the_end_of_it() -> None:
+    """What lies before the start is left of the edge, and sets no height."""
     values = array("d", [100.0, 3.0, 2.0, 1.0])
     points = binned(Column(array("d", [1.0, 20.0, 50.0, 100.0]), values), 9)
     line = Line("a", "red", points)
-    assert coordinates(chart("a", "", [line], cut_start=True), "line")[0][1] < 0
-    assert coordinates(chart("a", "", [line]), "line")[0][1] >= 0
+    whole = coordinates(chart("a", "", [line]), "line")
+    assert min(y for _, y in whole) >= 0
+    marks = [Mark("save", tokens, f"at {tokens:g}", "red") for tokens in (20, 75)]
+    svg = chart("a", "", [line], marks, start=0.5)
+    (before, _), *_, (middle, top), (end, bottom) = coordinates(svg, "line")
+    # Half of the plot of 414, without the room of 1 % behind the last point.
+    assert (before < 0, middle, end) == (True, 0, pytest.approx(414 / 1.02, abs=0.1))
+    # Between 1 and 2, with a margin of a twentieth on each side, over a height of 222.
+    assert (top, bottom) == (pytest.approx(222 * 0.05 / 1.1, abs=0.1), pytest.approx(222 * 1.05 / 1.1, abs=0.1))
+    assert [text for text in parsed(svg).of("title") if text.startswith("at")] == ["at 75"]
+
+
+@pytest.mark.parametrize("num_evaluations", [1, 3, 4])
+def test_few_evaluations_are_figures_and_many_are_charts(make: Callable[..., Path], num_evaluations: int) -> None:
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 5):
+        rows.append(step_row(step, 5.0))
+        if step > 4 - num_evaluations:
+            domains = {name: {"bits_per_byte": factor * step} for name, factor in (("web", 1.0), ("code", 0.5))}
+            rows.append({"step": step, "validation_loss": step / 8, "bits_per_byte": step / 16, "domains": domains})
+    checker = parsed(page([read_run(make("a", rows=rows))]))
+    captions, cells = checker.of("figcaption"), checker.of("td")
+    evaluations = ["Validation loss (nats per token)", "Bits per byte", "Bits per byte, domain by domain"]
+    assert [caption for caption in captions if caption in evaluations] == (evaluations if num_evaluations > 3 else [])
+    if num_evaluations > 3:
+        assert cells == []
+    else:
+        steps = range(5 - num_evaluations, 5)
+        figures = [["a", str(10 * step), f"{step / 8:.4f}", f"{step / 16:.4f}"] for step in steps]
+        of_domains = [["web", *(f"{step:.4f}" for step in steps)], ["code", *(f"{step / 2:.4f}" for step in steps)]]
+        assert cells == [cell for row in figures + of_domains for cell in row]
+    # Dots in the charts of training show them all the same.
+    assert captions[:2] == [
+        f"Training loss; dots: validation{end} (nats per token)" for end in ("", "; the second half")
+    ]
 
 
 def test_the_page_is_whole_by_itself(make: Callable[..., Path]) -> None:
@@ -245,7 +279,6 @@ def test_what_a_page_of_one_run_shows(make: Callable[..., Path]) -> None:
     captions = " ".join(checker.of("figcaption"))
     for title in (
         "Training loss",
-        "Validation loss",
         "Tables",
         "Gradient norm",
         "Throughput",
@@ -257,7 +290,9 @@ def test_what_a_page_of_one_run_shows(make: Callable[..., Path]) -> None:
     assert "Second singular value of the cores (mean over heads)" in captions
     assert "Load balancing" in captions
     assert checker.of("title").count("block 10") == 4
-    assert [text for text in checker.of("title") if "skipped" in text] == ["a: 1 step skipped", "a: 2 steps skipped"]
+    # In the chart of the whole course, and in that of its second half.
+    skipped = ["a: 1 step skipped", "a: 2 steps skipped"]
+    assert [text for text in checker.of("title") if "skipped" in text] == [*skipped, *skipped]
 
 
 def test_starts_are_marked_and_a_running_run_says_how_long_it_takes(make: Callable[..., Path]) -> None:
@@ -295,7 +330,8 @@ def test_stages_are_marked_where_they_begin(make: Callable[..., Path]) -> None:
     record = read_run(path)
     assert record.metrics.stages == ((0, "short"), (200, "long"))
     shown = parsed(page([record]))
-    assert shown.of("text").count("long") == 1
+    # In the chart of the whole course, and in that of its second half.
+    assert shown.of("text").count("long") == 2
     assert ("start 2 at step 3" in " ".join(shown.of("title"))) is True
     assert "start 3" not in " ".join(shown.of("title"))
     assert shown.of("dd")[shown.of("dt").index("started")] == "2 times"
@@ -308,7 +344,7 @@ def test_several_runs_share_their_charts_and_show_what_differs(make: Callable[..
     dense = make("dense", rows=[row for row in ROWS if "memory" not in row], config=RunConfig(seed=7))
     html = page(read_runs([short, long, dense]))
     checker = parsed(html)
-    (losses,) = re.findall(r"<figure><figcaption>Training loss.*?</figure>", html)
+    losses, _ = re.findall(r"<figure><figcaption>Training loss.*?</figure>", html)
     # A line each, and dots for the evaluations.
     assert [losses.count(f"<title>{name}</title>") for name in ("short", "long", "dense")] == [2, 2, 2]
     assert len(set(re.findall(r'class="line" style="stroke:([^"]*)"', losses))) == 3
@@ -317,7 +353,7 @@ def test_several_runs_share_their_charts_and_show_what_differs(make: Callable[..
     assert "<title>short</title>" in coverage
     assert len(of_runs) == 2
     cells = checker.of("td")
-    assert checker.of("th") == ["key", "short", "long", "dense"]
+    assert checker.of("th")[-4:] == ["key", "short", "long", "dense"]
     at = cells.index("train.num_steps")
     assert cells[at : at + 4] == ["train.num_steps", "4", "8", "100"]
     assert "train.sequence_length" not in cells
@@ -399,7 +435,7 @@ def test_the_command_writes_the_page_into_the_first_run(
     assert not (second / "report.html").exists()
 
 
-def test_domains_have_a_line_each_and_their_last_figure(tmp_path: Path) -> None:
+def test_domains_have_a_line_or_a_row_each_and_their_last_figure(tmp_path: Path) -> None:
     def evaluation(step: int, **bits: float | None) -> dict[str, Any]:
         domains = {name: {"validation_loss": 1.0, "bits_per_byte": value} for name, value in bits.items()}
         return {"step": step, "validation_loss": 4.0, "bits_per_byte": 2.0, "domains": domains}
@@ -414,6 +450,11 @@ def test_domains_have_a_line_each_and_their_last_figure(tmp_path: Path) -> None:
     }
     checker = parsed(page(read_runs([path])))
     assert "Domains" in checker.of("h2")
+    assert checker.of("td")[-6:] == ["web", "3.0000", "2.5000", "code", "-", "1.2500"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows + 2 * rows))
+    checker = parsed(page(read_runs([path])))
+    assert "Domains" in checker.of("h2")
     assert {"web: 2.5000", "code: 1.2500"} <= set(checker.of("span"))
+    assert "Bits per byte, domain by domain" in checker.of("figcaption")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows if "domains" not in row))
     assert "Domains" not in parsed(page(read_runs([path]))).of("h2")

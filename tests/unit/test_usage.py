@@ -92,6 +92,9 @@ def test_figures_of_known_use(world: torch.distributed.ProcessGroup) -> None:
     assert [layer.usage for layer in layers] == [None, None]
     assert set(figures) == {1, 3}
     assert figures[1]["coverage"] == 1
+    # 64 reads and 14 of 64 rows: each read misses a row with a probability of 63 / 64.
+    assert figures[1]["even_coverage"] == pytest.approx(1 - (63 / 64) ** 64)
+    assert figures[3]["even_coverage"] == pytest.approx(1 - (63 / 64) ** 14)
     assert figures[1]["kl_to_uniform"] == pytest.approx(0, abs=1e-12)
     assert figures[1]["output_std"] == pytest.approx(float(out.double().std(correction=0)), rel=1e-5)
     assert figures[1]["singular_values"] == [pytest.approx([4, 2])]
@@ -108,7 +111,9 @@ def test_layers_without_cores_have_no_singular_values(world: torch.distributed.P
     collector.start()
     assert layers[0].usage is not None
     record(layers[0].usage, [[0, 1]])
-    assert set(collector.finish()[0]) == {"coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std"}
+    assert set(collector.finish()[0]) == {
+        "coverage", "even_coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std",
+    }  # fmt: skip
 
 
 def test_a_stage_without_memory_takes_part(world: torch.distributed.ProcessGroup) -> None:

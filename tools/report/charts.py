@@ -21,8 +21,6 @@ WIDTH, HEIGHT = 480, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 12, 36
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 _NUM_TICKS = 5
-# A steep start is cut off: the axis reaches as high as the values after this share of the tokens.
-_STEEP_START = 0.1
 # Of marks in one place.
 _MOST_WORDS = 5
 _DASHES = ("", "6 3", "2 3")
@@ -103,7 +101,7 @@ def chart(
     *,
     logarithmic: bool = False,
     from_zero: bool = False,
-    cut_start: bool = False,
+    start: float = 0.0,
 ) -> str:
     """A figure with its title; the empty text without lines.
 
@@ -114,12 +112,12 @@ def chart(
         marks: drawn below them.
         logarithmic: steps of the value axis are factors, if all values are above 0.
         from_zero: the value axis starts at 0.
-        cut_start: let a steep start leave the chart.
+        start: share of the tokens at which the chart begins.
     """
     if not lines:
         return ""
-    across = _token_axis(lines)
-    up = _value_axis(lines, logarithmic=logarithmic, from_zero=from_zero, cut_start=cut_start)
+    across = _token_axis(lines, start)
+    up = _value_axis(lines, across, logarithmic=logarithmic, from_zero=from_zero)
     # An SVG within cuts off what leaves it.
     inside = f'<svg x="{_LEFT}" y="{_TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}">'
     drawn = "".join(_drawn(line, across, up) for line in lines)
@@ -160,15 +158,15 @@ def in_short(value: float) -> str:
     return "0" if abs(value) < 1e-300 else f"{value:.3g}"
 
 
-def _token_axis(lines: Sequence[Line]) -> Axis:
+def _token_axis(lines: Sequence[Line], start: float) -> Axis:
     last = max(float(line.points.tokens.max()) for line in lines)
     # Room for half a dot behind the last.
-    return Axis(0.0, 1.02 * last or 1.0)
+    return Axis(start * last, (1 + 0.02 * (1 - start)) * last or 1.0)
 
 
-def _value_axis(lines: Sequence[Line], *, logarithmic: bool, from_zero: bool, cut_start: bool) -> Axis:
-    shown = [_shown_values(line, cut_start=cut_start) for line in lines]
-    low, high = min(float(values.min()) for values in shown), max(float(values.max()) for values in shown)
+def _value_axis(lines: Sequence[Line], across: Axis, *, logarithmic: bool, from_zero: bool) -> Axis:
+    shown = np.concatenate([_shown_values(line, across) for line in lines])
+    low, high = float(shown.min()), float(shown.max())
     if logarithmic and low > 0:
         return Axis(low / 1.1, high * 1.1, logarithmic=True)
     if from_zero:
@@ -177,11 +175,11 @@ def _value_axis(lines: Sequence[Line], *, logarithmic: bool, from_zero: bool, cu
     return Axis(low if from_zero and low == 0 else low - margin, high + margin)
 
 
-def _shown_values(line: Line, *, cut_start: bool) -> np.ndarray[Any, Any]:
+def _shown_values(line: Line, across: Axis) -> np.ndarray[Any, Any]:
     points = line.points
-    late = points.tokens >= (_STEEP_START * points.tokens.max() if cut_start else 0)
+    shown = points.tokens >= across.low
     edges = (points.low, points.high) if line.band else (points.mean,)
-    return np.concatenate([edge[late] for edge in edges])
+    return np.concatenate([edge[shown] for edge in edges])
 
 
 def _grid(across: Axis, up: Axis) -> Iterable[str]:
@@ -209,12 +207,12 @@ def _marks(marks: Iterable[Mark], across: Axis) -> Iterable[str]:
     bottom = HEIGHT - _BOTTOM
     together: dict[tuple[str, int, str], list[Mark]] = {}
     for mark in marks:
-        place = mark.tokens / across.high
-        # One that lies past all lines would stand outside of the chart.
-        if place <= 1:
+        place = float(across.place(np.array(mark.tokens)))
+        # One that lies past all lines, or before the start, would stand outside of the chart.
+        if 0 <= place <= 1:
             together.setdefault((mark.kind, round(place * _PLOT_WIDTH), mark.colour), []).append(mark)
     for (kind, _, colour), held in together.items():
-        x = _LEFT + _PLOT_WIDTH * held[0].tokens / across.high
+        x = _LEFT + _PLOT_WIDTH * float(across.place(np.array(held[0].tokens)))
         path = {
             "start": f"M{x:.1f} {_TOP}V{bottom}",
             "stage": f"M{x:.1f} {_TOP}V{bottom}",

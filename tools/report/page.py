@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, datetime
 from html import escape
 from statistics import median
@@ -12,9 +12,10 @@ import numpy as np
 
 from pretrain.config.changes import flat
 from pretrain.config.loader import to_dict
+from pretrain.health.memories import in_words
 from pretrain.history import Start
 from tools.report.charts import Line, Mark, chart, colour_of, key, shade_of
-from tools.report.reading import Binned, Column, RunRecord, binned
+from tools.report.reading import EVALUATION_FIGURES, Binned, Column, RunRecord, binned
 from tools.report.style import STYLE
 from tools.standing import duration
 from tools.words import count_in_millions, plural, size_in_words
@@ -26,8 +27,11 @@ MEANS_OF_NOISE = 100
 _MOST_DOTS = 40
 _POINTS_OF_A_PAGE = 80_000
 _FEWEST_POINTS = 20
+# Evaluations that are a course: a chart of fewer says less than a table.
+_FEWEST_DRAWN = 4
 _STEPS_OF_SPEED = 100
 
+_EVEN = "even_coverage"
 _BLOCK_TITLES = {
     "coverage": ("Coverage", "share of rows that a step reads"),
     "kl_to_uniform": ("Distance from even reads", "nats"),
@@ -76,17 +80,23 @@ def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
         lines = _lines(runs, name, resolution, noisy=noisy)
         return chart(title, unit, lines, starts, logarithmic=logarithmic, from_zero=not logarithmic)
 
-    training = _lines(runs, "loss", resolution, noisy=True)
-    evaluations = _lines(runs, "validation_loss", resolution, dots=True)
-    validation = _lines(runs, "validation_loss", resolution)
+    losses = [
+        *_lines(runs, "loss", resolution, noisy=True),
+        *_lines(runs, "validation_loss", resolution, dots=True),
+    ]
+    training, validation = "Training loss; dots: validation", _lines(runs, "validation_loss", resolution)
+    many = any(_is_course(line.points.tokens) for line in validation)
     yield _section(
         "Loss",
-        chart("Training loss; dots: validation", "nats per token", [*training, *evaluations], marks, cut_start=True),
-        chart("Validation loss", "nats per token", [*validation, *evaluations], starts, cut_start=True),
-        chart("Bits per byte", "", _lines(runs, "bits_per_byte", resolution), starts, cut_start=True),
+        chart(training, "nats per token", losses, marks),
+        chart(f"{training}; the second half", "nats per token", losses, marks, start=0.5),
+        chart("Validation loss", "nats per token", validation, starts) if many else "",
+        chart("Bits per byte", "", _lines(runs, "bits_per_byte", resolution), starts) if many else "",
         note="Dashed: a start from a checkpoint. Lines with a name: a stage begins. Triangles: steps that were skipped, as their gradient was not finite. "
         "Ticks below: saves.",
     )
+    if not many:
+        yield _evaluations(runs)
     yield from _domain_sections(runs, resolution, starts)
     yield _section("Learning rates", of("Backbone", "", "lr"), of("Tables", "", "value_lr"))
     yield _section(
@@ -105,6 +115,22 @@ def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
         of("Written in", "seconds", "save_s", noisy=True),
     )
     yield from _block_sections(runs, resolution)
+
+
+def _is_course(values: Sized) -> bool:
+    """Whether there are enough values for a line; fewer are told as figures."""
+    return len(values) >= _FEWEST_DRAWN
+
+
+def _evaluations(runs: Sequence[RunRecord]) -> str:
+    """A table of the evaluations; nothing where there are none."""
+    rows = []
+    for run in runs:
+        figures = run.metrics.figures
+        columns = [figures.get(name, Column()) for name in EVALUATION_FIGURES]
+        for tokens, loss, bits_per_byte in zip(columns[0].tokens, *(column.values for column in columns), strict=True):
+            rows.append((run.name, count_in_millions(int(tokens)), f"{loss:.4f}", f"{bits_per_byte:.4f}"))
+    return _table("Evaluations", ("run", "tokens", "validation loss (nats per token)", "bits per byte"), rows)
 
 
 def _section(title: str, *charts: str, note: str = "") -> str:
@@ -145,12 +171,19 @@ def _domain_sections(runs: Sequence[RunRecord], resolution: int, starts: Sequenc
     for run in runs:
         domains = run.metrics.domains
         colours = {name: shade_of(place, len(domains)) for place, name in enumerate(domains)}
-        lines = [Line(name, colours[name], binned(column, resolution)) for name, column in domains.items()]
         title = f"Domains of {run.name}" if len(runs) > 1 else "Domains"
-        drawn = _section(title, chart("Bits per byte, domain by domain", "", lines, starts, cut_start=True))
+        if not any(_is_course(column) for column in domains.values()):
+            times = sorted({tokens for column in domains.values() for tokens in column.tokens})
+            head = ("bits per byte", *(f"after {count_in_millions(int(tokens))} tokens" for tokens in times))
+            rows = []
+            for name, column in domains.items():
+                at = dict(zip(column.tokens, column.values, strict=True))
+                rows.append((name, *(f"{at[tokens]:.4f}" if tokens in at else "-" for tokens in times)))
+            yield _table(title, head, rows)
+            continue
+        lines = [Line(name, colours[name], binned(column, resolution)) for name, column in domains.items()]
         legend = "".join(key(f"{name}: {column.last:.4f}", colours[name]) for name, column in domains.items())
-        if drawn:
-            yield f'{drawn}<p class="legend">{legend}</p>'
+        yield f'{_section(title, chart("Bits per byte, domain by domain", "", lines, starts))}<p class="legend">{legend}</p>'
 
 
 def _restarts(run: RunRecord) -> list[Start]:
@@ -163,7 +196,7 @@ def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]
     """How memories and experts do: a line per block for each run, and of several runs their means side by side."""
     with_blocks = [(number, run) for number, run in enumerate(runs) if run.metrics.of_blocks]
     names = sorted(
-        {name for _, run in with_blocks for name in run.metrics.of_blocks},
+        {name for _, run in with_blocks for name in run.metrics.of_blocks} - {_EVEN},
         key=lambda name: (list(_BLOCK_TITLES).index(name) if name in _BLOCK_TITLES else len(_BLOCK_TITLES), name),
     )
     if len(runs) > 1:
@@ -180,20 +213,27 @@ def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]
         blocks = sorted({block for columns in run.metrics.of_blocks.values() for block in columns})
         colours = {block: shade_of(place, len(blocks)) for place, block in enumerate(blocks)}
         charts = [
-            chart(
-                *_block_title(name),
-                [
-                    Line(f"block {block}", colours[block], binned(column, resolution))
-                    for block, column in run.metrics.of_blocks[name].items()
-                ],
-                from_zero=True,
-            )
+            chart(*_block_title(name), list(_lines_of_blocks(run, name, colours, resolution)), from_zero=True)
             for name in names
             if name in run.metrics.of_blocks
         ]
-        legend = "".join(key(f"block {block}", colour) for block, colour in colours.items())
+        found = {block: [each.kind for each in run.metrics.dropped_out if each.block == block] for block in blocks}
+        legend = "".join(
+            key(f"block {block}" + (f" ({', '.join(found[block])})" if found[block] else ""), colour)
+            for block, colour in colours.items()
+        )
         title = f"Memory of {run.name}, block by block" if len(runs) > 1 else "Memory, block by block"
-        yield f'{_section(title, *charts)}<p class="legend">{legend}</p>'
+        note = "Dashed, of coverage: as many even reads." if _EVEN in run.metrics.of_blocks else ""
+        yield f'{_section(title, *charts, note=note)}<p class="legend">{legend}</p>'
+
+
+def _lines_of_blocks(run: RunRecord, name: str, colours: Mapping[int, str], resolution: int) -> Iterator[Line]:
+    of_blocks = run.metrics.of_blocks
+    for block, column in of_blocks[name].items():
+        yield Line(f"block {block}", colours[block], binned(column, resolution))
+    if name == "coverage":
+        for block, column in of_blocks.get(_EVEN, {}).items():
+            yield Line(f"block {block}, if reads were even", colours[block], binned(column, resolution), dash=1)
 
 
 def _block_title(name: str) -> tuple[str, str]:
@@ -247,6 +287,8 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "stage", run.metrics.stages[-1][1]
     if num_skipped := sum(steps for _, steps in metrics.skipped):
         yield "skipped", plural(num_skipped, "step")
+    for kind, sentence in in_words(metrics.dropped_out).items():
+        yield kind, sentence
     if run.incidents:
         last_one = run.incidents[-1]
         counts_of = Counter(incident.kind for incident in run.incidents)
@@ -278,10 +320,20 @@ def _differences(runs: Sequence[RunRecord]) -> str:
         return ""
     if not different:
         return "<section><h2>Configurations</h2><p>They are the same.</p></section>"
-    head = _row("th", ["key", *(run.name for run in configured)])
-    body = "".join(_row("td", [name, *values]) for name, values in different)
-    table = f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
-    return f"<section><h2>Where the configurations differ</h2>{table}</section>"
+    return _table(
+        "Where the configurations differ",
+        ["key", *(run.name for run in configured)],
+        [(name, *values) for name, values in different],
+    )
+
+
+def _table(title: str, head: Iterable[str], rows: Sequence[Iterable[str]]) -> str:
+    """A table below a heading; nothing without rows."""
+    if not rows:
+        return ""
+    body = "".join(_row("td", row) for row in rows)
+    table = f'<div class="scroll"><table><thead>{_row("th", head)}</thead><tbody>{body}</tbody></table></div>'
+    return f"<section><h2>{escape(title)}</h2>{table}</section>"
 
 
 def _row(tag: str, cells: Iterable[str]) -> str:
@@ -291,5 +343,5 @@ def _row(tag: str, cells: Iterable[str]) -> str:
 def _notes(resolution: int) -> str:
     return (
         f'<p class="note">A line has at most {resolution:,} points: means of equal ranges of tokens; where it is shaded, '
-        "from the smallest to the largest value of each. A steep start may leave the chart of losses.</p>"
+        "from the smallest to the largest value of each.</p>"
     )

@@ -23,6 +23,7 @@ from pretrain.data.blend import model_vocab_size
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError, DataError
 from pretrain.folder import RunFolder
+from pretrain.health.memories import Finding, findings
 from pretrain.history import Incident, Start, read_history
 from tools.standing import Standing, standing_of
 
@@ -75,6 +76,15 @@ class Metrics:
     skipped: tuple[tuple[float, int], ...]
     domains: dict[str, Column] = field(default_factory=dict)
     stages: tuple[tuple[float, str], ...] = ()
+
+    @property
+    def dropped_out(self) -> list[Finding]:
+        """The memories whose keys have collapsed, or that are silent, at the end."""
+        course: dict[int, dict[str, Sequence[float]]] = {}
+        for name, columns in self.of_blocks.items():
+            for block, column in columns.items():
+                course.setdefault(block, {})[name] = column.values
+        return findings(course)
 
 
 @dataclass(frozen=True)
