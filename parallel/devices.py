@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,7 +24,7 @@ def num_visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     # Asking torch would initialise CUDA in this process, which may be about to fork.
     visible = (os.environ if environ is None else environ).get(_VISIBLE)
     if visible is None:
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+        return _num_gpus()
     number = 0
     for device in visible.split(","):
         # CUDA takes devices up to the first that is none: -1 and an empty name end the list.
@@ -31,17 +34,64 @@ def num_visible_gpus(environ: Mapping[str, str] | None = None) -> int:
     return number
 
 
+@cache
+def _num_gpus() -> int:
+    """GPUs of this machine."""
+    if number := len(list(Path("/dev").glob("nvidia[0-9]*"))):
+        return number
+    # Windows' Linux has one file for all of them, which other makers' GPUs have too.
+    return len(_nvidia_smi("--query-gpu=index", "--format=csv,noheader")) if Path("/dev/dxg").exists() else 0
+
+
 def hide_gpus() -> None:
     """Have this process, and those that it starts, take the machine for one without GPUs. Before torch is imported."""
     os.environ[_VISIBLE] = ""
 
 
-def ask_for_gpus_without_starting_cuda() -> None:
-    """For a process that imports Megatron, which asks whether CUDA is available, and is forked afterwards.
+def keep_cuda_out_of_this_process() -> None:
+    """Let this process be asked for GPUs without starting CUDA, because it forks ranks, and forks cannot start it again.
 
-    Who asks in the usual way starts the driver, and the forks of such a process cannot use it.
+    Packages ask while they are imported. PyTorch answers by the driver's management library if it is told so, and starts
+    CUDA all the same if that library is missing, as it is on machines without GPUs. There they are hidden, so that
+    PyTorch need not look. Before torch is imported.
     """
     os.environ.setdefault(_ASK_WITHOUT_STARTING, "1")
+    if not num_visible_gpus():
+        hide_gpus()
+
+
+@contextmanager
+def unseen_gpus() -> Iterator[None]:
+    """Hide the GPUs from what is imported in the block, if asking for them would start CUDA in this process."""
+    if not num_visible_gpus() or _counted_without_cuda():
+        yield
+        return
+    before = os.environ.get(_VISIBLE)
+    hide_gpus()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VISIBLE]
+        else:
+            os.environ[_VISIBLE] = before
+
+
+def _counted_without_cuda() -> bool:
+    """Whether PyTorch can count the visible GPUs by the driver's management library.
+
+    A container may lack the library, and PyTorch does not ask it for parts of a GPU (MIG).
+    """
+    if os.environ.get(_VISIBLE, "").strip().startswith("MIG-"):
+        return False
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    if library.nvmlInit_v2() != 0:
+        return False
+    library.nvmlShutdown()
+    return True
 
 
 def why_gpus_are_unusable() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from parallel.rank_errors import Failure
-from parallel.ranks import RankEnvironment
+from parallel.ranks import RankEnvironment, said_by_variables_alone
 
 LOOK_EVERY_S = 2.0
 PATIENCE_S = 10.0
@@ -28,7 +29,10 @@ PATIENCE_S = 10.0
 LOST_S = 60.0
 """How long the store may be out of reach before the rank that keeps it counts as dead."""
 
-_WAIT_FOR_OTHERS = timedelta(minutes=2)
+_WAIT_FOR_OTHERS_S = 120.0
+"""Longest wait for the others, who may still be importing, to tell them of an error before all met."""
+_WAIT_FOR_ANYBODY_S = 60.0
+"""The same where it may be that nobody comes: variables speak of others, and no launcher is known that has set them."""
 
 _FAILURE = "megamem/failure"
 _NUM_INFORMED = "megamem/informed"
@@ -61,9 +65,33 @@ def tell_who_waits(ranks: RankEnvironment, error: BaseException) -> None:
     """
     if ranks.are_watched or ranks.world_size == 1 or getattr(error, "known_to_all_ranks", False):
         return
+    patience_s = _WAIT_FOR_OTHERS_S if said_by_variables_alone() is None else _WAIT_FOR_ANYBODY_S
+    waiting = f"telling the other ranks, which may take {patience_s:.0f} s; Ctrl-C ends the waiting"
+    print(waiting, file=sys.stderr, flush=True)
+    # PyTorch's own attempts to reach nobody end with a page of its frames.
+    if ranks.rank != 0 and not _is_reachable(ranks, patience_s):
+        return
     with contextlib.suppress(RuntimeError, OSError):
-        store, _, _ = next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size, timeout=_WAIT_FOR_OTHERS))
+        store, _, _ = next(
+            dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size, timeout=timedelta(seconds=patience_s))
+        )
         FailureWatch(store, ranks.rank, ranks.world_size).tell(Failure.from_exception(ranks.rank, error))
+
+
+def _is_reachable(ranks: RankEnvironment, patience_s: float) -> bool:
+    """Whether somebody listens where the ranks meet, within so long."""
+    address = ranks.address()
+    if address is None:
+        return True
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        try:
+            socket.create_connection(address, timeout=patience_s).close()
+        except OSError:
+            time.sleep(LOOK_EVERY_S / 10)
+        else:
+            return True
+    return False
 
 
 class FailureWatch:

@@ -8,6 +8,8 @@ and data parallelism they are; parameters with `allreduce = False` are reduced o
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +23,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from parallel.cpu import cuda_on_cpu
 from parallel.devices import gpu_of
 from parallel.failure_watch import failures_shared
-from parallel.ranks import RankEnvironment
+from parallel.ranks import RankEnvironment, said_by_variables_alone
+
+_SILENT_WAIT_S = 20.0
+"""Ranks of a busy cluster come to their meeting within so long."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,30 @@ def meeting(ranks: RankEnvironment, *, timeout_minutes: float) -> Iterator[dist.
         timeout_minutes: how long to wait for the others.
     """
     timeout = timedelta(minutes=timeout_minutes)
-    store, _, _ = next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size, timeout=timeout))
+    with _saying_who_waits(ranks):
+        store, _, _ = next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size, timeout=timeout))
     store.set_timeout(timeout)
     alone = ranks.are_watched or ranks.world_size == 1
     with nullcontext() if alone else failures_shared(store, ranks.rank, ranks.world_size):
         yield store
+
+
+@contextmanager
+def _saying_who_waits(ranks: RankEnvironment) -> Iterator[None]:
+    """If the block takes long, say once what it waits for."""
+
+    def say() -> None:
+        where = "{}:{}".format(*address) if (address := ranks.address()) else ranks.init_method
+        text = f"rank {ranks.rank} waits for the other {ranks.world_size - 1} ranks to come to {where}"
+        print("; ".join(filter(None, (text, said_by_variables_alone()))), file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_SILENT_WAIT_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

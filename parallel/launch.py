@@ -72,8 +72,8 @@ def launch_ranks(
     second one kills them. One that this process ignores, as a shell has its background jobs ignore SIGINT, stays ignored.
 
     Call it from a warm parent: torch and Megatron imported, but no process group made and no call that initialises CUDA
-    before it. `torch.cuda.is_available()` is one, unless `ask_for_gpus_without_starting_cuda` (parallel.devices) came
-    before torch was imported; nothing can tell afterwards but the forks themselves, which then say so.
+    before it. `torch.cuda.is_available()` is one, unless `keep_cuda_out_of_this_process` (parallel.devices) came before
+    torch was imported; nothing can tell afterwards but the forks themselves, which then say so.
 
     Args:
         main: what a rank runs; any closure, since ranks are forked. Its result must be picklable. Ending by

@@ -71,7 +71,7 @@ def run_rank(main: Callable[[], Any], plan: RankPlan, parent_pid: int) -> NoRetu
         if torch.cuda._is_in_bad_fork():
             raise RuntimeError(
                 "the process that started this rank has touched the GPU before, which no fork of it can use then: call "
-                "parallel.devices.ask_for_gpus_without_starting_cuda() before torch is imported"
+                "parallel.devices.keep_cuda_out_of_this_process() before torch is imported"
             )
         try:
             result = main()

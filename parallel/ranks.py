@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 RENDEZVOUS_VARIABLE = "MEGAMEM_RENDEZVOUS"
 
@@ -35,6 +36,14 @@ class RankEnvironment:
     """URL of the store where the ranks meet, for `torch.distributed.rendezvous`."""
     are_watched: bool = False
     """Whether a process watches over the ranks and ends all of them when one fails: our own launcher does."""
+
+    def address(self, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+        """Host and port where the ranks meet; None where that is a file."""
+        environ = os.environ if environ is None else environ
+        if self.init_method == "env://":
+            return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        url = urlsplit(self.init_method)
+        return None if url.hostname is None or url.port is None else (url.hostname, url.port)
 
 
 def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -78,6 +87,25 @@ def current_ranks(environ: Mapping[str, str] | None = None) -> RankEnvironment |
             "or start with torchrun, which sets both"
         )
     return None
+
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def said_by_variables_alone(environ: Mapping[str, str] | None = None) -> str | None:
+    """A sentence on the variables that make this process a rank, if no launcher is known that has set them.
+
+    They may be left over from another run: an `export` in a shell, the environment of an image.
+    """
+    environ = os.environ if environ is None else environ
+    if RENDEZVOUS_VARIABLE in environ or "TORCHELASTIC_RUN_ID" in environ or "RANK" not in environ:
+        return None
+    there = [name for name in _VARIABLES if name in environ]
+    said = " ".join(f"{name}={environ[name]}" for name in there if name in ("RANK", "WORLD_SIZE"))
+    return (
+        f"{said} in the environment makes this process one of several ranks that somebody else has started; if nobody "
+        f"has, `unset {' '.join(there)}` first"
+    )
 
 
 def _from_variables(environ: Mapping[str, str], init_method: str) -> RankEnvironment:

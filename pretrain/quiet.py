@@ -8,7 +8,8 @@ import warnings
 
 def quiet_engine() -> None:
     """Hide Megatron's and PyTorch's notes on optional packages and internals, but no errors and no warnings of ours."""
-    for logger in ("megatron", "torch.distributed", "torch.distributed.checkpoint"):
+    # The last one warns of a CUDA toolkit on a machine without GPUs.
+    for logger in ("megatron", "torch.distributed", "torch.distributed.checkpoint", "torch.utils.cpp_extension"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(megatron|megatron_fsdp|torch)(\..*)?")
     # Megatron's schedules look at the gradient of activations that they are about to free; under the CPU stand-in

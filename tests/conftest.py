@@ -14,7 +14,11 @@ def pytest_configure(config: pytest.Config) -> None:
     without threads.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Not at the top of the file: the variable above has to be there before torch is loaded.
+    from parallel.devices import keep_cuda_out_of_this_process
+
+    # Ranks are forked from this process.
+    keep_cuda_out_of_this_process()
+    # Not at the top of the file: the variables have to be there before torch is loaded.
     import torch
 
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from parallel.devices import ask_for_gpus_without_starting_cuda
+from parallel.devices import keep_cuda_out_of_this_process
 from pretrain.errors import UserError
 from pretrain.quiet import quiet_engine
 from tools.ranks import end_ranks_that_wait
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 a defect.
     """
     quiet_engine()
-    ask_for_gpus_without_starting_cuda()
+    keep_cuda_out_of_this_process()
     args = argparse.Namespace()
     try:
         args = build_parser().parse_args(argv)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.devices import hide_gpus, num_visible_gpus
-from parallel.ranks import current_ranks
+from parallel.devices import hide_gpus, num_visible_gpus, unseen_gpus
+from parallel.ranks import current_ranks, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
 from tools.words import ending
@@ -88,10 +88,15 @@ def current_rank_is_first() -> bool:
 
 
 def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
-    """After an error of a command: tell the other ranks, if torchrun or Slurm started some and they do not know it."""
+    """After an error of a command: tell the other ranks, if torchrun or Slurm started some and they do not know it.
+
+    Where nothing but variables speaks of others, they may be what is wrong, and that is said.
+    """
     # A command without ranks of its own may be started under srun too: nobody waits for it.
     if not hasattr(args, "nproc"):
         return
+    if variables := said_by_variables_alone():
+        print(f"note: {variables}.", file=sys.stderr)
     try:
         ranks = current_ranks()
     except ValueError:
@@ -105,7 +110,8 @@ def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
 
 def import_engine() -> None:
     """Import what ranks need, once, before they are forked: each would take seconds to import it by itself."""
-    from pretrain import callbacks, generate, loop, restore, stages  # noqa: F401
+    with unseen_gpus():
+        from pretrain import callbacks, generate, loop, restore, stages  # noqa: F401
 
 
 def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | None = None) -> int:

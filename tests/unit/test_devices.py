@@ -11,8 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parallel import devices as devices_module
 from parallel import environment as environment_module
-from parallel.devices import gpu_links, gpu_of, num_visible_gpus, smallest_gpu_bytes, why_gpus_are_unusable
+from parallel.devices import (
+    _counted_without_cuda,
+    gpu_links,
+    gpu_of,
+    keep_cuda_out_of_this_process,
+    num_visible_gpus,
+    smallest_gpu_bytes,
+    unseen_gpus,
+    why_gpus_are_unusable,
+)
 from parallel.environment import local_cache_folder, settle_environment
 from parallel.ranks import RankEnvironment
 from pretrain.config.schema import RunConfig
@@ -135,32 +145,39 @@ def test_the_headline_names_gpu_memory_and_link(monkeypatch: pytest.MonkeyPatch)
         assert described_gpu(torch.device("cuda", 0)) == said
 
 
-# What Megatron asks while it is imported. Each of these starts the driver in this process, whose forks then cannot use it;
-# `is_available` does unless it was told to ask the management library.
+# Packages ask for GPUs while they are imported. Each of these starts the driver in this process, whose forks then cannot
+# use it; `is_available` does unless it was told to ask the management library, and that is there or no GPU is visible.
 IMPORT_UNDER_WATCH = """
 import os
-from parallel.devices import ask_for_gpus_without_starting_cuda
-ask_for_gpus_without_starting_cuda()
+from parallel.devices import keep_cuda_out_of_this_process
+keep_cuda_out_of_this_process()
 import torch
 asked, started = [], []
 def is_available():
-    asked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+    asked.append((os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"), os.environ.get("CUDA_VISIBLE_DEVICES")))
     return False
 torch.cuda.is_available = is_available
 for name in ("init", "_lazy_init", "device_count", "current_device", "get_device_properties", "get_device_capability"):
     setattr(torch.cuda, name, lambda *_, name=name: started.append(name) or 0)
 from tools.ranks import import_engine
 import_engine()
-# Of Megatron's modules this one asks; the engine does without it.
-import megatron.core.dist_checkpointing.strategies.torch
-print(len(asked), set(asked), started)
+# Asks in every build of torch, and the engine may do without it.
+from parallel.devices import unseen_gpus
+with unseen_gpus():
+    import megatron.core.dist_checkpointing.strategies.torch
+print(len(asked), set(asked), started, os.environ["CUDA_VISIBLE_DEVICES"])
 """
 
 
-def test_the_engines_import_does_not_start_cuda() -> None:
+# GPUs that do not work lack what counts them, as machines without GPUs do.
+@pytest.mark.parametrize("visible", ["", "0"])
+def test_the_engines_import_does_not_start_cuda(visible: str) -> None:
+    if visible and _counted_without_cuda():
+        pytest.skip("the driver of this machine's GPUs is there")
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_UNDER_WATCH],
         cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
         capture_output=True,
         text=True,
         check=False,
@@ -169,7 +186,33 @@ def test_the_engines_import_does_not_start_cuda() -> None:
     assert result.returncode == 0, result.stderr
     number, rest = result.stdout.split(maxsplit=1)
     assert int(number) > 0, "nobody asked: this test could not fail"
-    assert rest == "{'1'} []\n"
+    assert rest == f"{{('1', '')}} [] {visible}\n"
+
+
+def test_a_machine_without_gpus_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for number, visible in ((2, None), (0, "")):
+        monkeypatch.setattr(devices_module, "_num_gpus", lambda number=number: number)
+        keep_cuda_out_of_this_process()
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    ("visible", "library", "hidden"), [("0", True, False), ("0", False, True), ("MIG-a", True, True)]
+)
+def test_gpus_that_only_cuda_can_count_are_hidden_from_imports(
+    visible: str, library: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(_: str) -> SimpleNamespace:
+        if not library:
+            raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+        return SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlShutdown=lambda: 0)
+
+    monkeypatch.setattr(devices_module.ctypes, "CDLL", load)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with unseen_gpus():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else visible)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_one_queue_only_where_collectives_run_beside_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 import parallel.failure_watch as watch_module
-from parallel.failure_watch import FailureWatch, failures_shared
+from parallel.failure_watch import FailureWatch, failures_shared, tell_who_waits
 from parallel.rank_errors import Failure, FailureKind
+from parallel.ranks import RankEnvironment
 
 WORLD_SIZE = 3
 
@@ -122,3 +124,31 @@ def test_an_orderly_end_tells_nobody(store: dist.Store) -> None:
     assert not store.check(["megamem/failure"])
     other.watch.stop()
     assert not other.ended
+
+
+def test_where_nobody_listens_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(watch_module, "_WAIT_FOR_ANYBODY_S", 0.1)
+    met: list[str] = []
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: met.append("tried") or iter([]))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    ranks = RankEnvironment(1, WORLD_SIZE, 1, "env://")
+    tell_who_waits(ranks, ValueError("no table for block 3"))
+    assert not met
+
+
+def test_an_error_before_the_meeting_reaches_who_waits_there(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Rank(store, 0)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, WORLD_SIZE)]))
+    tell_who_waits(
+        RankEnvironment(1, WORLD_SIZE, 1, f"tcp://127.0.0.1:{store.port}"), ValueError("no table for block 3")
+    )
+    wait_until(lambda: other.ended)
+    assert other.ended == [
+        ("rank 0 ends because rank 1 failed: rank 1 failed with ValueError: no table for block 3", 1)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.ranks import RankEnvironment, current_ranks, first_host
+from parallel.ranks import RankEnvironment, current_ranks, first_host, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig
 from tools.ranks import fewest_ranks
 
@@ -43,6 +43,21 @@ def test_torchrun_without_local_world_size_is_one_machine() -> None:
     assert current_ranks(environ | {"LOCAL_RANK": "7"}) == RankEnvironment(3, 8, 7, "env://")
     with pytest.raises(ValueError, match="LOCAL_RANK=8"):
         current_ranks(environ | {"LOCAL_RANK": "8"})
+
+
+def test_variables_that_no_launcher_has_set_may_be_left_over() -> None:
+    said = said_by_variables_alone({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "HOME": "/"})
+    assert said is not None
+    assert said.startswith("RANK=1 WORLD_SIZE=4 in the environment")
+    assert "`unset RANK WORLD_SIZE MASTER_ADDR`" in said
+    for environ in (TORCHRUN | {"TORCHELASTIC_RUN_ID": "7"}, SLURM, TORCHRUN | MEGAMEM, {}):
+        assert said_by_variables_alone(environ) is None
+
+
+def test_where_the_ranks_meet() -> None:
+    assert RankEnvironment(1, 2, 1, "env://").address(TORCHRUN) == ("10.0.0.1", 29500)
+    assert RankEnvironment(1, 2, 1, "tcp://gpu07:20123").address({}) == ("gpu07", 20123)
+    assert RankEnvironment(1, 2, 1, "file:///scratch/rendezvous").address({}) is None
 
 
 def test_our_launcher_wins_over_what_it_inherited() -> None:
