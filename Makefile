@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN ?= runs/quickstart
+# Keys of the quickstart to set, as in OVERRIDES="train.num_steps=60 checkpoint.every_steps=50".
+OVERRIDES ?=
 # Data-parallel ranks of the quickstart: one per core, up to the eight sequences of a batch.
 RANKS ?= $(shell cores=$$(nproc); echo $$(( cores >= 8 ? 8 : cores >= 4 ? 4 : cores >= 2 ? 2 : 1 )))
 # Of `make mutants`: where mistakes are planted (one or more of kernels, megamem, parallel, pretrain), how many in each, and which; RETRY=1 tries the survivors once more.
@@ -16,12 +18,15 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more check-plan mutants lock bench-gpu gpu-check clean
+.PHONY: help quickstart test lint pytest test-more test-ranks check-plan mutants lock bench-gpu gpu-check clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
 INSTALL := requirements/install.sh "$(PYTHON)" "$(VENV)"
 TEST_EXTRAS := dev,gpu,tracking
+# Some of every way in which ranks are started, and of what they do.
+RANK_TESTS := tests/unit/test_devices.py tests/distributed/test_launch.py tests/distributed/test_groups.py tests/distributed/test_sharded_bank.py \
+  tests/distributed/test_kinds_layouts.py tests/integration/test_launchers.py tests/integration/test_resume.py tests/integration/test_evaluate_generate.py
 # Not te, which compiles for the torch that is there.
 LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --python-platform linux --extra dev --extra gpu --extra tracking --extra deepspeed --extra mutants --extra hf pyproject.toml
 TOKENIZER := data/stdlib-4096.json
@@ -33,14 +38,14 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
 
 quickstart:  ## train, evaluate and sample a small memory model on this machine; again: resume, or say that it is finished
-	@$(INSTALL)
+	@$(INSTALL) gpu
 	@echo "1/7 A tokenizer of 4096 ids from the sources of Python's standard library: $(TOKENIZER)"
 	@if [ -e $(TOKENIZER) ]; then echo "It is there already."; \
 	  else "$(BIN)/megamem" data tokenizer python-stdlib --vocab-size 4096 --output $(TOKENIZER); fi
 	@echo "2/7 The same sources as token ids, one document in twenty held out: data/stdlib"
 	@"$(BIN)/megamem" data prepare python-stdlib --tokenizer $(TOKENIZER) --validation-fraction 0.05 --output data/stdlib
 	@echo "3/7 Training configs/quickstart.yaml on $(RANKS) data-parallel ranks of this machine. Ctrl-C saves; make quickstart goes on from there."
-	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc $(RANKS) train.micro_batch_size=$$(( $(RANKS) > 2 ? 8 / $(RANKS) : 4 )) --run-dir "$(RUN)"
+	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc $(RANKS) train.micro_batch_size=$$(( $(RANKS) > 2 ? 8 / $(RANKS) : 4 )) --run-dir "$(RUN)" $(OVERRIDES)
 	@echo "4/7 The last ten steps again, from the same checkpoint, on tensor 2 x pipeline 2 with the tables split over two ranks each: the losses stay."
 	@"$(BIN)/megamem" replay "$(RUN)" parallel.tensor=2 parallel.pipeline=2 parallel.memory=2
 	@echo "5/7 Evaluating on all held-out documents, with the memory and without"
@@ -75,6 +80,11 @@ test-more:  ## what make test leaves out: kernels built for every generation of 
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
 	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required MEGAMEM_KILLS=20 "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants or killed" \
 	  tests/integration/test_stages.py tests/unit/test_topk_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py
+
+test-ranks:  ## a short quickstart and tests that start ranks, for another interpreter or build of torch, as in PYTHON=python3.12 VENV=.venv-312
+	@$(MAKE) --no-print-directory quickstart RUN=runs/short-$(notdir $(VENV)) OVERRIDES="train.num_steps=60 checkpoint.every_steps=50"
+	@$(INSTALL) $(TEST_EXTRAS)
+	"$(BIN)/python" -m pytest $(SPREAD) $(RANK_TESTS)
 
 check-plan:  ## what megamem plan predicts of every configuration, beside what dry runs count, in half an hour of one core
 	@$(INSTALL) $(TEST_EXTRAS)

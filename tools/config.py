@@ -16,7 +16,6 @@ from typing import Any
 from megamem.config import ModelConfig
 from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
-from megamem.memory_config import MemoryConfig
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.advice import advice
 from pretrain.config.describe import FieldDoc, describe_fields
@@ -28,7 +27,7 @@ from pretrain.config.stages import StageEntry, load_stage, load_stages, to_entri
 from pretrain.config.validate import validate
 from pretrain.costs.context import WAYS, context_way, heads_problem, run_costs
 from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, memory_layer_costs
+from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.costs.held import held_bytes
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
@@ -41,10 +40,6 @@ from tools.stages import stage_chart, stage_table
 from tools.words import plural
 
 _WIDTH = 100
-# `config show` measures initial outputs on so many layers, and on fewer where the weights of their retrieval are many,
-# because they have to be drawn: it takes some seconds.
-_MOST_MEASURED_LAYERS = 4
-_MEASURED_WEIGHTS = 1 << 23
 _MEASURES = {
     "flops": "forward FLOPs per token",
     "active": "active parameters",
@@ -76,8 +71,8 @@ def add_parser(subparsers: Any) -> None:
         "--layers",
         type=int,
         metavar="N",
-        help="measure the initial outputs of so many memory layers (default: 4, fewer where their keys are many: some "
-        "seconds)",
+        help="also build so many memory layers, spread over the model, and measure their initial outputs: some seconds "
+        "each (default: none)",
     )
     show.add_argument("--keys", action="store_true", help="list every key there is with type, default and help instead")
     show.set_defaults(func=run_show)
@@ -164,7 +159,7 @@ def run_show(args: argparse.Namespace) -> int:
     if args.layers is not None and config.model.memory is None:
         raise ConfigError(f"--layers has no effect: {args.config} has no memory. Leave it out, or set model.memory")
     # Before anything is printed: they may find that the configuration cannot be initialised.
-    sections = extra_sections(config, args.layers)
+    sections = extra_sections(config, args.layers or 0)
     if config.stage is not None and args.stage is None:
         sections.insert(0, Section("stages", (*stage_table(stages), "", *stage_chart(stages))))
         print(dump_yaml(to_entries(stages)).rstrip())
@@ -258,16 +253,21 @@ class Section:
     lines: tuple[str, ...]
 
 
-def extra_sections(config: RunConfig, measured_layers: int | None = None) -> list[Section]:
+def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]:
     """What a reader of a configuration wants to know besides its keys.
 
     Args:
         config: of any kind.
-        measured_layers: memory layers whose initial outputs are measured; None: as many as take some seconds.
+        measured_layers: memory layers that are built to measure their initial outputs.
     """
     sections = [_length_section(config), _model_section(config)]
     if config.model.memory is not None:
-        sections.append(_initialisation_section(config.model, config.model.memory, config.seed, measured_layers))
+        lines = [_feed_forward_line(config.model)]
+        if measured_layers:
+            lines += _measured_lines(config.model, config.seed, measured_layers)
+        else:
+            lines.append("memory: not measured; --layers 4 builds that many of its layers and measures them")
+        sections.append(Section(f"initialisation ({config.model.memory.initialised_by})", tuple(lines)))
     if config.parallel.pipeline_layout is not None:
         sections.append(_pipeline_section(config))
     if config.parallel.context > 1:
@@ -336,16 +336,18 @@ def _model_section(config: RunConfig) -> Section:
     return Section("parameters", tuple(lines))
 
 
-def _initialisation_section(
-    model: ModelConfig, memory: MemoryConfig, seed: int, measured_layers: int | None
-) -> Section:
-    """Standard deviations at initialisation: by the closed formulas, and measured on single layers."""
+def _feed_forward_line(model: ModelConfig) -> str:
+    """Standard deviations of a feed-forward's output at initialisation, by the closed formulas."""
+    paper, true = math.sqrt(paper_ffn_variance(model)), math.sqrt(swiglu_ffn_variance(model))
+    line = f"feed-forward: output std {paper:.4g} by the paper's Eq. 25, {true:.4g} of the SwiGLU as it is initialised"
+    return line if model.moe is None else f"{line}, both for a dense one of the width that a token passes"
+
+
+def _measured_lines(model: ModelConfig, seed: int, most_layers: int) -> Iterator[str]:
+    """Standard deviations of memory layers' outputs at initialisation, measured on single layers."""
     # Not at the top of the file: torch and Megatron take seconds to load, and nothing else here needs them.
     from megamem.initial_outputs import measure_initial_outputs
 
-    weights_per_layer = max(1, memory_layer_costs(model).retrieval // model.num_memory_layers)
-    few = max(1, min(_MOST_MEASURED_LAYERS, _MEASURED_WEIGHTS // weights_per_layer))
-    most_layers = few if measured_layers is None else measured_layers
     try:
         with warnings.catch_warnings():
             # Of Megatron, about optional packages.
@@ -353,12 +355,6 @@ def _initialisation_section(
             measured = measure_initial_outputs(model, seed=seed, most_layers=most_layers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    paper, true = math.sqrt(paper_ffn_variance(model)), math.sqrt(swiglu_ffn_variance(model))
-    lines = [
-        f"feed-forward: output std {paper:.4g} by the paper's Eq. 25, {true:.4g} of the SwiGLU as it is initialised"
-    ]
-    if model.moe is not None:
-        lines[0] += ", both for a dense one of the width that a token passes"
     for layer in measured:
         figures = [f"sigma_V {layer.table_std:.4g}", f"output std measured {layer.measured_std:.4g}"]
         if layer.calibration is not None:
@@ -367,12 +363,11 @@ def _initialisation_section(
             figures.append(f"predicted {layer.predicted_std:.4g}")
         if layer.ffn_std is not None:
             figures.append(f"of its feed-forward measured {layer.ffn_std:.4g}")
-        lines.append(f"memory of block {layer.block}: {', '.join(figures)}")
-    lines.append(
+        yield f"memory of block {layer.block}: {', '.join(figures)}"
+    yield (
         f"measured on {len(measured)} of {model.num_memory_layers} memory layers, each on {measured[0].num_tokens} "
         f"random tokens of mean square 1, with the weights and the table rows that seed {seed} gives it"
     )
-    return Section(f"initialisation ({memory.initialised_by})", tuple(lines))
 
 
 def key_lines() -> Iterator[str]:

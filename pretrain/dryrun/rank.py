@@ -82,7 +82,7 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int]) -> Iterato
     if torch.cuda.is_available():
         raise ConfigError("a dry run computes nothing and wants no GPU: set CUDA_VISIBLE_DEVICES to nothing")
     if config.model.memory is not None and find_spec("triton") is None:
-        raise ConfigError("triton is not installed, whose kernels a dry run counts: pip install triton")
+        raise ConfigError("triton is not installed, whose kernels a dry run counts: pip install -e '.[gpu]'")
     for rank in ranks:
         with warnings.catch_warnings():
             # Of Megatron, about optional packages.

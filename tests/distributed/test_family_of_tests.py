@@ -141,7 +141,7 @@ def test_the_command_line_knows_it(tmp_path: Path) -> None:
     path.write_text("model: {num_layers: 2, vocab_size: 500, memory: {kind: hashed, num_rows: 100, num_hashes: 4}}")
     config = load_config(path)
     assert config.model.memory == HashedConfig(num_rows=100, num_hashes=4)
-    sections = {section.title: "\n".join(section.lines) for section in extra_sections(config)}
+    sections = {section.title: "\n".join(section.lines) for section in extra_sections(config, 1)}
     assert "tables: 3,200" in sections["parameters"]
     assert "memory_projections: 4,096" in sections["parameters"]
     assert "bytes of table read per token: 512" in sections["parameters"]

@@ -16,12 +16,12 @@ from commands import Megamem, checkpoint, steps
 ROOT = Path(__file__).parents[2]
 
 
-def run_program(*arguments: object, timeout_s: float = 240) -> tuple[int, str]:
+def run_program(*arguments: object, timeout_s: float = 240, **environ: str) -> tuple[int, str]:
     """Exit code and output; past the timeout its whole process group is killed."""
     with subprocess.Popen(
         [str(argument) for argument in arguments],
         cwd=ROOT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -65,8 +65,8 @@ def test_what_one_rank_fails_at_ends_the_others(
     config_file: Path, tmp_path: Path, only_rank_1: tuple[str, ...], exit_code: int, message: str
 ) -> None:
     """Ranks that nobody watches over, as srun starts them. The others would wait for ten minutes."""
-    if torch.version.cuda is not None and exit_code == 2:
-        pytest.skip("torch has CUDA here")
+    if exit_code == 2:
+        needs_no_gpu()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -93,6 +93,22 @@ def test_what_one_rank_fails_at_ends_the_others(
     assert "rank 0 ends because rank 1 failed" in outputs[0]
     assert message in outputs[0]
     assert message in outputs[1]
+
+
+def test_gpus_that_do_not_work_are_told_by_name(config_file: Path, tmp_path: Path) -> None:
+    """Ranks are forks, which cannot use GPUs that their parent has asked for: that must not be what is said."""
+    needs_no_gpu()
+    train = (sys.executable, "-m", "tools.cli", "train", config_file, "--run-dir", tmp_path / "run")
+    code, output = run_program(*train, CUDA_VISIBLE_DEVICES="0")
+    assert code == 2, output
+    assert "megamem: error: this machine has GPUs that cannot be used: " in output
+    assert "--device cpu" in output
+
+
+def needs_no_gpu() -> None:
+    """Skip where a GPU would work that a test takes for a broken one."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine's GPUs work")
 
 
 def test_a_number_of_ranks_that_contradicts_the_launcher(config_file: Path, tmp_path: Path, megamem: Megamem) -> None:

@@ -51,6 +51,9 @@ def test_show_says_how_large_initial_outputs_are(config_file: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "# initialisation (paper):" in shown
     assert "feed-forward: output std 0.1265 by the paper's Eq. 25, 0.07007 of the SwiGLU" in shown
+    assert "--layers 4" in shown
+    assert cli.main(["config", "show", str(config_file), "--layers", "4"]) == 0
+    shown = capsys.readouterr().out
     assert re.search(
         r"block 3: score gain 0\.\d+, sigma_s 0\.\d+, sigma_V 0\.\d+, output std measured 0\.1\d+, predicted 0\.1\d+, "
         r"of its feed-forward measured 0\.07\d+",
@@ -74,9 +77,8 @@ def test_show_refuses_layers_that_are_not_there(
 
 
 def test_show_refuses_scores_that_no_gain_can_lift(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = usage_error(
-        capsys, "config", "show", str(config_file), "model.memory={num_keys: 1, top_k: 1, num_heads: 1, key_dim: 1}"
-    )
+    memory = "model.memory={num_keys: 1, top_k: 1, num_heads: 1, key_dim: 1}"
+    message = usage_error(capsys, "config", "show", str(config_file), "--layers", "4", memory)
     assert "raise model.memory.num_keys or lower top_k" in message
 
 
