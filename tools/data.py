@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 _INPUTS_HELP = (
     "files or directories, or the name python-stdlib (the sources of this Python's standard library) or python-packages "
     "(those of the packages that megamem needs, about 100 MB). Directories are read in full, sorted by path; names that "
-    "start with a dot are left out. *.jsonl and *.json are JSON lines (also .gz and .zst), *.parquet is parquet, *.npz are "
-    "arrays 'codes' [N, L] and 'classes' [N], a document each row, and every other file is one document of UTF-8 text"
+    "start with a dot are left out. *.jsonl, *.ndjson and *.json are JSON lines, *.csv and *.tsv tables with a header, "
+    "*.parquet and *.arrow tables (and so are folders that `datasets` has saved), *.npz arrays 'codes' [N, L] and "
+    "'classes' [N], a document each row; every other file is one document of UTF-8 text. Text, lines and CSV are also read "
+    "from .gz, .xz, .bz2 and .zst. HTML, PDF, archives and other files that hold no plain text are refused by name"
 )
 
 _VALIDATION_FRACTION = 0.01
@@ -31,6 +33,9 @@ examples:
   megamem data prepare python-packages --tokenizer data/stdlib-4096.json --output data/packages
   megamem data prepare corpus/*.jsonl.zst --field content --tokenizer llama/tokenizer.json --output data/web
   megamem data prepare dump.parquet --output data/dump --max-bad 100
+  megamem data prepare reviews.csv.xz --field review --output data/reviews
+  megamem data prepare saved/train --validation saved/test --output data/saved
+  megamem data prepare site/ --text --output data/html
   megamem data prepare digits-codes.npz --tokenizer codes:64,10 --output data/digits
   megamem data prepare book.txt --output data/book --cut-documents 20000
   megamem data prepare questions.jsonl --prompt-field question --answer-field answer --output data/questions
@@ -94,7 +99,14 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=_INPUTS_HELP)
-    parser.add_argument("--field", default=_FIELD, help="JSON field or parquet column with the text (default: text)")
+    parser.add_argument(
+        "--field", default=_FIELD, help="JSON field, or column of a table, with the text (default: text)"
+    )
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="read every file as one document of UTF-8 text as it is, HTML, JSON and CSV too",
+    )
     parser.add_argument(
         "--max-bad",
         type=int,
@@ -235,6 +247,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         args.output,
         load_tokenizer(args.tokenizer, args.eod_token),
         field_name=args.field,
+        as_text=_as_text(args),
         pair=_pair(args),
         validation_fraction=args.validation_fraction,
         validation_inputs=args.validation,
@@ -252,6 +265,12 @@ def run_prepare(args: argparse.Namespace) -> int:
         print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(_summary(result.dataset))
     return 0
+
+
+def _as_text(args: argparse.Namespace) -> bool:
+    if args.text and args.field != _FIELD:
+        raise DataError("--text takes files as they are, so --field has no effect: leave one out.")
+    return bool(args.text)
 
 
 def _pair(args: argparse.Namespace) -> PairFields | None:
@@ -320,14 +339,16 @@ def run_synthetic(args: argparse.Namespace) -> int:
 
 def run_tokenizer(args: argparse.Namespace) -> int:
     """`megamem data tokenizer`. Raises DataError."""
-    from pretrain.data.sources import BadDocumentLog, list_files, read_documents
+    from pretrain.data.files import list_files
+    from pretrain.data.sources import BadDocumentLog, read_documents
     from pretrain.data.tokenizer import train_bpe
 
     if args.output.exists() and not args.overwrite:
         raise DataError(f"{args.output} exists. Choose another --output, or pass --overwrite to replace it.")
     bad_documents = BadDocumentLog(args.max_bad)
-    total_bytes = sum(file.size_bytes for file in list_files(args.inputs))
-    documents = read_documents(args.inputs, field_name=args.field, bad_documents=bad_documents)
+    as_text = _as_text(args)
+    total_bytes = sum(file.size_bytes for file in list_files(args.inputs, as_text=as_text))
+    documents = read_documents(args.inputs, field_name=args.field, as_text=as_text, bad_documents=bad_documents)
     tokenizer = train_bpe(documents, args.vocab_size, args.output, total_bytes=total_bytes)
     print(
         f"Wrote {args.output}: {tokenizer.vocab_size} ids, documents end with {tokenizer.eod_token} (id "

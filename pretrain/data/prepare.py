@@ -20,6 +20,7 @@ import numpy as np
 
 from parallel.atomic_write import atomic_write
 from pretrain.data.boundaries import boundary_near
+from pretrain.data.files import SourceFile, list_files
 from pretrain.data.indexed_files import Document, IndexedWriter, Written, read_written
 from pretrain.data.manifest import (
     FORMAT_VERSION,
@@ -37,11 +38,10 @@ from pretrain.data.manifest import (
 from pretrain.data.sources import (
     BadDocumentLog,
     PairFields,
-    SourceFile,
     check_inputs_yielded,
-    list_files,
     read_documents,
     read_records,
+    refuse_kinds,
 )
 from pretrain.data.staging import LOCK_FILE, PROGRESS_FILE, recover_replaced, staged_folder
 from pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -114,6 +114,7 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     field_name: str = "text",
+    as_text: bool = False,
     pair: PairFields | None = None,
     validation_fraction: float = 0.01,
     validation_inputs: Sequence[str] = (),
@@ -128,7 +129,8 @@ def prepare(
     Args:
         inputs: files, directories, or names of `INSTALLED`.
         output: folder to make; it appears when it is complete.
-        field_name: JSON field or parquet column that holds the text.
+        field_name: JSON field, or column of a table, that holds the text.
+        as_text: every file is text, whatever its name says.
         pair: JSON fields of a prompt and its answer instead: each pair is a document, of which the answer and its end are
             scored, and the prompt is not.
         validation_fraction: expected share of the documents held out; at least one document is, and at least one is
@@ -149,16 +151,16 @@ def prepare(
         raise DataError(f"--workers {num_workers} is impossible: give 1 or more.")
     tokenizing = Tokenizing(tokenizer, field_name, cut_documents, pair)
     all_inputs = [*inputs, *hold_out.inputs]
-    job = _Job(
-        all_inputs, len(inputs), list_files(all_inputs), tokenizing, hold_out, BadDocumentLog(max_bad), num_workers
-    )
+    files = list_files(all_inputs, as_text=as_text)
+    job = _Job(all_inputs, len(inputs), files, tokenizing, hold_out, BadDocumentLog(max_bad), num_workers)
     if pair is not None and (other := next((file for file in job.files if file.kind != "json"), None)) is not None:
-        raise DataError(f"{other.path}: prompts and answers are read from JSON lines (.jsonl, .json, .gz, .zst) alone.")
+        raise DataError(f"{other.path}: prompts and answers are read from JSON lines (.jsonl, .ndjson, .json) alone.")
     folder = Path(os.path.abspath(output))
     recover_replaced(folder)
     existing = _existing(folder, job.request_fingerprint, overwrite)
     if existing is not None:
         return PreparationResult(existing, was_already_there=True)
+    refuse_kinds(files, job.left_out)
 
     def can_go_on(staging: Path) -> bool:
         return _Progress.read(staging, job.request_fingerprint) is not None
@@ -244,6 +246,11 @@ class _Job:
         return self.tokenizing.tokenizer
 
     @property
+    def as_text(self) -> bool:
+        """Whether every file is text, whatever its name says."""
+        return any(file.kind == "raw" for file in self.files)
+
+    @property
     def file_bytes(self) -> int:
         """Of all files."""
         return sum(file.size_bytes for file in self.files)
@@ -253,7 +260,7 @@ class _Job:
         """sha256 over everything that decides what is written."""
         request: list[object] = [FORMAT_VERSION, self.tokenizer.fingerprint, self.tokenizing.field_name]
         request += [self.hold_out.fraction, self.hold_out.seed]
-        request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns] for file in self.files]
+        request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns, *file.read_as] for file in self.files]
         # What was asked for less often came later: requests without it have the fingerprints that they had.
         if self.hold_out.inputs:
             request.append({"first_validation_input": self.num_inputs})
@@ -279,6 +286,7 @@ class _Job:
                 "validation_fraction": self.hold_out.fraction,
                 "seed": self.hold_out.seed,
                 "cut_documents": self.tokenizing.cut_documents,
+                **({"as_text": True} if self.as_text else {}),
                 **({} if pair is None else {"pair": asdict(pair)}),
             },
             num_skipped=self.left_out.num_bad,
@@ -391,7 +399,9 @@ class _Job:
                 "validation out with --validation-fraction 0."
             )
         skipping = BadDocumentLog(self.left_out.limit)
-        (text,) = read_documents(self.inputs, field_name=self.tokenizing.field_name, bad_documents=skipping)
+        (text,) = read_documents(
+            self.inputs, field_name=self.tokenizing.field_name, as_text=self.as_text, bad_documents=skipping
+        )
         try:
             end = boundary_near(text, round(len(text) * (1 - self.hold_out.fraction)))
         except ValueError as error:

@@ -1,5 +1,4 @@
-"""Documents from files: plain text, JSON lines (plain, gzip, zstd), parquet, arrays of codes, and Python sources of this
-machine.
+"""Documents from files: text, JSON lines, CSV, parquet, Arrow, arrays of codes, and Python sources of this machine.
 
 Reading is split in two, so that the costly half can run in other processes:
 
@@ -12,29 +11,26 @@ Reading is split in two, so that the costly half can run in other processes:
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
 import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
-from stat import S_ISREG
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.data.installed import INSTALLED
+from pretrain.data.columns import Row, arrow_rows, csv_rows, parquet_rows
+from pretrain.data.contents import UNREADABLE, read_lines, read_whole
+from pretrain.data.files import SourceFile, binary_kind, list_files
 from pretrain.errors import DataError
 
-_JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-_INSTALLED_NAMES = " or ".join(INSTALLED)
-_READ_BYTES = 1 << 20
-_MAX_LINE_BYTES = 256 << 20
-_ROWS_PER_READ = 256
+_ROWS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+    "csv": csv_rows,
+    "parquet": parquet_rows,
+    "arrow": arrow_rows,
+}
 
 
 class BadDocument(Exception):
@@ -42,23 +38,12 @@ class BadDocument(Exception):
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """One input file. Size and modification time are those seen when the inputs were listed."""
-
-    path: Path
-    input_index: int
-    kind: Literal["text", "json", "parquet", "codes"]
-    size_bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True)
 class Record:
     """An undecoded document.
 
-    `payload` is a line (bytes), a parquet value (str, or None for null), a class and codes (str) or None for a text file,
-    which `decode` reads itself. `failure` is set instead when the file itself broke at this place. `file_bytes` is the progress through the
-    file that this record stands for.
+    `payload` is a line (bytes), a column's value (str, or None for null), a class and codes (str) or None for a text file,
+    which `decode` reads itself. `failure` is set instead when the record or the file broke at this place. `file_bytes` is
+    the progress through the file that this record stands for.
     """
 
     file: SourceFile
@@ -72,7 +57,7 @@ class Record:
         """Where the record is from, as a person would look it up."""
         if self.row == 0:
             return str(self.file.path)
-        return f"{self.file.path}, {'line' if self.file.kind == 'json' else 'row'} {self.row}"
+        return f"{self.file.path}, {'line' if self.file.kind in ('json', 'csv') else 'row'} {self.row}"
 
 
 @dataclass
@@ -109,169 +94,57 @@ class BadDocumentLog:
             self.examples.append(description)
 
 
-def list_files(inputs: Sequence[str]) -> list[SourceFile]:
-    """The files behind the inputs: each input in turn, a directory's files sorted by path.
-
-    Names that start with a dot are left out inside directories, and links to directories are not followed.
+def refuse_kinds(files: Sequence[SourceFile], bad_documents: BadDocumentLog) -> None:
+    """Refuse files that no text can be read from before any is read, if they are more than may be left out.
 
     Raises:
-        DataError: an input does not exist, or is a directory without files.
+        DataError: they are.
     """
-    if not inputs:
-        raise DataError(f"No input was given. Name files or directories, or {_INSTALLED_NAMES}.")
-    files: list[SourceFile] = []
-    for index, name in enumerate(inputs):
-        paths = INSTALLED[name]() if name in INSTALLED else _paths_of(name)
-        files.extend(_source_file(path, index) for path in paths)
-    _refuse_doubles(files, inputs)
-    return files
-
-
-def _refuse_doubles(files: Sequence[SourceFile], inputs: Sequence[str]) -> None:
-    """Links inside one directory may be meant; the same file behind two inputs is a slip."""
-    seen: dict[Path, int] = {}
-    for file in files:
-        first = seen.setdefault(file.path.resolve(), file.input_index)
-        if first != file.input_index:
-            names = " and again in ".join(inputs[index] for index in (first, file.input_index))
-            raise DataError(f"{file.path} is in {names}: its documents would count twice. Leave one out.")
-
-
-def _source_file(path: Path, input_index: int) -> SourceFile:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Remove it from the inputs or mend it.") from error
-    if not S_ISREG(stat.st_mode):
-        raise DataError(
-            f"{path}: a pipe or a device, which has neither a size nor a second reading: write it to a file first."
-        )
-    name = path.name.lower()
-    kind: Literal["text", "json", "parquet", "codes"] = "text"
-    if name.endswith(_JSON_SUFFIXES):
-        kind = "json"
-    elif name.endswith(".parquet"):
-        kind = "parquet"
-    elif name.endswith(".npz"):
-        kind = "codes"
-    return SourceFile(path, input_index, kind, stat.st_size, stat.st_mtime_ns)
-
-
-def _paths_of(name: str) -> list[Path]:
-    root = Path(name)
-    if root.exists() and not root.is_dir():
-        return [root]
-    if not root.is_dir():
-        raise DataError(
-            f"{name}: no such file or directory. Give an existing path, or {_INSTALLED_NAMES} for sources of this machine."
-        )
-    paths: list[Path] = []
-    for folder, subfolders, file_names in os.walk(root):
-        subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
-        paths.extend(Path(folder, file_name) for file_name in file_names if not file_name.startswith("."))
-    if not paths:
-        raise DataError(f"{name}: the directory holds no files. Give a directory with text, .jsonl or .parquet files.")
-    return sorted(paths)
+    refused = [(str(file.path), refusal) for file in files if (refusal := file.refusal) is not None]
+    if len(refused) > bad_documents.limit:
+        for path, refusal in refused:
+            bad_documents.add(path, refusal)
 
 
 def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[Record]:
     """Cut the files into records, in order. A file that breaks ends with one record that says so.
 
-    Of a parquet file the column `field_name` is read, and JSON lines are not looked into.
+    Of a table the column `field_name` is read, and JSON lines are not looked into.
     """
     for file in files:
         if file.kind == "json":
             yield from _json_records(file)
-        elif file.kind == "parquet":
-            yield from _parquet_records(file, field_name)
+        elif file.kind in _ROWS:
+            yield from _table_records(file, field_name)
         elif file.kind == "codes":
             yield from _code_records(file)
         else:
-            yield Record(file, 0, None, file.size_bytes)
+            yield Record(file, 0, None, file.size_bytes, file.refusal)
 
 
 def _json_records(file: SourceFile) -> Iterator[Record]:
     row, position = 0, 0
     try:
-        for row, (line, next_position) in enumerate(_lines(file.path), start=1):
-            if row == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+        for row, (line, next_position) in enumerate(read_lines(file.path), start=1):
             if line and not line.isspace():
                 yield Record(file, row, line, next_position - position)
                 position = next_position
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except UNREADABLE as error:
         yield Record(file, row + 1, None, file.size_bytes - position, failure=f"the file cannot be read on ({error})")
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Lines without their newline, each with the position reached in the file (bytes, compressed where it is)."""
-    with path.open("rb") as stream:
-        rest = b""
-        for content in _contents(path, stream):
-            *lines, rest = (rest + content).split(b"\n")
-            if len(rest) > _MAX_LINE_BYTES:
-                raise ValueError(f"a line is longer than {_MAX_LINE_BYTES >> 20} MiB; is this JSON lines?")
-            position = stream.tell()
-            for line in lines:
-                yield line, position
-        if rest:
-            yield rest, stream.tell()
-
-
-def _contents(path: Path, stream: BufferedReader) -> Iterator[bytes]:
-    """What the file holds, decompressed, read by read."""
-    name = path.name.lower()
-    if name.endswith(".zst"):
-        yield from _zstd_contents(stream)
-        return
-    reader = gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
-    if name.endswith(".gz") and path.stat().st_size == 0:
-        raise EOFError("an empty file is not a gzip archive")
-    # read1, because read would throw away what it had decompressed when it meets the break in a truncated file.
-    while content := reader.read1(_READ_BYTES):
-        yield content
-
-
-def _zstd_contents(stream: BufferedReader) -> Iterator[bytes]:
-    # The package's own stream reader takes a truncated file for a complete one, so frames are followed by hand.
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = decompressor.decompressobj()
-    while compressed := stream.read(_READ_BYTES // 16):
-        while compressed:
-            if frame.eof:
-                frame = decompressor.decompressobj()
-            try:
-                yield frame.decompress(compressed)
-            except zstandard.ZstdError as error:
-                raise ValueError(str(error)) from error
-            compressed = frame.unused_data
-    if not frame.eof:
-        raise EOFError("the zstd stream ends before its end marker: it is truncated")
-
-
-def _parquet_records(file: SourceFile, field_name: str) -> Iterator[Record]:
+def _table_records(file: SourceFile, field_name: str) -> Iterator[Record]:
     import pyarrow
-    import pyarrow.parquet
 
-    row = 0
+    name, number = {"csv": "CSV", "parquet": "parquet", "arrow": "Arrow"}[file.kind], 0
     try:
-        with pyarrow.parquet.ParquetFile(file.path) as table:
-            names = table.schema_arrow.names
-            if field_name not in names:
-                raise ValueError(f"it has no column {field_name!r}, only {', '.join(names)}: name one with --field")
-            kind = table.schema_arrow.field(field_name).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise ValueError(f"its column {field_name!r} holds {kind}, not strings: name another with --field")
-            bytes_per_row = file.size_bytes // max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(batch_size=_ROWS_PER_READ, columns=[field_name], use_threads=False):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield Record(file, row, value, bytes_per_row)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        for row in _ROWS[file.kind](file.path, field_name):
+            number = row.number
+            yield Record(file, number, row.value, row.file_bytes, row.failure)
+    except (*UNREADABLE, pyarrow.ArrowException) as error:
         # A damaged file has no row to point at until one was read.
-        yield Record(file, row + 1 if row else 0, None, 0, failure=f"the parquet file cannot be read ({error})")
+        failure = f"the {name} file cannot be read{' on' if number else ''} ({error})"
+        yield Record(file, number + 1 if number else 0, None, 0, failure=failure)
 
 
 def _code_records(file: SourceFile) -> Iterator[Record]:
@@ -334,11 +207,8 @@ def decode(record: Record, field_name: str) -> str:
     """
     if record.failure is not None:
         raise BadDocument(record.failure)
-    if record.file.kind == "text":
-        try:
-            text = _decode_utf8(record.file.path.read_bytes())
-        except OSError as error:
-            raise BadDocument(f"the file cannot be read ({error.strerror})") from error
+    if record.file.kind in ("text", "raw"):
+        text = _read_text(record.file)
     elif record.file.kind == "json":
         assert isinstance(record.payload, bytes)
         text = _decode_json(record.payload, field_name)
@@ -347,6 +217,17 @@ def decode(record: Record, field_name: str) -> str:
             raise BadDocument(f"the column {field_name!r} is null here")
         text = record.payload
     return _checked(text)
+
+
+def _read_text(file: SourceFile) -> str:
+    try:
+        content = read_whole(file.path)
+    except UNREADABLE as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise BadDocument(f"the file cannot be read ({reason})") from error
+    if file.kind == "text" and (what := binary_kind(file.path, content)) is not None:
+        raise BadDocument(what)
+    return _decode_utf8(content)
 
 
 def _checked(text: str) -> str:
@@ -370,9 +251,13 @@ def _json_object(line: bytes, field_name: str) -> dict[str, object]:
     try:
         value = json.loads(_decode_utf8(line), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise BadDocument(f"not valid JSON ({error}); every line must be one JSON object") from error
+        remedy = " (`jq -c '.[]'` of a list, or `jq -c .`, makes lines)" if line.strip() in (b"[", b"{", b"[{") else ""
+        raise BadDocument(f"not valid JSON ({error}); every line must be one JSON object{remedy}") from error
     if not isinstance(value, dict):
-        raise BadDocument(f"a JSON {type(value).__name__} where an object with the field {field_name!r} is wanted")
+        remedy = "; of a list of objects `jq -c '.[]'` makes lines" if isinstance(value, list) else ""
+        raise BadDocument(
+            f"a JSON {type(value).__name__} where an object with the field {field_name!r} is wanted{remedy}"
+        )
     return value
 
 
@@ -412,13 +297,18 @@ def check_inputs_yielded(inputs: Sequence[str], num_documents_per_input: Sequenc
 
 
 def read_documents(
-    inputs: Sequence[str], *, field_name: str = "text", bad_documents: BadDocumentLog | None = None
+    inputs: Sequence[str],
+    *,
+    field_name: str = "text",
+    as_text: bool = False,
+    bad_documents: BadDocumentLog | None = None,
 ) -> Iterator[str]:
     """Stream the texts of the non-empty documents of the inputs, in order, in this process.
 
     Args:
         inputs: files, directories, or names of `INSTALLED`.
-        field_name: JSON field or parquet column that holds the text.
+        field_name: JSON field, or column of a table, that holds the text.
+        as_text: every file is text, whatever its name says.
         bad_documents: counts what is skipped; None refuses the first bad document.
 
     Raises:
@@ -426,7 +316,9 @@ def read_documents(
     """
     log = bad_documents or BadDocumentLog(limit=0)
     num_documents_per_input = [0] * len(inputs)
-    for record in read_records(list_files(inputs), field_name):
+    files = list_files(inputs, as_text=as_text)
+    refuse_kinds(files, log)
+    for record in read_records(files, field_name):
         try:
             text = decode(record, field_name)
         except BadDocument as error:

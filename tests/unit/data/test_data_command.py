@@ -82,6 +82,21 @@ def test_skipped_documents_are_reported(tmp_path: Path, source: Path, capsys: py
     assert "line 21: not valid JSON" in shown
 
 
+def test_html_is_text_for_who_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "page.html"
+    page.write_text("<p>one</p>\n" * 9)
+    tokenizer = ["data", "tokenizer", page, "--vocab-size", 257, "--output", tmp_path / "t.json"]
+    prepare = ["data", "prepare", page, "--output", tmp_path / "out", "--workers", 1]
+    for command in (tokenizer, prepare):
+        with pytest.raises(DataError, match=r"page\.html: HTML, and not text: .*--text"):
+            megamem(*command)
+        with pytest.raises(DataError, match="--text takes files as they are, so --field has no effect"):
+            megamem(*command, "--text", "--field", "body")
+        assert megamem(*command, "--text") == 0
+    assert megamem(*prepare, "--text") == 0
+    assert "already complete" in capsys.readouterr().out
+
+
 def test_existing_tokenizer_is_kept(tmp_path: Path, source: Path):
     output = tmp_path / "t.json"
     output.write_text("mine")

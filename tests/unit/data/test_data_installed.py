@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.data import installed
+from pretrain.data.files import list_files
 from pretrain.data.installed import PYTHON_PACKAGES, PYTHON_STDLIB
-from pretrain.data.sources import list_files
 from pretrain.errors import DataError
 
 

@@ -26,11 +26,12 @@ from pretrain.config.schema import DatasetEntry
 from pretrain.data import indexed_files
 from pretrain.data import prepare as prepare_module
 from pretrain.data.boundaries import boundary_near, cut
+from pretrain.data.files import list_files
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.indexed_files import IndexedWriter
 from pretrain.data.manifest import Manifest, open_dataset
 from pretrain.data.prepare import PreparationResult, held_out_score, prepare
-from pretrain.data.sources import BadDocumentLog, Record, list_files
+from pretrain.data.sources import BadDocumentLog, Record
 from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
@@ -185,7 +186,14 @@ def test_bytes_of_the_text_are_counted_and_not_its_letters(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "other",
-    [{"seed": 2}, {"field_name": "copy"}, {"validation_fraction": 0.3}, {"tokenizer": "bpe"}, {"time": 1}],
+    [
+        {"seed": 2},
+        {"field_name": "copy"},
+        {"validation_fraction": 0.3},
+        {"tokenizer": "bpe"},
+        {"time": 1},
+        {"as_text": True},
+    ],
     ids=lambda other: next(iter(other)),
 )
 def test_every_argument_and_the_files_are_part_of_the_request(tmp_path: Path, other: dict[str, object]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
 import json
+import lzma
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
@@ -14,7 +18,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.sources import BadDocumentLog, list_files, read_documents, read_records
+from pretrain.data.files import list_files
+from pretrain.data.sources import BadDocumentLog, read_documents, read_records
 from pretrain.errors import DataError
 
 
@@ -29,6 +34,23 @@ def write_json_lines(path: Path, documents: list[str], field: str = "text") -> P
 
 def write_parquet(path: Path, columns: dict) -> Path:
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def write_csv(path: Path, columns: dict[str, Sequence[object]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def write_arrow(path: Path, columns: dict, rows_per_batch: int = 3) -> Path:
+    """In the streaming format, or in that of files if the name is `.feather`."""
+    table = pyarrow.table(columns)
+    new = pyarrow.ipc.new_file if path.suffix == ".feather" else pyarrow.ipc.new_stream
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows_per_batch)
     return path
 
 
@@ -59,15 +81,223 @@ def test_all_containers_give_the_same_documents(documents: list[str], tmp_path_f
     half = len(plain.read_bytes()) // 2
     frames = [zstandard.compress(part) for part in (plain.read_bytes()[:half], plain.read_bytes()[half:])]
     (folder / "a.jsonl.zst").write_bytes(b"".join(frames))
+    (folder / "a.ndjson.xz").write_bytes(b"".join(map(lzma.compress, plain.read_bytes().splitlines(keepends=True))))
     write_parquet(folder / "a.parquet", {"text": documents})
-    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
-        assert texts(folder / name) == documents, name
+    columns = {"id": list(range(len(documents))), "text": documents}
+    for name in ("a.csv", "a.tsv"):
+        write_csv(folder / name, columns)
+    (folder / "a.tsv.bz2").write_bytes(bz2.compress((folder / "a.tsv").read_bytes()))
+    for name in ("a.arrow", "a.feather"):
+        write_arrow(folder / name, columns)
+    paths = sorted(folder.iterdir())
+    assert len(paths) == 10
+    for path in paths:
+        assert texts(path) == documents, path.name
+        # Progress ends where the files end, or a rounded row before.
+        files = list_files([str(path)])
+        read = sum(record.file_bytes for record in read_records(files, "text"))
+        assert 0 <= files[0].size_bytes - read < max(len(documents), 30), path.name
 
 
 def test_byte_order_mark_blank_lines_and_missing_final_newline_are_fine(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}')
     assert texts(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.csv", "a.json"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str):
+    text = {"a.csv": "text\r\none\r\n", "a.json": '{"text": "one"}'}.get(name, "one")
+    content = b"\xef\xbb\xbf" + text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert texts(tmp_path / name) == ["one"]
+
+
+def test_rows_of_csv_are_named_by_the_line_that_they_begin_in(tmp_path: Path):
+    path = write_csv(tmp_path / "a.csv", {"id": [1, 2, 3], "text": ["a", 'b\nb "c",\r\nd', "e"]})
+    path.write_bytes(path.read_bytes().replace(b"3,e", b"\r\n3,e"))
+    records = list(read_records(list_files([str(path)]), "text"))
+    assert [record.origin for record in records] == [f"{path}, line {line}" for line in (2, 3, 7)]
+    assert [record.payload for record in records] == ["a", 'b\nb "c",\r\nd', "e"]
+
+
+BAD_ROWS = {
+    b"2,x,y": "3 fields, and the header has 2",
+    b"2": "1 field, and the header has 2",
+    b'2,"x"y': "not valid CSV (',' expected after '\"')",
+    b"2,\xe4": "not UTF-8 text (byte 0xe4 at character 0)",
+    b"2,x\0": "NUL at character 1: this is not text",
+    b"2,x\ry": "not valid CSV (a carriage return in a field without quotes)",
+}
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS.items(), ids=range(len(BAD_ROWS)))
+def test_bad_row_of_csv_is_named_and_can_be_skipped(tmp_path: Path, row: bytes, reason: str):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"id,text\n1,one\n" + row + b"\n3,two\n")
+    with pytest.raises(DataError) as caught:
+        texts(path)
+    assert str(caught.value).startswith(f"{path}, line 3: {reason}. ")
+    assert "--max-bad" in str(caught.value)
+    assert texts(path, bad_documents=BadDocumentLog(limit=1)) == ["one", "two"]
+
+
+def test_a_quote_that_is_never_closed_is_found_where_it_opens(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,one\n2,"two\n' + "3,three\n" * 5)
+    with pytest.raises(
+        DataError, match=r"a\.csv, line 3: not valid CSV \(a quote that is opened here is never closed\)"
+    ):
+        texts(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ("id,body", "it has no column 'text', only id, body: name one with --field"),
+        ("text,text", "its header has the column 'text' 2 times: rename them"),
+        ('"text"x,id', "its header is not valid CSV"),
+    ],
+)
+def test_header_of_csv(tmp_path: Path, header: str, reason: str):
+    path = tmp_path / "a.csv"
+    path.write_text(f"{header}\n1,one\n")
+    with pytest.raises(DataError) as caught:
+        texts(path)
+    assert str(caught.value).startswith(f"{path}: the CSV file cannot be read ({reason}")
+
+
+def test_long_fields_of_csv(tmp_path: Path):
+    """Past the limit that Python's reader has by itself."""
+    long = "word\n" * 60_000
+    assert texts(write_csv(tmp_path / "a.csv", {"text": [long, "x"]})) == [long, "x"]
+
+
+def test_folders_of_datasets_are_read_and_what_describes_them_is_not(tmp_path: Path):
+    # A second of imports, and only here.
+    import datasets
+
+    rows = [f"row {i}" for i in range(7)]
+    saved = datasets.Dataset.from_dict({"text": rows, "id": list(range(7))})
+    saved.save_to_disk(tmp_path / "saved", num_shards=2)
+    # Kept there by the library when a data set is mapped: the same rows once more.
+    write_arrow(tmp_path / "saved" / "cache-1.arrow", {"text": ["computed"]})
+    assert texts(tmp_path / "saved") == rows
+    (tmp_path / "saved" / "state.json").unlink()
+    assert texts(tmp_path / "saved") == rows
+    splits = {"train": saved.select(range(5)), "test": saved.select(range(5, 7))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    assert texts(tmp_path / "splits" / "train") == rows[:5]
+    with pytest.raises(DataError, match=r"splits holds the splits test, train, .*/train --validation .*/test\."):
+        texts(tmp_path / "splits")
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "one")
+    assert texts(tmp_path / "one") == rows
+    (tmp_path / "one" / "train" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match=r"one/train: data-00000-of-00001\.arrow is missing, which state\.json lists"):
+        texts(tmp_path / "one")
+
+
+def test_an_arrow_stream_that_was_cut_off_is_an_error_and_not_a_short_corpus(tmp_path: Path):
+    rows = [f"row {i}" for i in range(10)]
+    whole = write_arrow(tmp_path / "a.arrow", {"text": rows}).read_bytes()
+    path = tmp_path / "b.arrow"
+    short = write_arrow(tmp_path / "c.arrow", {"text": rows[:6]}).read_bytes()
+    # Two batches, and nothing behind them: only the end marker is missing.
+    path.write_bytes(short[:-8])
+    with pytest.raises(
+        DataError, match=r"b\.arrow, row 7: the Arrow file cannot be read on \(the stream ends without its"
+    ):
+        texts(path)
+    for kept in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:kept])
+        with pytest.raises(DataError, match=r"b\.arrow.*: the Arrow file cannot be read"):
+            texts(path)
+    log = BadDocumentLog(limit=1)
+    path.write_bytes(short[:-8])
+    assert texts(path, tmp_path / "c.arrow", bad_documents=log) == [*rows[:6], *rows[:6]]
+    assert log.num_bad == 1
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "a.feather"])
+def test_columns_of_arrow(tmp_path: Path, name: str):
+    path = write_arrow(tmp_path / name, {"id": [1, 2], "body": ["x", None]})
+    with pytest.raises(DataError, match="no column 'text', only id, body: name one with --field"):
+        texts(path)
+    with pytest.raises(DataError, match="column 'id' holds int64, not strings"):
+        texts(path, field_name="id")
+    with pytest.raises(DataError, match=rf"{name}, row 2: the column 'body' is null here"):
+        texts(path, field_name="body")
+    others = [pyarrow.array(["x", "y"]).dictionary_encode(), pyarrow.array(["x", "y"], pyarrow.string_view())]
+    for column in others:
+        assert texts(write_arrow(tmp_path / name, {"text": column})) == ["x", "y"]
+
+
+REFUSED = {
+    "page.html": "HTML, and not text: extract its text first, or pass --text",
+    "page.HTM.gz": "HTML, and not text",
+    "paper.pdf": "a PDF: extract its text first",
+    "letter.docx": "no plain text",
+    "all.tar.gz": "an archive of files: unpack it",
+    "all.zip": "an archive of files: unpack it",
+    "a.parquet.gz": "compressed, and no text or lines inside: unpack it",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_hold_no_plain_text_are_refused_before_any_is_read(tmp_path: Path, name: str):
+    (tmp_path / "a.jsonl").write_text("broken")
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "sub" / name
+    path.write_text("<html>")
+    with pytest.raises(DataError) as caught:
+        texts(tmp_path)
+    assert str(caught.value).startswith(f"{path}: {REFUSED[name]}")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    log = BadDocumentLog(limit=1)
+    assert texts(tmp_path, bad_documents=log) == ["one"]
+    assert log.num_bad == 1
+
+
+HEADS = {
+    "a.txt": (b"%PDF-1.7 ...", "a PDF"),
+    "b.txt": (b"PK\x03\x04...", "a zip archive"),
+    "c": (b"  \n<!DOCTYPE html>\n<html>", "HTML, and not text"),
+    "d": (gzip.compress(b"text"), "compressed with gzip: give its name the ending .gz"),
+    "e": (b"\0" * 257 + b"ustar", "an archive of files"),
+    "f.txt": ("text".encode("utf-16"), "UTF-16, and UTF-8 is read"),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_a_name_does_not_say_the_first_bytes_say(tmp_path: Path, name: str):
+    content, reason = HEADS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}: {reason}"):
+        texts(tmp_path / name)
+
+
+def test_who_means_it_has_every_file_as_the_text_that_it_is(tmp_path: Path):
+    contents = {
+        "a.html": "<html>",
+        "b.csv": "id,text\n1,x\n",
+        "c.json": "{\n}",
+        "d": "<html>",
+        "e.py": "<!doctype html>",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    assert texts(tmp_path, as_text=True) == list(contents.values())
+    assert texts(tmp_path / "e.py") == ["<!doctype html>"]
+    (tmp_path / "f.pdf").write_bytes(b"%PDF\0")
+    with pytest.raises(DataError, match=r"f\.pdf: NUL at character 4"):
+        texts(tmp_path, as_text=True)
+
+
+def test_a_list_in_one_piece_says_how_to_make_lines_of_it(tmp_path: Path):
+    for content in ('[{"text": "a"}]', '[\n  {"text": "a"}\n]'):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(DataError, match=r"a\.json, line 1: .*`jq -c '\.\[\]'`"):
+            texts(tmp_path / "a.json")
 
 
 def test_origins_name_file_and_line_or_row(tmp_path: Path):
@@ -129,18 +359,18 @@ def test_binary_junk_is_not_text(tmp_path: Path, content: bytes, reason: str):
         texts(path)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("suffix", ["gz", "zst", "xz", "bz2"])
 @pytest.mark.parametrize("kept", [0, 1, 40, -1])
 def test_truncated_archive_is_an_error_and_not_a_short_corpus(tmp_path: Path, suffix: str, kept: int):
     content = "".join(json.dumps({"text": f"document {i} {hash(i * 7919)}"}) + "\n" for i in range(1000)).encode()
-    compressed = gzip.compress(content) if suffix == "gz" else zstandard.compress(content)
-    path = tmp_path / f"a.jsonl.{suffix}"
-    path.write_bytes(compressed[:kept])
-    with pytest.raises(DataError, match=r"a\.jsonl.*the file cannot be read on"):
-        texts(path)
+    compress = {"gz": gzip.compress, "zst": zstandard.compress, "xz": lzma.compress, "bz2": bz2.compress}[suffix]
+    for name in (f"a.jsonl.{suffix}", f"a.txt.{suffix}"):
+        (tmp_path / name).write_bytes(compress(content)[:kept])
+        with pytest.raises(DataError, match=rf"{name}.*the file cannot be read"):
+            texts(tmp_path / name)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("suffix", ["gz", "zst", "xz", "bz2"])
 def test_junk_in_an_archive(tmp_path: Path, suffix: str):
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(b"this is no archive at all")
