@@ -13,9 +13,10 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from megamem.config_base import Config, EffectiveWhen
 from pretrain.config.loader import load_as
 from pretrain.errors import ConfigError
+from slurm.quoting import refuse_unfit
 
 PROFILES = Path("configs") / "clusters"
-_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
+_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", re.ASCII)
 # Options that the script sets itself: a second one would win or lose silently.
 _OWN_OPTIONS = (
     *("job-name", "partition", "account", "qos", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time"),
@@ -34,6 +35,13 @@ class ContainerConfig(Config):
     mounts: tuple[str, ...] = ()
     """Folders of the node, as source:target, besides shared_paths and scratch_path, which are always mounted."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_unfit(self)
+        for mount in self.mounts:
+            if "," in mount:
+                raise ValueError(f"mounts has {mount!r}, and the runtime takes what follows a comma for another one")
+
 
 @dataclass(frozen=True)
 class VariableEntry(Config):
@@ -48,9 +56,10 @@ class VariableEntry(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_unfit(self)
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
             raise ValueError(f"name is {self.name!r}, which is no name of an environment variable")
-        if not self.reason.strip() or "\n" in self.reason:
+        if not self.reason.strip():
             raise ValueError(f"reason of {self.name} is {self.reason!r}: say in one line why it is set")
 
 
@@ -149,6 +158,7 @@ class ClusterConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_unfit(self)
         if self.gpus_per_node and self.gpus_per_node < self.ranks_per_node:
             raise ValueError(
                 f"gpus_per_node is {self.gpus_per_node} and ranks_per_node {self.ranks_per_node}: a rank needs a GPU of "
@@ -160,9 +170,15 @@ class ClusterConfig(Config):
             raise ValueError(f"time is {self.time!r}: write days-hours:minutes:seconds, as in 1-12:00:00, or minutes")
         if not self.shared_paths:
             raise ValueError("shared_paths is empty: name a folder that every node sees, below which runs and data lie")
+        for path in (*self.shared_paths, self.scratch_path) if self.container is not None else ():
+            if "," in path or ":" in path:
+                raise ValueError(
+                    f"shared_paths and scratch_path are mounted in the container, whose runtime splits {path!r} at its "
+                    "commas and colons: use a folder of another name"
+                )
         for option in self.sbatch_options:
             name = option.removeprefix("--").partition("=")[0]
-            if not option.startswith("--") or "\n" in option or name in _OWN_OPTIONS:
+            if not option.startswith("--") or name in _OWN_OPTIONS:
                 raise ValueError(
                     f"sbatch_options has {option!r}: write long options (--name=value) which the profile has no key for"
                 )
@@ -201,7 +217,10 @@ def load_profile(path: Path) -> ClusterConfig:
     named = {"shared_paths": tuple(map(_absolute, profile.shared_paths)), "runs_path": _absolute(profile.runs_path)}
     if profile.virtual_environment is not None:
         named["virtual_environment"] = _absolute(profile.virtual_environment)
-    return replace(profile, **named)  # type: ignore[arg-type]
+    try:
+        return replace(profile, **named)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(f"{path}, read in {Path.cwd()}: {error}") from error
 
 
 def _absolute(path: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from parallel.environment import settle_environment
 from pretrain.config.schema import RunConfig
 from slurm.profile import ClusterConfig
+from slurm.quoting import comment, directive, log_folder, quoted_word, shell_word
 from slurm.records import JobsFolder, Submission
 
 _REASONS = {
@@ -29,16 +29,26 @@ def render(
         submission: nodes, code and lead.
         jobs: where it lies. No other path enters but those of the profile.
         time: limit of an attempt, as Slurm has it.
+
+    Raises:
+        ConfigError: a name or a path is nothing that a script can hold.
     """
     name = job_name(stages[0], submission)
     blocks = [
         [
             "#!/bin/bash",
-            f"# {name} on {submission.nodes} x {submission.ranks_per_node} ranks, cluster {submission.cluster}. "
-            "Written by `megamem submit`, and anew by the next one.",
+            comment(
+                "the name of the run, its stage or its cluster",
+                f"{name} on {submission.nodes} x {submission.ranks_per_node} ranks, cluster {submission.cluster}. "
+                "Written by `megamem submit`, and anew by the next one.",
+            ),
             *directives(name, profile, submission, jobs, time),
         ],
-        ["set -u", f"records={_quote(jobs.path)}", "export SLURM_EXPORT_ENV=ALL  # steps get what this script sets"],
+        [
+            "set -u",
+            f"records={shell_word('the run folder', jobs.path)}",
+            "export SLURM_EXPORT_ENV=ALL  # steps get what this script sets",
+        ],
         list(_modules(profile)),
         list(_environment(stages, profile)),
         list(_python(profile, jobs)),
@@ -73,14 +83,17 @@ def render_array(
     blocks = [
         [
             "#!/bin/bash",
-            f"# {len(runs)} runs on {submission.nodes} x {submission.ranks_per_node} ranks each, cluster "
-            f"{submission.cluster}. Written by `megamem submit --sweep`.",
+            comment(
+                "the name of the cluster",
+                f"{len(runs)} runs on {submission.nodes} x {submission.ranks_per_node} ranks each, cluster "
+                f"{submission.cluster}. Written by `megamem submit --sweep`.",
+            ),
             *(line for line in given if not line.startswith(own)),
-            f"#SBATCH --array=0-{len(runs) - 1}{limit}",
-            f"#SBATCH --output={_in_directive(folder / 'array_%A_%a.log')}",
-            f"#SBATCH --chdir={_in_directive(folder)}",
+            directive(f"--array=0-{len(runs) - 1}{limit}"),
+            directive(f"--output={log_folder('the folder of the sweep', folder) / 'array_%A_%a.log'}"),
+            directive(f"--chdir={folder}"),
         ],
-        ["runs=(", *(f"  {_quote(records.path)}" for records in runs), ")"],
+        ["runs=(", *(f"  {shell_word('the run folder', records.path)}" for records in runs), ")"],
         [
             "records=${runs[$SLURM_ARRAY_TASK_ID]}",
             f'cd "$records/code/{submission.code}" || exit',
@@ -88,15 +101,6 @@ def render_array(
         ],
     ]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
-
-
-def _quote(text: object) -> str:
-    return shlex.quote(str(text))
-
-
-def _in_quotes(text: str) -> str:
-    # As one word of an array, where shellcheck takes bare commas for a mistake.
-    return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
 def job_name(config: RunConfig, submission: Submission) -> str:
@@ -120,7 +124,7 @@ def directives(name: str, profile: ClusterConfig, submission: Submission, jobs: 
         "ntasks-per-node": submission.ranks_per_node,
         "cpus-per-task": profile.cpus_per_rank,
         "time": time,
-        "output": f"{jobs.path}/job_%j.log",
+        "output": log_folder("the run folder", jobs.path) / "job_%j.log",
         "open-mode": "append",
         # To the batch shell alone, which tells the ranks.
         "signal": f"B:USR1@{submission.lead_s}",
@@ -129,21 +133,15 @@ def directives(name: str, profile: ClusterConfig, submission: Submission, jobs: 
         "chdir": jobs.code / submission.code,
     }
     for name, value in options.items():
-        yield f"#SBATCH --{name}={_in_directive(value)}"
-    yield "#SBATCH --requeue"
+        yield directive(f"--{name}={value}")
+    yield directive("--requeue")
     if profile.elastic:
         # The job outlives its nodes, except for the one on which this script runs.
-        yield "#SBATCH --no-kill"
+        yield directive("--no-kill")
     if profile.exclusive:
-        yield "#SBATCH --exclusive"
+        yield directive("--exclusive")
     for option in profile.sbatch_options:
-        yield f"#SBATCH {option}"
-
-
-def _in_directive(value: object) -> str:
-    # sbatch splits a directive as a shell would.
-    text = str(value)
-    return f'"{text}"' if " " in text else text
+        yield directive(option)
 
 
 def _modules(profile: ClusterConfig) -> Iterator[str]:
@@ -151,7 +149,7 @@ def _modules(profile: ClusterConfig) -> Iterator[str]:
         # Defines `module`, which only login shells know.
         yield "# shellcheck disable=SC1091"
         yield "source /etc/profile"
-        yield f"module load {' '.join(map(_quote, profile.modules))} || exit"
+        yield f"module load {' '.join(shell_word('modules', name) for name in profile.modules)} || exit"
 
 
 def _environment(stages: Sequence[RunConfig], profile: ClusterConfig) -> Iterator[str]:
@@ -160,7 +158,7 @@ def _environment(stages: Sequence[RunConfig], profile: ClusterConfig) -> Iterato
     yield f"export OMP_NUM_THREADS={profile.cpus_per_rank}  # cores of a rank"
     yield "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  # ranks follow from Slurm's variables"
     yield (
-        f'export TRITON_CACHE_DIR={_quote(profile.scratch_path)}"/megamem-$UID/triton"  '
+        f'export TRITON_CACHE_DIR={shell_word("scratch_path", profile.scratch_path)}"/megamem-$UID/triton"  '
         "# on the node's disk: ranks would meet in one folder of the home directory"
     )
     given = {entry.name for entry in profile.environment}
@@ -174,9 +172,9 @@ def _environment(stages: Sequence[RunConfig], profile: ClusterConfig) -> Iterato
         )
     for name, value in settled.items():
         if name in _REASONS and name not in given:
-            yield f"export {name}={_quote(value)}  # {_REASONS[name]}"
+            yield f"export {name}={shell_word(name, value)}  {comment(name, _REASONS[name])}"
     for entry in profile.environment:
-        yield f"export {entry.name}={_quote(entry.value)}  # {entry.reason}"
+        yield f"export {entry.name}={shell_word(entry.name, entry.value)}  {comment('reason', entry.reason)}"
 
 
 def _python(profile: ClusterConfig, jobs: JobsFolder) -> Iterator[str]:
@@ -187,21 +185,23 @@ def _python(profile: ClusterConfig, jobs: JobsFolder) -> Iterator[str]:
     container = profile.container
     folders = (*profile.shared_paths, profile.scratch_path)
     if container is None:
-        yield f"python=({_quote(interpreter)})"
+        yield f"python=({shell_word('virtual_environment', interpreter)})"
         yield 'once=("${python[@]}")'
         yield "in_container=()"
     elif container.runtime == "apptainer":
         binds = ",".join((*folders, *container.mounts))
         nv = "--nv " if profile.gpus_per_node else ""
-        words = f"apptainer exec {nv}--bind {_in_quotes(binds)} {_quote(container.image)} {_quote(interpreter)}"
-        yield f"python=({words})"
+        image, binds = shell_word("container.image", container.image), quoted_word("container.mounts", binds)
+        python = shell_word("virtual_environment", interpreter)
+        yield f"python=(apptainer exec {nv}--bind {binds} {image} {python})"
         yield 'once=("${python[@]}")'
         yield "in_container=()"
     else:
         mounts = ",".join((*(f"{folder}:{folder}" for folder in folders), *container.mounts))
-        yield f"python=({_quote(interpreter)})"
+        yield f"python=({shell_word('virtual_environment', interpreter)})"
         yield (
-            f"in_container=(--container-image={_quote(container.image)} {_in_quotes(f'--container-mounts={mounts}')} "
+            f"in_container=(--container-image={shell_word('container.image', container.image)} "
+            f"{quoted_word('container.mounts', f'--container-mounts={mounts}')} "
             '--container-workdir="$PWD")'
         )
         yield 'once=(srun --overlap --nodes=1 --ntasks=1 "${in_container[@]}" "${python[@]}")'
@@ -225,7 +225,7 @@ def _ranks(profile: ClusterConfig) -> Iterator[str]:
         options += (
             ["--gpus-per-task=1"] if profile.gpu_binding == "single" else [f"--gpus-per-node={profile.gpus_per_node}"]
         )
-    options += [_quote(option) for option in profile.srun_options]
+    options += [shell_word("srun_options", option) for option in profile.srun_options]
     yield "if [[ -z $asked ]]; then"
     yield f"  srun {_wrapped(options)} \\"
     yield '    "${in_container[@]}" "${python[@]}" -m tools.job rank "$records" "$attempt" &'
@@ -263,7 +263,8 @@ trap stop USR1 TERM
 plan=$("${once[@]}" -m tools.job begin "$records" --nodes "$(nodes_of_job)" \\
   --time-left "$(squeue -h -j "$SLURM_JOB_ID" -o %L)") || exit
 [[ -n $plan ]] || exit 0
-read -r attempt nodes stop_after_s node_list <<<"$plan"
+read -r number nodes stop_after_s node_list <<<"$plan"
+attempt=$records/attempts/$number
 if [[ $stop_after_s != never ]]; then
   # Saves were measured to take longer than Slurm's signal leaves.
   (sleep "$stop_after_s" && kill -USR1 $$) &

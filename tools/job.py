@@ -64,12 +64,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _begin(jobs: JobsFolder, args: argparse.Namespace) -> int:
-    """Prints the attempt's folder, how many nodes, seconds to its end, and the nodes; nothing if there must be none."""
+    """Prints the attempt's number, how many nodes, seconds to its end, and the nodes; nothing if there must be none."""
     plan = begin(jobs, _names(args.nodes), args.time_left, os.environ)
     if plan is not None:
         attempt = plan.folder.attempt()
         print(f"attempt {plan.folder.path.name} on {', '.join(attempt.nodes)}", file=sys.stderr)
-        print(plan.folder.path, plan.num_nodes, "never" if plan.stop_after_s is None else plan.stop_after_s, end=" ")
+        print(
+            plan.folder.path.name, plan.num_nodes, "never" if plan.stop_after_s is None else plan.stop_after_s, end=" "
+        )
         print(",".join(attempt.nodes))
     return 0
 

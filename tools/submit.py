@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,8 @@ def check(job: Job) -> None:
     Raises:
         UserError: what it would fail for.
     """
+    # Rendered here so that what no script can hold is refused before anything is written.
+    assert job.script
     check_seen_by_nodes(job.trained, job.records.run, job.profile)
     profile = job.profile
     gpu_bytes = None if profile.gpu_memory_gb is None else 1e9 * profile.gpu_memory_gb
@@ -200,11 +203,11 @@ def _queued(job: Job, number: str) -> str:
 
 def _what_next(path: Path, first: Job | None) -> str:
     """What to type to follow, and to end, what was queued."""
-    follow = f"follow it:  megamem status {path}\n"
+    follow = f"follow it:  megamem status {shlex.quote(str(path))}\n"
     if first is not None:
-        records = first.records
-        follow += f"            tail -F {records.path}/job_*.log {records.latest}/rank_0.log\n"
-    return f"{follow}end it:     megamem cancel {path}"
+        records, latest = shlex.quote(str(first.records.path)), shlex.quote(str(first.records.latest))
+        follow += f"            tail -F {records}/job_*.log {latest}/rank_0.log\n"
+    return f"{follow}end it:     megamem cancel {shlex.quote(str(path))}"
 
 
 def asked_for(

@@ -5,6 +5,7 @@ See `megamem.config_base` for limits and conditional fields, and `megamem.identi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -23,6 +24,8 @@ Seed = Annotated[
 Beta = Annotated[NonNegativeFloat, Lt(1)]
 Origin = Literal["stage", "run"]
 Shuffle = Literal["documents", "samples"]
+PLAIN_NAME = re.compile(r"[\w.+=-]+")
+"""Names of runs and stages, which stand in paths, command lines and batch scripts."""
 ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimizer.lr")]
 
 

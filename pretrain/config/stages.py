@@ -30,7 +30,7 @@ from pretrain.config.compose import STAGES_KEY, apply_overrides, read_with_bases
 from pretrain.config.fields import role_of
 from pretrain.config.loader import asked_for_here, load_as, settle, to_dict
 from pretrain.config.parse import build, join_problems
-from pretrain.config.schema import RunConfig, StageConfig, TrainConfig
+from pretrain.config.schema import PLAIN_NAME, RunConfig, StageConfig, TrainConfig
 from pretrain.config.source import Layer, Node, find, from_plain, kind_of, merge, without
 from pretrain.config.suggest import did_you_mean
 from pretrain.errors import ConfigError
@@ -346,10 +346,11 @@ def _refuse_differences(entries: Sequence[StageEntry], configs: Sequence[RunConf
     names = [entry.name for entry in entries]
     problems = []
     for entry, config, node in zip(entries, configs, nodes, strict=True):
-        if not entry.name or "." in entry.name or entry.name.isdecimal() or names.count(entry.name) > 1:
+        is_plain = PLAIN_NAME.fullmatch(entry.name) and "." not in entry.name and not entry.name.startswith("-")
+        if not is_plain or entry.name.isdecimal() or names.count(entry.name) > 1:
             problems.append(
-                f"{node.origin}: a stage is called {entry.name!r}: use a name that no other stage has, without dots, "
-                "and not a number"
+                f"{node.origin}: a stage is called {entry.name!r}: use a name that no other stage has, of letters, digits "
+                "and _ - + = (not first a -), and not a number"
             )
         for key, change in config_changes(configs[0], config).items():
             if Role.IDENTITY in (role_of(key, configs[0]), role_of(key, config)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -11,7 +10,7 @@ from kernels.implementations import unavailable
 from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
-from pretrain.config.schema import BatchRampConfig, RunConfig
+from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
 from pretrain.errors import ConfigError
 from pretrain.schedule import schedule_span
@@ -139,7 +138,7 @@ def _health(config: RunConfig) -> Iterator[str]:
 
 def _names(config: RunConfig) -> Iterator[str]:
     """What names a folder."""
-    if not re.fullmatch(r"[\w.+=-]+", config.name) or not config.name.strip("."):
+    if not PLAIN_NAME.fullmatch(config.name) or not config.name.strip("."):
         yield f"name is {config.name!r}: it names a folder, so use letters, digits and . _ - + ="
     entries = [(f"data.datasets.{index}", entry.path, entry.name) for index, entry in enumerate(config.data.datasets)]
     entries += [

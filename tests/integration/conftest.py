@@ -134,6 +134,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def site(cluster: Cluster, megamem: Megamem, config_file: Path, tmp_path: Path) -> Iterator[Site]:
-    site = Site(cluster, megamem, config_file, tmp_path)
+    # A name in which bash and sbatch would each find something.
+    folder = tmp_path / 'it\'s the "site" #1, $HOME'
+    folder.mkdir()
+    site = Site(cluster, megamem, config_file, folder)
     yield site
     cluster.end_all_jobs()

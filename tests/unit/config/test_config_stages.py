@@ -161,6 +161,10 @@ def test_what_is_shown_loads_again(three: Path, tmp_path: Path) -> None:
         ("num_steps: 5", "num_steps: 5\n    num_tokens: 7", "three.yaml:13: stage third needs either num_steps or num_tokens"),
         ("    num_steps: 5\n", "", "stage third needs either num_steps or num_tokens"),
         ("name: third", "name: first", "a stage is called 'first'"),
+        # It stands in a comment and a directive of a batch script.
+        ("name: third", 'name: "base\\ntouch FILE; echo"', r"a stage is called 'base\ntouch FILE; echo'"),
+        ("name: third", "name: two words", "of letters, digits and _ - + ="),
+        ("name: third", "name: -third", "not first a -"),
         ("num_steps: 5", "num_step: 5", "three.yaml:14: unknown key stages.2.num_step: did you mean num_steps"),
         ("{micro_batch_size: 2}", "{num_steps: 2}", "three.yaml:17: stages.2.train.num_steps: the length of a stage is"),
         ("{micro_batch_size: 2}", "{micro_batch: 2}", "three.yaml:17: unknown key train.micro_batch"),

@@ -50,7 +50,8 @@ trap stop USR1 TERM
 plan=$("${once[@]}" -m tools.job begin "$records" --nodes "$(nodes_of_job)" \
   --time-left "$(squeue -h -j "$SLURM_JOB_ID" -o %L)") || exit
 [[ -n $plan ]] || exit 0
-read -r attempt nodes stop_after_s _ <<<"$plan"
+read -r number nodes stop_after_s _ <<<"$plan"
+attempt=$records/attempts/$number
 if [[ $stop_after_s != never ]]; then
   # Saves were measured to take longer than Slurm's signal leaves.
   (sleep "$stop_after_s" && kill -USR1 $$) &

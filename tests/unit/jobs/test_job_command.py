@@ -59,9 +59,9 @@ def test_nodes_that_were_found_bad_are_told(tmp_path: Path, capsys: pytest.Captu
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_JOB_ID", "10")
         assert main(words) == 0
-    attempt, num_nodes, stop_after_s, nodes = capsys.readouterr().out.split()
+    number, num_nodes, stop_after_s, nodes = capsys.readouterr().out.split()
     assert (num_nodes, stop_after_s, nodes) == ("2", "never", "n1,n2")
     jobs.attempt_folders()[0].write_bad_nodes({"n2": "no GPU"})
-    words = ["end", str(jobs.path), attempt, "--exit-code", "1", "--state", "RUNNING", "--nodes", "n1,n2"]
-    assert main(words) == 0
+    words = ["end", str(jobs.path), str(jobs.attempts / number), "--exit-code", "1", "--state", "RUNNING"]
+    assert main([*words, "--nodes", "n1,n2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "resubmit 0 n2 none"
