@@ -9,14 +9,49 @@ from dataclasses import dataclass, replace
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages, stage_called
 from pretrain.config.validate import validate
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, UserError
 from pretrain.history import now
 from slurm.lead import last_step, lead_seconds
 from slurm.policy import Action, Attempt, Cause, Decision, Ended, cause_of, decide
 from slurm.profile import ClusterConfig, load_profile
 from slurm.records import AttemptFolder, JobsFolder, Submission
 
-_CANCELLED_STATES = ("CANCELLED",)
+_CANCELLED = "CANCELLED"
+# State of a job whose script still runs, but not for long.
+_BEING_ENDED = "COMPLETING"
+_TIMED_OUT = "TimeLimit"
+
+
+@dataclass(frozen=True)
+class JobNow:
+    """A job as Slurm sees it while its script decides; empty and None where it did not answer.
+
+    Attributes:
+        state: RUNNING, COMPLETING, ...
+        reason: what ended it, where Slurm says so.
+        restarts: how often it has been requeued, by now.
+    """
+
+    state: str = ""
+    reason: str = ""
+    restarts: int | None = None
+
+    @classmethod
+    def read(cls, text: str) -> JobNow:
+        """From the columns of squeue."""
+        words = text.split()
+        if len(words) != 3 or not words[2].isdecimal():
+            return cls()
+        return cls(words[0], words[1], int(words[2]))
+
+    def is_started_again_by_slurm(self, attempt: Attempt) -> bool:
+        """Whether it is queued already: a node died, it was preempted, or somebody requeued it."""
+        return self.restarts is not None and self.restarts > attempt.restart
+
+    def was_cancelled(self, attempt: Attempt) -> bool:
+        """Whether somebody has ended it. Slurm itself says why, or counts a restart."""
+        ends = self.state == _BEING_ENDED and not self.is_started_again_by_slurm(attempt)
+        return self.state == _CANCELLED or (ends and self.reason != _TIMED_OUT)
 
 
 @dataclass(frozen=True)
@@ -126,7 +161,7 @@ def _conclude_lost(jobs: JobsFolder, submission: Submission, profile: ClusterCon
         return
     last = folders[-1]
     if last.ended() is None:
-        ended = how_it_ended(jobs, last, None, asked_to_stop=False, state="")
+        ended = how_it_ended(jobs, last, None, asked_to_stop=False, job=JobNow())
         conclude(jobs, last, ended, profile)
     decision = last.decision()
     if (
@@ -138,35 +173,48 @@ def _conclude_lost(jobs: JobsFolder, submission: Submission, profile: ClusterCon
 
 
 def conclude(jobs: JobsFolder, folder: AttemptFolder, ended: Ended, profile: ClusterConfig) -> Decision:
-    """Record how an attempt ended and what follows."""
+    """Record how an attempt ended and what follows.
+
+    Raises:
+        UserError: it cannot be recorded. Nobody could count the starts of such a run, so it is not started again.
+    """
     # The next attempt drops the rows of steps that were lost.
     step, heard_at = last_step(jobs.run.metrics)
     ended = replace(ended, last_step=step, heard_at=heard_at)
     decision = decide([*jobs.ended_attempts(ended.attempt.submission), ended], profile.retry)
-    folder.write_end(ended, decision)
+    try:
+        folder.write_end(ended, decision)
+    except OSError as error:
+        # A finished run is known by its own history.
+        if decision.action is not Action.DONE:
+            raise UserError(
+                f"attempt {folder.path.name} has ended ({ended.cause}: {ended.detail}), which cannot be recorded: "
+                f"{folder.path}: {error.strerror}. Make room there, and `megamem submit` goes on"
+            ) from error
     return decision
 
 
-def end(jobs: JobsFolder, folder: AttemptFolder, exit_code: int, *, asked_to_stop: bool, state: str) -> Decision:
+def end(jobs: JobsFolder, folder: AttemptFolder, exit_code: int, *, asked_to_stop: bool, job: JobNow) -> Decision:
     """What follows from the end of an attempt's ranks.
 
     Args:
         exit_code: of srun. The first rank that failed may have recorded another one, which counts.
         asked_to_stop: the batch script was told to stop, and told them.
-        state: of the job, by squeue.
+        job: as it is.
     """
-    ended = how_it_ended(jobs, folder, exit_code, asked_to_stop=asked_to_stop, state=state)
+    ended = how_it_ended(jobs, folder, exit_code, asked_to_stop=asked_to_stop, job=job)
     return conclude(jobs, folder, ended, load_profile(jobs.profile))
 
 
 def how_it_ended(
-    jobs: JobsFolder, folder: AttemptFolder, exit_code: int | None, *, asked_to_stop: bool, state: str
+    jobs: JobsFolder, folder: AttemptFolder, exit_code: int | None, *, asked_to_stop: bool, job: JobNow
 ) -> Ended:
     """The end of an attempt, from what it left behind; see `end`. Without an exit code the script was lost too."""
     attempt, saved = folder.attempt(), jobs.newest_saved_step()
     bad = folder.read_bad_nodes()
-    if jobs.cancelled.exists() or state in _CANCELLED_STATES:
-        return Ended(attempt, Cause.CANCELLED, saved, (), "by a person")
+    if jobs.cancelled.exists() or job.was_cancelled(attempt):
+        how = "`megamem cancel`" if jobs.cancelled.exists() else "scancel, or as Slurm cancels jobs"
+        return Ended(attempt, Cause.CANCELLED, saved, (), f"by {how}")
     if bad:
         return Ended(attempt, Cause.BAD_NODES, saved, tuple(sorted(bad)), _in_words(bad))
     failure = folder.first_failure()
@@ -203,10 +251,11 @@ def goes_on_in_place(
     Args:
         live_nodes: of the job, that answer.
     """
-    profile, ended = load_profile(jobs.profile), folder.ended()
-    assert ended is not None
+    profile = load_profile(jobs.profile)
     if not profile.elastic or asked_to_stop or decision.action is not Action.REQUEUE or decision.delay_s:
         return False
+    ended = folder.ended()
+    assert ended is not None
     if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES, Cause.NOT_STARTED):
         return False
     left = [node for node in live_nodes if node not in bad_nodes(jobs, ended.attempt.submission)]

@@ -147,7 +147,7 @@ def decide(attempts: Sequence[Ended], rules: RetryConfig) -> Decision:
     if last.cause is Cause.FINISHED:
         return Decision(Action.DONE, "all steps are done")
     if last.cause is Cause.CANCELLED:
-        return Decision(Action.STOP, "it was cancelled")
+        return Decision(Action.STOP, f"it was cancelled {last.detail}")
     if last.cause is Cause.MISTAKE:
         return Decision(Action.STOP, f"the next start would meet the same: {last.detail}")
     false_starts = list(takewhile(lambda ended: ended.cause in _FALSE_STARTS, reversed(attempts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from parallel.devices import hide_gpus
 from parallel.ranks import RankEnvironment, current_ranks
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.stop import StopRequest
-from slurm.job import begin, end, goes_on_in_place
+from slurm.job import JobNow, begin, end, goes_on_in_place
 from slurm.policy import Action, Decision
 from slurm.profile import ClusterConfig, load_profile
 from slurm.records import AttemptFolder, Failure, JobsFolder
@@ -23,20 +24,29 @@ from tools import cli
 from tools.words import ending
 
 _BAD_NODES_FOUND = 1
-# State of a job whose script still runs, but not for long.
-_SLURM_ENDS_IT = "COMPLETING"
 # Of rank 0's start, where no check says it: importing from a busy disk takes minutes.
 _START_TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of the script's questions. What it reads is the last line of stdout; people are told on stderr."""
+    """One of the script's questions. What it reads is the last line of stdout, which after an error is the reason; people
+    are told on stderr."""
     args = _parser().parse_args(argv)
     try:
         return int(args.func(JobsFolder.at(args.records), args))
     except UserError as error:
-        print(ending(error, error.exit_code), file=sys.stderr)
-        return error.exit_code
+        message, exit_code = ending(error, error.exit_code), error.exit_code
+    except OSError as error:
+        message, exit_code = ending(f"{error.filename or args.records}: {error.strerror}", 1), 1
+    _tell(message)
+    print(" ".join(message.split()))
+    return exit_code
+
+
+def _tell(message: str) -> None:
+    """On stderr, which is a file, and its disk may be full: then the script has to say it elsewhere."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     ending_.add_argument("attempt", type=Path)
     ending_.add_argument("--exit-code", type=int, required=True)
     ending_.add_argument("--asked-to-stop", action="store_true")
-    ending_.add_argument("--state", required=True)
+    ending_.add_argument("--standing", type=JobNow.read, required=True)
     ending_.add_argument("--nodes", required=True)
     add("queued", _queued).add_argument("job")
     return parser
@@ -68,7 +78,7 @@ def _begin(jobs: JobsFolder, args: argparse.Namespace) -> int:
     plan = begin(jobs, _names(args.nodes), args.time_left, os.environ)
     if plan is not None:
         attempt = plan.folder.attempt()
-        print(f"attempt {plan.folder.path.name} on {', '.join(attempt.nodes)}", file=sys.stderr)
+        _tell(f"attempt {plan.folder.path.name} on {', '.join(attempt.nodes)}")
         print(
             plan.folder.path.name, plan.num_nodes, "never" if plan.stop_after_s is None else plan.stop_after_s, end=" "
         )
@@ -79,11 +89,10 @@ def _begin(jobs: JobsFolder, args: argparse.Namespace) -> int:
 def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
     """Prints what to do, after how many seconds, without which nodes, and which job waits for the success of this one."""
     folder = AttemptFolder(args.attempt)
-    decision = end(jobs, folder, args.exit_code, asked_to_stop=args.asked_to_stop, state=args.state)
-    print(f"attempt {folder.path.name} has ended, {decision.action}: {decision.reason}", file=sys.stderr)
-    if decision.action is Action.REQUEUE and args.state == _SLURM_ENDS_IT:
-        # It is requeued already, or preempted; or it was cancelled, and a requeue would bring it back.
-        print("Slurm itself ends this job, and starts it again unless it was cancelled", file=sys.stderr)
+    decision = end(jobs, folder, args.exit_code, asked_to_stop=args.asked_to_stop, job=args.standing)
+    _tell(f"attempt {folder.path.name} has ended, {decision.action}: {decision.reason}")
+    if decision.action is Action.REQUEUE and args.standing.is_started_again_by_slurm(folder.attempt()):
+        _tell("Slurm itself starts this job again")
         print("leave")
     elif goes_on_in_place(jobs, folder, decision, _names(args.nodes), asked_to_stop=args.asked_to_stop):
         print("again")
@@ -123,13 +132,17 @@ def _rank(jobs: JobsFolder, args: argparse.Namespace) -> int:
     if not profile.gpus_per_node:
         hide_gpus()
     code = _check_and_train(jobs, folder, profile, rank, stop)
-    if code == StoppedEarly.exit_code:
-        if rank == 0:
-            with atomic_write(folder.stopped) as stream:
-                stream.write(json.dumps({"saved_step": jobs.newest_saved_step()}).encode())
-        return 0
-    if code and not folder.bad_nodes.exists():
-        folder.tell_failure(Failure(rank, os.environ.get("SLURMD_NODENAME", ""), code))
+    try:
+        if code == StoppedEarly.exit_code:
+            if rank == 0:
+                with atomic_write(folder.stopped) as stream:
+                    stream.write(json.dumps({"saved_step": jobs.newest_saved_step()}).encode())
+            return 0
+        if code and not folder.bad_nodes.exists():
+            folder.tell_failure(Failure(rank, os.environ.get("SLURMD_NODENAME", ""), code))
+    except OSError as error:
+        # The code alone has to tell.
+        _tell(f"{folder.path}: {error.strerror}")
     return code
 
 

@@ -22,6 +22,14 @@ set -u
 records=/shared/research/runs/mine/slurm
 export SLURM_EXPORT_ENV=ALL  # steps get what this script sets
 
+# The time limit, or preemption: the ranks finish their step, save, and end.
+asked='' ranks=none timer=''
+stop() {
+  asked=--asked-to-stop
+  [[ $ranks == none ]] || kill -USR1 "$ranks" 2>/dev/null
+}
+trap stop USR1 TERM
+
 # What the ranks' libraries read when they start.
 export OMP_NUM_THREADS=12  # cores of a rank
 unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  # ranks follow from Slurm's variables
@@ -36,19 +44,36 @@ python=(python3)
 in_container=(--container-image=/shared/research/images/megamem.sqsh '--container-mounts=/shared/research:/shared/research,/scratch:/scratch' --container-workdir="$PWD")
 once=(srun --overlap --nodes=1 --ntasks=1 "${in_container[@]}" "${python[@]}")
 
+# One lost answer of the controller must not lose the run. While it is away nobody else can have these nodes either, so it
+# is waited for; what it refuses for five minutes is given up. What it says is left in `answer`.
+insist() {
+  local tries=0
+  until answer=$("$@" 2>&1); do
+    answer="$(date -u +%FT%TZ) $*: $answer"
+    echo "$answer" >&2
+    tries=$((tries + 1))
+    scontrol ping 2>/dev/null | grep -q 'is UP' || tries=0
+    ((tries < 20)) || return 1
+    sleep 15
+  done
+  answer=$(tail -n 1 <<<"$answer")
+}
+give_up() {
+  echo "$answer" >"$attempt/refused.txt"
+  exit "$((code == 0 ? 1 : code))"
+}
+# The run's own disk may be full: then Slurm's record of the job is the place for the reason.
+say_in_slurm() {
+  local said=${2##*$'\n'}
+  insist scontrol update JobId="$SLURM_JOB_ID" Comment="${said:-no word of what follows}"
+  exit "$1"
+}
+
 nodes_of_job() { scontrol show hostnames | paste -sd,; }
 
-# The time limit, or preemption: the ranks finish their step, save, and end.
-asked='' ranks=none timer=''
-stop() {
-  asked=--asked-to-stop
-  [[ $ranks == none ]] || kill -USR1 "$ranks" 2>/dev/null
-}
-trap stop USR1 TERM
-
 # An attempt of its own, or the reason why there must be none.
-plan=$("${once[@]}" -m tools.job begin "$records" --nodes "$(nodes_of_job)" \
-  --time-left "$(squeue -h -j "$SLURM_JOB_ID" -o %L)") || exit
+insist squeue -h -j "$SLURM_JOB_ID" -o %L || answer=''
+plan=$("${once[@]}" -m tools.job begin "$records" --nodes "$(nodes_of_job)" --time-left "$answer") || say_in_slurm $? "$plan"
 [[ -n $plan ]] || exit 0
 read -r number nodes stop_after_s _ <<<"$plan"
 attempt=$records/attempts/$number
@@ -79,19 +104,22 @@ if [[ $ranks != none ]]; then
 fi
 [[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 
+# Its state now, why, and how often Slurm has requeued it.
+insist squeue -h -j "$SLURM_JOB_ID" -O State:40,Reason:60,RestartCnt:20 || answer=''
 verdict=$("${once[@]}" -m tools.job end "$records" "$attempt" --exit-code "$code" $asked \
-  --state "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" --nodes "$(nodes_of_job)") || exit
+  --standing "$answer" --nodes "$(nodes_of_job)") || say_in_slurm $? "$verdict"
 read -r action delay_s exclude next <<<"$verdict"
 case $action in
   done) exit 0 ;;
   again) exec bash "$records/job.sh" ;;
-  requeue) scontrol requeue "$SLURM_JOB_ID" ;;
+  requeue) insist scontrol requeue "$SLURM_JOB_ID" || give_up ;;
   resubmit)
     # Slurm changes neither start nor nodes of a job that runs.
     [[ $exclude != none ]] || exclude=''
-    job=$(sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$records/job.sh") || exit
+    insist sbatch --parsable --begin="now+$delay_s" ${exclude:+--exclude="$exclude"} "$records/job.sh" || give_up
+    job=${answer%%;*}
+    "${once[@]}" -m tools.job queued "$records" "$job"
     # The next stage's job waits for the success of this one, which from now on is that one's.
-    [[ $next == none ]] || scontrol update JobId="$next" Dependency="afterok:${job%%;*}" || exit
-    "${once[@]}" -m tools.job queued "$records" "${job%%;*}" ;;
+    [[ $next == none ]] || insist scontrol update JobId="$next" Dependency="afterok:$job" || give_up ;;
   *) exit "$((code == 0 ? 1 : code))" ;;
 esac

@@ -59,10 +59,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     first.log_of(0).touch()
     monkeypatch.setattr(JobsFolder, "newest_saved_step", lambda self: 5)
     clock(75)
-    end(jobs, first, 137, asked_to_stop=False, state="RUNNING")
+    end(jobs, first, 137, asked_to_stop=False, job=job.JobNow("RUNNING", "None", 0))
     second = start(85)
     clock(90)
-    end(jobs, second, 1, asked_to_stop=False, state="RUNNING")
+    end(jobs, second, 1, asked_to_stop=False, job=job.JobNow("RUNNING", "None", 0))
     start(100)
     write_event(run, Start(5, 0, at(110), "n1", 2))
     return run

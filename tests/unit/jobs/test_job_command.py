@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,17 @@ from tools.job import main
 
 
 @pytest.mark.parametrize(
-    ("min_nodes", "exit_code", "state", "verdict"),
+    ("min_nodes", "exit_code", "standing", "verdict"),
     [
-        (None, 0, "RUNNING", "done 0 none none"),
-        (None, 137, "RUNNING", "requeue 0 none none"),
-        # scontrol would bring a cancelled job back.
-        (None, 137, "COMPLETING", "leave"),
-        (None, 3, "COMPLETING", "stop 0 none none"),
-        (1, 137, "RUNNING", "again"),
-        (1, 137, "COMPLETING", "leave"),
+        (None, 0, "RUNNING None 0", "done 0 none none"),
+        (None, 137, "RUNNING None 0", "requeue 0 none none"),
+        # Slurm requeues it; somebody cancels it, and a requeue would bring it back; its time was up.
+        (None, 137, "COMPLETING None 1", "leave"),
+        (None, 137, "COMPLETING None 0", "stop 0 none none"),
+        (None, 137, "COMPLETING TimeLimit 0", "requeue 0 none none"),
+        (None, 3, "COMPLETING None 1", "stop 0 none none"),
+        (1, 137, "RUNNING None 0", "again"),
+        (1, 137, "COMPLETING None 1", "leave"),
     ],
 )
 def test_verdicts(
@@ -32,7 +36,7 @@ def test_verdicts(
     capsys: pytest.CaptureFixture[str],
     min_nodes: int | None,
     exit_code: int,
-    state: str,
+    standing: str,
     verdict: str,
 ) -> None:
     jobs = JobsFolder(RunFolder(tmp_path))
@@ -44,7 +48,7 @@ def test_verdicts(
     plan = begin(jobs, ("n1", "n2"), "1:00:00", {"SLURM_JOB_ID": "10"})
     assert plan is not None
     plan.folder.log_of(0).touch()
-    words = ["end", str(jobs.path), str(plan.folder.path), "--exit-code", str(exit_code), "--state", state]
+    words = ["end", str(jobs.path), str(plan.folder.path), "--exit-code", str(exit_code), "--standing", standing]
     assert main([*words, "--nodes", "n1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == verdict
 
@@ -62,6 +66,42 @@ def test_nodes_that_were_found_bad_are_told(tmp_path: Path, capsys: pytest.Captu
     number, num_nodes, stop_after_s, nodes = capsys.readouterr().out.split()
     assert (num_nodes, stop_after_s, nodes) == ("2", "never", "n1,n2")
     jobs.attempt_folders()[0].write_bad_nodes({"n2": "no GPU"})
-    words = ["end", str(jobs.path), str(jobs.attempts / number), "--exit-code", "1", "--state", "RUNNING"]
+    words = ["end", str(jobs.path), str(jobs.attempts / number), "--exit-code", "1", "--standing", "RUNNING None 0"]
     assert main([*words, "--nodes", "n1,n2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "resubmit 0 n2 none"
+
+
+def test_a_full_disk_leaves_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the script, which passes it on to Slurm; the job's log is on that disk too. No start is left uncounted."""
+    jobs = JobsFolder(RunFolder(tmp_path))
+    jobs.path.mkdir()
+    jobs.config.write_text(to_yaml(RunConfig()))
+    jobs.profile.write_text(to_yaml(ClusterConfig(ranks_per_node=1, shared_paths=("/",), runs_path="/runs")))
+    jobs.write_submission(Submission(1, "here", 1, 1, "abc", 100, "2026-01-01T00:00:00+00:00"))
+    plan = begin(jobs, ("n1",), "1:00:00", {"SLURM_JOB_ID": "10"})
+    assert plan is not None
+    plan.folder.log_of(0).touch()
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr("slurm.records.atomic_write", no_space)
+    words = ["end", str(jobs.path), str(plan.folder.path), "--standing", "RUNNING None 0", "--nodes", "n1"]
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", full)
+        code = main([*words, "--exit-code", "137"])
+    assert code == 1
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("megamem: error: attempt 0001 has ended (crashed: ")
+    assert "which cannot be recorded: " in said
+    assert "No space left on device. Make room there" in said
+    # What is done is done.
+    assert main([*words, "--exit-code", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "done 0 none none"
+    monkeypatch.setattr(jobs.__class__, "begin_attempt", no_space)
+    monkeypatch.setenv("SLURM_JOB_ID", "10")
+    jobs.path.joinpath("attempts").rename(jobs.path / "gone")
+    assert main(["begin", str(jobs.path), "--nodes", "n1", "--time-left", "UNLIMITED"]) == 1
+    assert capsys.readouterr().out == "megamem: error: somewhere: No space left on device\n"

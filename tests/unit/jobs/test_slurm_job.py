@@ -12,7 +12,7 @@ from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
-from slurm.job import begin, end, goes_on_in_place, seconds, usable_nodes
+from slurm.job import JobNow, begin, end, goes_on_in_place, seconds, usable_nodes
 from slurm.lead import lead_seconds
 from slurm.policy import Action, Cause
 from slurm.profile import ClusterConfig
@@ -20,6 +20,7 @@ from slurm.records import Failure, JobsFolder, Submission
 
 PROFILE = ClusterConfig(ranks_per_node=2, shared_paths=("/",), runs_path="/runs", lead_s=100)
 NODES = ("n1", "n2")
+RUNNING = JobNow("RUNNING", "None", 1)
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def start(jobs: JobsFolder, job: str = "10", left: str = "1:00:00"):  # type: ig
 def test_attempts_are_numbered_and_latest_is_the_newest(jobs: JobsFolder) -> None:
     first = start(jobs)
     assert (first.num_nodes, first.stop_after_s) == (2, None)
-    end(jobs, first.folder, 75, asked_to_stop=True, state="RUNNING")
+    end(jobs, first.folder, 75, asked_to_stop=True, job=RUNNING)
     second = start(jobs)
     assert [folder.path.name for folder in jobs.attempt_folders()] == ["0001", "0002"]
     assert jobs.latest.resolve() == second.folder.path.resolve()
@@ -77,21 +78,28 @@ def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> No
 
 
 @pytest.mark.parametrize(
-    ("failure", "srun", "state", "cause", "action"),
+    ("failure", "srun", "standing", "cause", "action"),
     [
-        (None, 0, "RUNNING", Cause.FINISHED, Action.DONE),
-        (Failure(3, "n2", 3), 137, "RUNNING", Cause.MISTAKE, Action.STOP),
-        (Failure(3, "n2", 1), 137, "RUNNING", Cause.CRASHED, Action.REQUEUE),
-        (Failure(3, "n2", 17), 17, "RUNNING", Cause.BAD_NODES, Action.REQUEUE),
-        (None, 1, "RUNNING", Cause.NOT_STARTED, Action.REQUEUE),
+        (None, 0, "RUNNING None 1", Cause.FINISHED, Action.DONE),
+        (Failure(3, "n2", 3), 137, "RUNNING None 1", Cause.MISTAKE, Action.STOP),
+        (Failure(3, "n2", 1), 137, "RUNNING None 1", Cause.CRASHED, Action.REQUEUE),
+        (Failure(3, "n2", 17), 17, "RUNNING None 1", Cause.BAD_NODES, Action.REQUEUE),
+        (None, 1, "RUNNING None 1", Cause.NOT_STARTED, Action.REQUEUE),
         # Of srun itself it is no word about the configuration.
-        (None, 2, "RUNNING", Cause.NOT_STARTED, Action.REQUEUE),
-        (None, 137, "RUNNING", Cause.CRASHED, Action.REQUEUE),
-        (None, 143, "CANCELLED", Cause.CANCELLED, Action.STOP),
+        (None, 2, "RUNNING None 1", Cause.NOT_STARTED, Action.REQUEUE),
+        (None, 137, "RUNNING None 1", Cause.CRASHED, Action.REQUEUE),
+        (None, 143, "CANCELLED None 1", Cause.CANCELLED, Action.STOP),
+        (None, 143, "COMPLETING None 1", Cause.CANCELLED, Action.STOP),
+        # Slurm itself starts it again: it was preempted, or lost a node.
+        (None, 143, "COMPLETING None 2", Cause.CRASHED, Action.REQUEUE),
+        # Its time was up, and the signal before that came too late.
+        (None, 143, "COMPLETING TimeLimit 1", Cause.CRASHED, Action.REQUEUE),
+        # squeue gave no answer.
+        (None, 143, "", Cause.CRASHED, Action.REQUEUE),
     ],
 )
 def test_how_an_attempt_ended(
-    jobs: JobsFolder, failure: Failure | None, srun: int, state: str, cause: Cause, action: Action
+    jobs: JobsFolder, failure: Failure | None, srun: int, standing: str, cause: Cause, action: Action
 ) -> None:
     folder = start(jobs).folder
     if failure is not None:
@@ -101,7 +109,7 @@ def test_how_an_attempt_ended(
         folder.log_of(3).write_text("step 5\nmegamem: error: no such data\nrank 3 ends\n")
     elif srun > 128:
         folder.log_of(0).touch()
-    decision = end(jobs, folder, srun, asked_to_stop=False, state=state)
+    decision = end(jobs, folder, srun, asked_to_stop=False, job=JobNow.read(standing))
     ended = folder.ended()
     assert ended is not None
     assert (ended.cause, decision.action) == (cause, action)
@@ -113,7 +121,7 @@ def test_how_an_attempt_ended(
 def test_ranks_of_which_one_began_have_crashed_and_nobody_knows_where(jobs: JobsFolder) -> None:
     folder = start(jobs).folder
     folder.log_of(0).touch()
-    end(jobs, folder, 17, asked_to_stop=False, state="RUNNING")
+    end(jobs, folder, 17, asked_to_stop=False, job=RUNNING)
     ended = folder.ended()
     assert ended is not None
     assert (ended.cause, ended.bad_nodes) == (Cause.CRASHED, ())
@@ -122,7 +130,7 @@ def test_ranks_of_which_one_began_have_crashed_and_nobody_knows_where(jobs: Jobs
 def test_nodes_that_were_found_bad_are_excluded(jobs: JobsFolder) -> None:
     folder = start(jobs).folder
     folder.write_bad_nodes({"n2": "its clock is +9.0 s off"})
-    decision = end(jobs, folder, 1, asked_to_stop=False, state="RUNNING")
+    decision = end(jobs, folder, 1, asked_to_stop=False, job=RUNNING)
     assert (decision.action, decision.exclude) == (Action.REQUEUE, ("n2",))
     assert "n2: its clock is +9.0 s off" in decision.reason
 
@@ -174,7 +182,7 @@ def test_an_elastic_run_goes_on_in_its_job(
     jobs.profile.write_text(to_yaml(replace(PROFILE, nodes=2, min_nodes=min_nodes)))
     folder = start(jobs).folder
     folder.log_of(0).touch()
-    decision = end(jobs, folder, cause_code, asked_to_stop=asked, state="RUNNING")
+    decision = end(jobs, folder, cause_code, asked_to_stop=asked, job=RUNNING)
     assert goes_on_in_place(jobs, folder, decision, live, asked_to_stop=asked) is expected
 
 
@@ -182,6 +190,6 @@ def test_a_node_that_was_found_bad_is_not_used_again(jobs: JobsFolder) -> None:
     jobs.profile.write_text(to_yaml(replace(PROFILE, nodes=2, min_nodes=1)))
     folder = start(jobs).folder
     folder.write_bad_nodes({"n1": "no GPU"})
-    decision = end(jobs, folder, 1, asked_to_stop=False, state="RUNNING")
+    decision = end(jobs, folder, 1, asked_to_stop=False, job=RUNNING)
     assert goes_on_in_place(jobs, folder, decision, NODES, asked_to_stop=False)
     assert start(jobs).folder.attempt().nodes == ("n2",)

@@ -159,7 +159,15 @@ def test_a_link_that_queues_itself_anew_tells_who_waits_for_it(
         monkey.undo()
         assert plan is not None
         plan.folder.write_bad_nodes({"n2": "no GPU"})
-        words = ["end", str(link.records.path), str(plan.folder.path), "--exit-code", "1", "--state", "RUNNING"]
+        words = [
+            "end",
+            str(link.records.path),
+            str(plan.folder.path),
+            "--exit-code",
+            "1",
+            "--standing",
+            "RUNNING None 0",
+        ]
         assert main([*words, "--nodes", "n1"]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"resubmit 0 n2 {waiting}"
 
