@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -25,10 +26,12 @@ class JobState:
     Attributes:
         state: PENDING, RUNNING, COMPLETING, ...
         reason: why it waits.
+        comment: what its script said there, for want of another place.
     """
 
     state: str
     reason: str
+    comment: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -80,7 +83,7 @@ def job_state(job: str) -> JobState | None:
         if _GONE in str(error):
             return None
         raise
-    return JobState(fields.get("JobState", "UNKNOWN"), fields.get("Reason", ""))
+    return JobState(fields.get("JobState", "UNKNOWN"), fields.get("Reason", ""), fields.get("Comment", ""))
 
 
 def job_fields(job: str) -> dict[str, str]:
@@ -89,8 +92,12 @@ def job_fields(job: str) -> dict[str, str]:
     Raises:
         SlurmError: there is no such job, or no answer.
     """
-    words = run_command("scontrol", "-o", "show", "job", job).split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
+    said = run_command("scontrol", "-o", "show", "job", job)
+    # The one field that may hold anything.
+    comment = re.search(r" Comment=(.*?)(?= StdErr=|$)", said)
+    rest = said if comment is None else said[: comment.start()] + said[comment.end() :]
+    fields = dict(word.split("=", 1) for word in rest.split() if "=" in word)
+    return fields if comment is None else {**fields, "Comment": comment[1].strip()}
 
 
 def host_names(node_list: str) -> tuple[str, ...]:

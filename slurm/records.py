@@ -186,6 +186,7 @@ class AttemptFolder:
         self.stopped = path / "stopped.json"
         self.bad_nodes = path / "bad_nodes.json"
         self.rendezvous = path / "rendezvous.json"
+        self._refused = path / "refused.txt"
 
     def attempt(self) -> Attempt:
         """What it began with.
@@ -236,16 +237,20 @@ class AttemptFolder:
         }
         _write(self.end, record)
 
+    def refused(self) -> str:
+        """What Slurm refused when the run was to be started again, with its reason; empty if it did not."""
+        return self._refused.read_text(encoding="utf-8", errors="replace").strip() if self._refused.exists() else ""
+
     def tell_failure(self, failure: Failure) -> None:
         """Record how a rank failed, unless another one was first."""
         temporary = self.path / f".failure.{uuid.uuid4().hex}"
-        temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         try:
+            temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
             os.link(temporary, self.failure)
         except FileExistsError:
             pass
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
 
     def first_failure(self) -> Failure | None:
         """How the first rank that failed did so; None if none said so."""

@@ -2,24 +2,80 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
 
 from pretrain.errors import UserError
 from pretrain.folder import RunFolder
-from slurm.commands import is_there, job_state
+from pretrain.history import Start, read_history
+from slurm.commands import JobState, is_there, job_state
 from slurm.policy import Action
 from slurm.records import AttemptFolder, JobsFolder, submitted_last
+
+# So begins what a job's script leaves in Slurm's comment.
+_OURS = "megamem: "
+
+
+class Phase(StrEnum):
+    """What the jobs of a run do."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    """A job runs, and its ranks have not come to train yet."""
+    RUNNING = "running"
+    """A job runs whose ranks have begun to train, or that Slurm is ending."""
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+    """Ended, by a person."""
+    UNKNOWN = "unknown"
+    """Slurm cannot be asked."""
 
 
 @dataclass(frozen=True)
 class JobsStanding:
     """Attributes:
-    waits: a job of the run is queued, or being started.
+    phase: of the jobs of the last submission.
     detail: jobs, state, attempts and the last decision, in words.
     """
 
-    waits: bool
+    phase: Phase
     detail: str
+
+
+@dataclass(frozen=True)
+class _Link:
+    """The newest job of a run, or of one of its stages.
+
+    Attributes:
+        state: None if Slurm does not know it any more.
+        answered: Slurm could be asked.
+    """
+
+    jobs: JobsFolder
+    state: JobState | None
+    answered: bool
+
+    @property
+    def waits(self) -> bool:
+        return self.state is not None and self.state.state in ("PENDING", "CONFIGURING", "REQUEUED")
+
+    @property
+    def is_over(self) -> bool:
+        return self.answered and (self.state is None or self.state.is_over)
+
+    def __str__(self) -> str:
+        return f"job {self.jobs.job_ids()[-1]}{_of_stage(self.jobs)} {self._state_in_words()}".rstrip()
+
+    def _state_in_words(self) -> str:
+        if not self.answered:
+            return "(Slurm does not answer)" if is_there() else ""
+        if self.state is None:
+            return "is over"
+        word = self.state.state.lower()
+        return f"{word} ({self.state.reason})" if self.waits else word
 
 
 def jobs_standing(folder: RunFolder) -> JobsStanding | None:
@@ -28,26 +84,79 @@ def jobs_standing(folder: RunFolder) -> JobsStanding | None:
     Raises:
         ConfigError: a record is damaged.
     """
-    links = [jobs for jobs in submitted_last(folder) if jobs.job_ids()]
+    links = [_ask(jobs) for jobs in submitted_last(folder) if jobs.job_ids()]
     if not links:
         return None
-    asked = [_asked(jobs.job_ids()[-1]) for jobs in links]
-    words = [_job_in_words(jobs, state) for jobs, (state, _) in zip(links, asked, strict=True)]
-    runs = any(state == "running" for state, _ in asked)
-    waits = not runs and any(waits for _, waits in asked)
-    begun = [(jobs, last) for jobs in links if (last := _last_attempt(jobs)) is not None]
-    if begun:
-        # The links of a chain come one after the other.
-        jobs, last = begun[-1]
-        words.append(f"attempt {int(last.path.name)}" + _of_stage(jobs))
-        if (decision := last.decision()) is not None and not waits and not runs:
-            ended = decision.action is Action.STOP
-            words.append(f"{'not started again' if ended else decision.action.value}: {decision.reason}")
-    return JobsStanding(waits, ", ".join(words))
+    begun = [(link, last) for link in links if (last := _last_attempt(link.jobs)) is not None]
+    # The links of a chain come one after the other.
+    link, last = begun[-1] if begun else (links[0], None)
+    phase = _phase(folder, links, last)
+    words = [str(each) for each in links]
+    if last is not None:
+        words.append(f"attempt {int(last.path.name)}" + _of_stage(link.jobs))
+    if phase not in (Phase.QUEUED, Phase.STARTING, Phase.RUNNING):
+        words += _what_followed(link, last, is_last=link is links[-1])
+    return JobsStanding(phase, ", ".join(words))
 
 
-def _job_in_words(jobs: JobsFolder, state: str) -> str:
-    return f"job {jobs.job_ids()[-1]}{_of_stage(jobs)} {state}".rstrip()
+def _phase(folder: RunFolder, links: Sequence[_Link], last: AttemptFolder | None) -> Phase:
+    """What the jobs do together.
+
+    Args:
+        last: attempt of the links.
+    """
+    running = [link for link in links if link.answered and not link.waits and not link.is_over]
+    if running:
+        ends = running[0].state is not None and running[0].state.state == "COMPLETING"
+        if last is None or last.attempt().job not in running[0].jobs.job_ids():
+            # It has no attempt yet; the last one is of the stage before it.
+            return Phase.RUNNING if ends else Phase.STARTING
+        if (decision := last.decision()) is not None:
+            starts_again = Phase.QUEUED if ends else Phase.STARTING
+            return starts_again if decision.action is Action.REQUEUE else Phase.ENDED
+        if ends:
+            return Phase.RUNNING
+        began = datetime.fromisoformat(last.attempt().at)
+        starts = [event for event in read_history(folder) if isinstance(event, Start)]
+        return Phase.RUNNING if starts and datetime.fromisoformat(starts[-1].at) >= began else Phase.STARTING
+    if any(link.waits for link in links):
+        return Phase.QUEUED
+    if any(link.state is not None and link.state.state.startswith("CANCELLED") for link in links) or any(
+        link.jobs.cancelled.exists() for link in links
+    ):
+        return Phase.CANCELLED
+    return Phase.ENDED if all(link.answered for link in links) else Phase.UNKNOWN
+
+
+def _what_followed(link: _Link, last: AttemptFolder | None, *, is_last: bool) -> list[str]:
+    """The last decision, and what came of it.
+
+    Args:
+        is_last: no job of another stage was to follow.
+    """
+    said = "" if link.state is None else link.state.comment
+    words = [said] if said.startswith(_OURS) else []
+    decision = None if last is None else last.decision()
+    if decision is None:
+        return words
+    assert last is not None
+    if decision.action is Action.STOP:
+        return [f"not started again: {decision.reason}", *words]
+    if decision.action is Action.DONE and is_last:
+        return [f"done: {decision.reason}"]
+    if not link.is_over:
+        return [f"{decision.action}: {decision.reason}"]
+    refused = f" ({refused})" if (refused := last.refused()) else ""
+    which = (
+        f"the stage after {_of_stage(link.jobs)[len(' of stage ') :]}" if decision.action is Action.DONE else "the run"
+    )
+    return [decision.reason, *words, f"{which} is not started again{refused}: `{_again(link.jobs)}` goes on"]
+
+
+def _again(jobs: JobsFolder) -> str:
+    """The command that goes on with a run."""
+    command = ["megamem", "submit", str(jobs.config), "--cluster", str(jobs.profile), "--run-dir", str(jobs.run.path)]
+    return shlex.join([*command, *(["--chain"] if jobs.link is not None else [])])
 
 
 def _of_stage(jobs: JobsFolder) -> str:
@@ -64,15 +173,10 @@ def _last_attempt(jobs: JobsFolder) -> AttemptFolder | None:
     )
 
 
-def _asked(job: str) -> tuple[str, bool]:
-    """A job's state in words, and whether it waits."""
-    if not is_there():
-        return "", False
-    try:
-        state = job_state(job)
-    except UserError:
-        return "(Slurm does not answer)", False
-    if state is None:
-        return "is over", False
-    waits = state.state in ("PENDING", "CONFIGURING", "REQUEUED")
-    return f"{state.state.lower()} ({state.reason})" if waits else state.state.lower(), waits
+def _ask(jobs: JobsFolder) -> _Link:
+    if is_there():
+        try:
+            return _Link(jobs, job_state(jobs.job_ids()[-1]), answered=True)
+        except UserError:
+            pass
+    return _Link(jobs, None, answered=False)

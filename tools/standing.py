@@ -13,8 +13,22 @@ from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.history import End, Start, read_history
 from pretrain.owner import LAPSE_S, Presence, look
+from slurm.standing import JobsStanding, Phase
 
-State: TypeAlias = Literal["running", "silent", "queued", "finished", "stopped", "failed", "killed", "unknown"]
+State: TypeAlias = Literal[
+    "running",
+    "silent",
+    "queued",
+    "starting",
+    "ending",
+    "finished",
+    "stopped",
+    "cancelled",
+    "failed",
+    "killed",
+    "unknown",
+]
+_ALIVE = ("running", "silent")
 
 
 @dataclass(frozen=True)
@@ -23,17 +37,44 @@ class Standing:
 
     Attributes:
         state: running; silent: its owner is on another machine and has not beaten for a minute; queued: its Slurm job
-            waits; finished: all steps are done; stopped: as it was asked to, with a checkpoint; failed: it ended with an
-            error; killed: its process is gone and never said that it ended; unknown: from before ends were recorded.
+            waits; starting: its job runs, and its ranks do not train yet; ending: they do no longer; finished: all steps
+            are done; stopped: as it was asked to, with a checkpoint; cancelled: its job was, and saved nothing for it;
+            failed: it ended with an error; killed: its process is gone and never said that it ended; unknown: from
+            before ends were recorded.
         detail: who and since when, in words; empty where there is nothing to say.
+        seen: its process was looked for, or it said itself that it has ended.
     """
 
     state: State
     detail: str = ""
+    seen: bool = True
 
-    def with_jobs(self, detail: str, *, waits: bool) -> Standing:
-        """The same of a run that was submitted to Slurm, whose jobs are told of too."""
-        return Standing("queued" if waits else self.state, ", ".join(filter(None, (self.detail, detail))))
+    def with_jobs(self, jobs: JobsStanding, step: int) -> Standing:
+        """The same of a run that was submitted to Slurm, whose jobs are told of too.
+
+        Args:
+            step: the last one in its metrics.
+        """
+        own = "before its first step" if self.state == "unknown" and not step else self.detail
+        return Standing(self._state_with(jobs.phase, step), ", ".join(filter(None, (own, jobs.detail))))
+
+    def _state_with(self, phase: Phase, step: int) -> State:
+        is_over = phase in (Phase.ENDED, Phase.CANCELLED)
+        if self.state in _ALIVE and (self.seen or not is_over):
+            return self.state
+        if phase is Phase.QUEUED:
+            return "queued"
+        if phase is Phase.STARTING:
+            return "starting"
+        if self.state in ("finished", "stopped"):
+            return self.state
+        if phase is Phase.RUNNING:
+            return "ending"
+        if phase is Phase.CANCELLED:
+            return "cancelled"
+        if self.state in _ALIVE:
+            return "killed"
+        return "failed" if self.state == "unknown" and not step and phase is Phase.ENDED else self.state
 
     def __str__(self) -> str:
         return f"{self.state} ({self.detail})" if self.detail else self.state
@@ -50,9 +91,9 @@ def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing
     presence = look(folder)
     if presence is not None and not presence.ended:
         return _claimed(presence)
-    if num_steps is not None and step >= num_steps:
-        return Standing("finished")
     events = [event for event in read_history(folder) if isinstance(event, Start | End)]
+    if num_steps is not None and step >= num_steps and (not events or isinstance(events[-1], End)):
+        return Standing("finished")
     if not events:
         return Standing("unknown", "how it ended was not recorded")
     last = events[-1]
@@ -62,10 +103,12 @@ def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing
 def _claimed(presence: Presence) -> Standing:
     """Of a run whose owner did not say that it has ended."""
     who = "somebody" if presence.claim is None else _owner_in_words(presence)
+    # Of a Slurm job, Slurm knows better than a claim that was made elsewhere.
+    seen = presence.alive is not None or presence.claim is None or not presence.claim.job
     if presence.alive or (presence.alive is None and presence.beat_age_s < LAPSE_S):
-        return Standing("running", who)
+        return Standing("running", who, seen)
     if presence.alive is None:
-        return Standing("silent", f"{who}, no beat for {duration(presence.beat_age_s)}")
+        return Standing("silent", f"{who}, no beat for {duration(presence.beat_age_s)}", seen)
     return Standing("killed", who)
 
 

@@ -32,10 +32,11 @@ examples:
   megamem status runs/mine --attempts
 
 A folder that is no run stands for all runs below it. States: running; silent (its owner is on another machine and has
-not beaten for a minute); queued (its Slurm job waits); finished; stopped (as it was asked to, with a checkpoint);
-failed (with an error); killed (the process is gone and did not say that it ended); unknown (a run of an older version).
-Of a run that was submitted, its job and what follows from its last attempt are shown too. Nothing is written. Of the
-metrics only the last 2 MiB are read: an evaluation from before them is not shown.
+not beaten for a minute); queued (its Slurm job waits); starting (it runs, its ranks do not yet train); ending (they do
+no longer); finished; stopped (as it was asked to, with a checkpoint); cancelled; failed (with an error); killed (the
+process is gone and did not say that it ended); unknown (a run of an older version). Of a run that was submitted, its
+job and what follows from its last attempt are shown too. Nothing is written. Of the metrics only the last 2 MiB are
+read: an evaluation from before them is not shown.
 """
 
 TAIL_BYTES = 2 << 20
@@ -155,7 +156,7 @@ def line_of(path: Path) -> Line:
     last = step.get("step", 0)
     standing = standing_of(folder, last, num_steps)
     if (jobs := jobs_standing(folder)) is not None:
-        standing = standing.with_jobs(jobs.detail, waits=jobs.waits)
+        standing = standing.with_jobs(jobs, last)
     return Line(
         run=str(path),
         name=name,

@@ -118,7 +118,8 @@ def test_how_a_run_ended_is_told_by_its_history(
         write_event(folder, event)
     assert standing_of(folder, 3, 5).state == state
     assert standing_of(folder, 3, None).state == state
-    assert standing_of(folder, 5, 5).state == "finished"
+    # The last step may have been taken, and not saved.
+    assert standing_of(folder, 5, 5).state == ("failed" if state == "failed" else "finished")
 
 
 def test_a_history_survives_a_line_that_was_cut_off(make: Callable[..., RunFolder]) -> None:
