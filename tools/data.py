@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ _INPUTS_HELP = (
 
 _VALIDATION_FRACTION = 0.01
 _FIELD = "text"
+_FEW_DOCUMENTS = 10
 _PREPARE_EPILOG = """\
 examples:
   megamem data prepare python-stdlib --output data/stdlib --validation-fraction 0.05
@@ -144,8 +146,8 @@ def _add_prepare(commands: Any) -> None:
         type=float,
         default=_VALIDATION_FRACTION,
         metavar="F",
-        help="share of the documents to hold out, or of the text if it is a single one; 0 holds out nothing (default: "
-        "0.01)",
+        help="share of the text to hold out, in whole documents where they are not too long; 0 holds out nothing "
+        "(default: 0.01)",
     )
     parser.add_argument(
         "--validation",
@@ -264,7 +266,32 @@ def run_prepare(args: argparse.Namespace) -> int:
         num_bytes = sum(split.num_bytes for split in result.dataset.manifest.splits.values())
         print(f"Prepared {args.output} in {seconds:.1f} s: {num_bytes / 1e6 / seconds:.2f} MB of text per second.")
     print(_summary(result.dataset))
+    if (warning := _held_out_warning(result.dataset)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _held_out_warning(dataset: PreparedDataset) -> str | None:
+    """What to know of documents that were drawn to be held out, if few decide or their share is not that asked for."""
+    from pretrain.data.hold_out import HoldOut
+    from pretrain.data.indexed_files import longest_document
+
+    manifest, drawn = dataset.manifest, HoldOut(fraction=dataset.manifest.sources["validation_fraction"])
+    held_out = manifest.splits["validation"]
+    if manifest.sources.get("validation_inputs") or not held_out.num_documents:
+        return None
+    share = held_out.num_bytes / sum(split.num_bytes for split in manifest.splits.values())
+    longest = longest_document(Path(f"{dataset.prefix('validation')}.idx"))
+    is_of_few = held_out.num_documents < _FEW_DOCUMENTS or longest > held_out.num_tokens / 2
+    if drawn.is_about(share) and not is_of_few:
+        return None
+    asked = "" if drawn.is_about(share) else f", where {drawn.fraction:.3g} was asked for"
+    one = " (one is more than half of it)" if held_out.num_documents > 1 and longest > held_out.num_tokens / 2 else ""
+    return (
+        f"{plural(held_out.num_documents, 'document')} of {held_out.num_bytes:,} bytes{one}, {share:.3g} of the text{asked}, "
+        "decide every validation loss. --cut-documents N makes documents of long texts, and --validation INPUT names what "
+        "is held out."
+    )
 
 
 def _as_text(args: argparse.Namespace) -> bool:

@@ -194,6 +194,19 @@ def read_written(prefix: Path, dtype: type[np.integer[Any]]) -> Iterator[Documen
         start += int(num_tokens)
 
 
+def text_bytes(prefix: Path) -> NDArray[Any]:
+    """Bytes of text [documents] that an `IndexedWriter` has added there, without its index."""
+    return _per_document(prefix.with_name(prefix.name + ".lengths"))["text_bytes"]
+
+
+def longest_document(index: Path) -> int:
+    """Tokens of the longest document of an index; 0 if it has none."""
+    start = len(IDX_MAGIC) + _HEADER.size
+    with index.open("rb") as stream:
+        _, _, number, _ = _HEADER.unpack(stream.read(start)[len(IDX_MAGIC) :])
+    return int(np.fromfile(index, "<i4", number, offset=start).max(initial=0))
+
+
 def read_prompts(file: Path) -> NDArray[Any]:
     """[documents] of records with `tokens` and `text_bytes`, mapped from disk."""
     return np.memmap(file, _PROMPT, mode="r") if file.stat().st_size else np.empty(0, _PROMPT)

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import platform
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from parallel.atomic_write import atomic_write
-from pretrain.data.boundaries import boundary_near
+from pretrain.data.boundaries import boundary_near, cut
 from pretrain.data.files import SourceFile, list_files
-from pretrain.data.indexed_files import Document, IndexedWriter, Written, read_written
+from pretrain.data.hold_out import HoldOut, divide
+from pretrain.data.indexed_files import Document, IndexedWriter, Written, read_written, text_bytes
 from pretrain.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -69,45 +69,6 @@ class PreparationResult:
     was_already_there: bool
 
 
-@dataclass(frozen=True)
-class HoldOut:
-    """Which documents are held out.
-
-    Attributes:
-        inputs: files and directories whose documents are, all of them, and no others; empty: some of the others'.
-        fraction: expected share of those; 0: none.
-        seed: decides which.
-    """
-
-    inputs: tuple[str, ...] = ()
-    fraction: float = 0.01
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.fraction < 1.0:
-            raise DataError(
-                f"A validation fraction of {self.fraction} is impossible: give one from 0 (no validation) to less than "
-                "1, such as 0.01."
-            )
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether documents are drawn from among the others."""
-        return not self.inputs and self.fraction > 0
-
-    def takes(self, document_index: int, input_index: int, num_inputs: int) -> bool:
-        """Whether a document is held out, given its number, and the number of its input among those of both kinds."""
-        if self.inputs:
-            return input_index >= num_inputs
-        return held_out_score(self.seed, document_index) < self.fraction
-
-
-def held_out_score(seed: int, document_index: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments; documents with the lowest scores are held out."""
-    digest = hashlib.blake2b(struct.pack("<qq", seed, document_index), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2.0**53
-
-
 def prepare(
     inputs: Sequence[str],
     output: str | Path,
@@ -133,8 +94,7 @@ def prepare(
         as_text: every file is text, whatever its name says.
         pair: JSON fields of a prompt and its answer instead: each pair is a document, of which the answer and its end are
             scored, and the prompt is not.
-        validation_fraction: expected share of the documents held out; at least one document is, and at least one is
-            not; of a single document, the end is. 0: no validation.
+        validation_fraction: share of the text held out, see `pretrain.data.hold_out`. 0: no validation.
         validation_inputs: hold out the documents of these instead, and none of the others.
         seed: decides which documents are held out.
         cut_documents: longer documents are cut into parts of at most so many characters, each a document; None: none.
@@ -322,7 +282,7 @@ class _Job:
                     noted_at = time.monotonic()
             check_inputs_yielded(self.inputs, progress.num_documents_per_input)
             if self.hold_out.is_drawn:
-                writers = self._fill_both(writers, stack, staging)
+                writers = self._mend_shares(writers, stack, staging)
             for writer in writers.values():
                 writer.finish()
         splits = {split: _split_info(staging, split, writer.written) for split, writer in writers.items()}
@@ -365,45 +325,56 @@ class _Job:
                 "Mend its tokenizer.json."
             )
 
-    def _fill_both(
+    def _mend_shares(
         self, writers: dict[str, IndexedWriter], stack: ExitStack, staging: Path
     ) -> dict[str, IndexedWriter]:
-        """Give a split that has stayed empty the document nearest to it, or the end of the only one."""
-        for full, empty, nearest in ((TRAIN, VALIDATION, min), (VALIDATION, TRAIN, max)):
-            if writers[empty].written.num_documents:
-                continue
-            # What follows does not go on from a note.
-            (staging / PROGRESS_FILE).unlink(missing_ok=True)
-            number, old = writers[full].written.num_documents, writers[full].prefix.with_name("old")
-            for writer in writers.values():
-                writer.close()
-            endings = (".bin", ".lengths", *([".prompts"] if self.tokenizing.pair is not None else []))
+        """Divide the documents anew where those drawn are not about as much of the text as was asked for."""
+        train, held_out = (writers[split].written for split in SPLITS)
+        number = train.num_documents + held_out.num_documents
+        share = held_out.num_bytes / (train.num_bytes + held_out.num_bytes)
+        if train.num_documents and held_out.num_documents and self.hold_out.is_about(share):
+            return writers
+        # What follows does not go on from a note.
+        (staging / PROGRESS_FILE).unlink(missing_ok=True)
+        endings = (".bin", ".lengths", *([".prompts"] if self.tokenizing.pair is not None else []))
+        drawn = {}
+        for split, writer in writers.items():
+            writer.close()
+            prefix = staging / f"drawn-{split}"
             for ending in endings:
-                writers[full].file(ending).rename(old.with_name(f"old{ending}"))
-            # All documents are here, so that their places are their numbers. Of a single one, the second part is moved.
-            documents = self._cut_the_only_one() if number == 1 else read_written(old, self.tokenizer.token_dtype)
-            moved = nearest(range(number), key=lambda index: held_out_score(self.hold_out.seed, index))
-            moved = int(empty == VALIDATION) if number == 1 else moved
-            writers = {split: stack.enter_context(self._writer(writer.prefix)) for split, writer in writers.items()}
-            for index, document in enumerate(documents):
-                writers[empty if index == moved else full].add(*document)
+                writer.file(ending).rename(prefix.with_name(prefix.name + ending))
+            drawn[split] = prefix
+        was_held_out = [self.hold_out.takes(index, 0, 1) for index in range(number)]
+        sizes = {split: iter(text_bytes(prefix)) for split, prefix in drawn.items()}
+        division = divide(
+            self.hold_out,
+            [int(next(sizes[VALIDATION if held else TRAIN])) for held in was_held_out],
+            can_cut=self.tokenizing.pair is None,
+        )
+        documents = {split: read_written(prefix, self.tokenizer.token_dtype) for split, prefix in drawn.items()}
+        writers = {split: stack.enter_context(self._writer(writer.prefix)) for split, writer in writers.items()}
+        for index, held in enumerate(was_held_out):
+            document = next(documents[VALIDATION if held else TRAIN])
+            if index == division.cut:
+                for split, part in zip(SPLITS, self._cut(index, division.cut_share), strict=True):
+                    writers[split].add(*part)
+            else:
+                writers[VALIDATION if index in division.held_out else TRAIN].add(*document)
+        for prefix in drawn.values():
             for ending in endings:
-                old.with_name(f"old{ending}").unlink()
-            break
+                prefix.with_name(prefix.name + ending).unlink()
         return writers
 
-    def _cut_the_only_one(self) -> Iterator[Document]:
-        if self.tokenizing.pair is not None:
-            raise DataError(
-                "There is only one prompt with an answer, and training and validation need one each: add some, or leave "
-                "validation out with --validation-fraction 0."
-            )
-        skipping = BadDocumentLog(self.left_out.limit)
-        (text,) = read_documents(
+    def _cut(self, index: int, share: float) -> Iterator[Document]:
+        """The beginning of a document and its end, which has a share of it."""
+        skipping, most = BadDocumentLog(self.left_out.limit), self.tokenizing.cut_documents
+        texts = read_documents(
             self.inputs, field_name=self.tokenizing.field_name, as_text=self.as_text, bad_documents=skipping
         )
+        documents = (part for text in texts for part in (cut(text, most) if most else [text]))
+        text = next(itertools.islice(documents, index, None))
         try:
-            end = boundary_near(text, round(len(text) * (1 - self.hold_out.fraction)))
+            end = boundary_near(text, round(len(text) * (1 - share)))
         except ValueError as error:
             raise DataError(
                 "There is only one document, of one character, and training and validation need one each: add "

@@ -1,0 +1,117 @@
+"""Division of documents into those to train on and those held out.
+
+Each document is drawn by a hash of its number, so that nothing has to be known of the others, and the share of the
+documents is about that of the text where they are many. Where those drawn are less than half or more than twice as much
+of the text as was asked for, as a few documents or a very long one can be, all are divided anew by their bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pretrain.errors import DataError
+
+_MOST_WHOLE = 0.1
+"""Share of the text: a document that is more is not held out whole for want of a smaller one."""
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Which documents are held out.
+
+    Attributes:
+        inputs: files and directories whose documents are, all of them, and no others; empty: some of the others'.
+        fraction: share of their text; 0: none.
+        seed: decides which.
+    """
+
+    inputs: tuple[str, ...] = ()
+    fraction: float = 0.01
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.fraction < 1.0:
+            raise DataError(
+                f"A validation fraction of {self.fraction} is impossible: give one from 0 (no validation) to less than "
+                "1, such as 0.01."
+            )
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether documents are drawn from among the others."""
+        return not self.inputs and self.fraction > 0
+
+    def takes(self, document_index: int, input_index: int, num_inputs: int) -> bool:
+        """Whether a document is held out, given its number, and the number of its input among those of both kinds."""
+        if self.inputs:
+            return input_index >= num_inputs
+        return held_out_score(self.seed, document_index) < self.fraction
+
+    def is_about(self, share: float) -> bool:
+        """Whether a share of the text is about that asked for: half to twice, and of what is left at least half."""
+        return self.fraction / 2 <= share <= 2 * self.fraction and 1 - share >= (1 - self.fraction) / 2
+
+
+@dataclass(frozen=True)
+class Division:
+    """Documents by their number.
+
+    Attributes:
+        held_out: whole.
+        cut: the one of which the end is held out; None: none is.
+        cut_share: that of its end.
+    """
+
+    held_out: frozenset[int]
+    cut: int | None = None
+    cut_share: float = 0.0
+
+
+def held_out_score(seed: int, document_index: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments; documents with the lowest scores are held out."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, document_index), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2.0**53
+
+
+def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Division:
+    """The documents to hold out by their bytes of text. At least one is, or the end of one, and one is left.
+
+    In the order of scores each one but the longest is held out that brings their bytes nearer to the share asked for. If
+    that is less than half of it, because the others are long, the shortest of those follows; or, where it is more than a tenth of the
+    text, the end of the one with the lowest score.
+
+    Args:
+        sizes: bytes of each document's text.
+        can_cut: a document may be cut.
+
+    Raises:
+        DataError: there is only one, which cannot be cut.
+    """
+    total = sum(sizes)
+    wanted = hold_out.fraction * total
+    order = sorted(range(len(sizes)), key=lambda index: held_out_score(hold_out.seed, index))
+    left = max(reversed(order), key=sizes.__getitem__)
+    taken: list[int] = []
+    num_bytes = 0
+    for index in order:
+        if index != left and abs(num_bytes + sizes[index] - wanted) < abs(num_bytes - wanted):
+            taken.append(index)
+            num_bytes += sizes[index]
+    held_out = frozenset(taken)
+    if num_bytes >= wanted / 2 and taken:
+        return Division(held_out)
+    rest = [index for index in order if index not in held_out]
+    shortest = min(rest, key=sizes.__getitem__)
+    if len(rest) > 1 and (sizes[shortest] <= _MOST_WHOLE * total or not can_cut):
+        return Division(frozenset([*taken, shortest]))
+    if can_cut:
+        return Division(held_out, rest[0], (wanted - num_bytes) / sizes[rest[0]])
+    if not taken:
+        raise DataError(
+            "There is only one prompt with an answer, and training and validation need one each: add some, or leave "
+            "validation out with --validation-fraction 0."
+        )
+    return Division(held_out)
