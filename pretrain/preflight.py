@@ -11,24 +11,31 @@ from pathlib import Path
 
 from megamem.config import ModelConfig
 from parallel.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
-from pretrain.checkpoint.folder import newest_complete, newest_readable
+from pretrain.checkpoint.folder import SavedState, newest_complete, newest_readable
 from pretrain.config.schema import RunConfig
-from pretrain.config.stages import stage_of_step
+from pretrain.config.stages import stage_of_step, stands_at
 from pretrain.config.validate import validate
 from pretrain.costs.formulas import count_parameters
 from pretrain.costs.held import held_bytes
 from pretrain.data.blend import check_epochs, check_fits, model_vocab_size, open_blend
+from pretrain.data.manifest import PreparedDataset
 from pretrain.errors import ConfigError, UserError
 from pretrain.folder import RunFolder
 from pretrain.position import last_sample
 from pretrain.saved_run import check_resumable
+from pretrain.trained_data import check_trained_data
 
 _BYTES_OF_WEIGHT_AND_GRADIENT = 4 + 4
 _BYTES_OF_MOMENTS = 4 + 4
 
 
-def check_stages(stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder, *, local: bool) -> None:
+def check_stages(
+    stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder, *, local: bool, start: SavedState | None = None
+) -> None:
     """`validate` and `check_start` of every stage of a run, whose name an error says.
+
+    Args:
+        start: the checkpoint that the run goes on from while its folder has none.
 
     Raises:
         UserError: see there.
@@ -36,7 +43,7 @@ def check_stages(stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder,
     for config in stages:
         with naming_stage(config):
             validate(config, num_ranks)
-            check_start(config, num_ranks, folder, local=local)
+            check_start(config, num_ranks, folder, local=local, start=start)
 
 
 @contextmanager
@@ -50,20 +57,23 @@ def naming_stage(config: RunConfig) -> Iterator[None]:
         raise type(error)(f"stage {config.stage.name}: {error}") from error
 
 
-def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: bool) -> None:
+def check_start(
+    config: RunConfig, num_ranks: int, folder: RunFolder, *, local: bool, start: SavedState | None = None
+) -> None:
     """Look at data, run folder and memory as a run would meet them.
 
     Args:
         config: of the run, valid in itself.
         num_ranks: of the run.
         local: all of them are to run on this machine.
+        start: the checkpoint that the run goes on from while its folder has none.
 
     Raises:
-        DataError: a data set is missing or damaged, or they do not go together.
+        DataError: a data set is missing or damaged, they do not go together, or a checkpoint was trained on other data.
         ConfigError: the vocabulary or the machine's memory is too small, or torch cannot use the GPUs.
         CheckpointError: the folder holds another run.
     """
-    vocab_size = _check_data(config)
+    vocab_size, datasets = _check_data(config)
     if num_visible_gpus() and version("torch").endswith("+cpu"):
         raise ConfigError(
             f"this machine has GPUs that cannot be used: {built_without_cuda()}. To leave them idle, add --device cpu"
@@ -76,7 +86,12 @@ def check_start(config: RunConfig, num_ranks: int, folder: RunFolder, *, local: 
             check_gpu_memory(sized, num_ranks, gpu_bytes)
         # Ranks that were started elsewhere leave this to rank 0, when they open the run: each would look at every file
         # of a checkpoint, of which there are as many as ranks.
-        _check_same_run(config, folder)
+        saved = newest_readable(folder.checkpoints)
+        if saved is not None:
+            # Whether it is whole is looked at when it is loaded.
+            check_resumable(config, saved)
+        if (saved := saved or start) is not None:
+            _check_same_data(config, saved, datasets)
 
 
 def check_submission(
@@ -91,14 +106,16 @@ def check_submission(
         gpu_bytes: of a rank's GPU there; None: not known, or ranks use CPUs.
 
     Raises:
-        DataError: a data set is missing or damaged, or they do not go together.
+        DataError: a data set is missing or damaged, they do not go together, or the checkpoint was trained on other data.
         ConfigError: layout, batch, vocabulary or the GPU's memory do not fit, or the folder cannot be written.
         CheckpointError: the folder holds another run, or no checkpoint in it can be read.
     """
+    opened = []
     for config in stages:
         with naming_stage(config):
             validate(config, num_ranks, on_this_machine=False)
-            vocab_size = _check_data(config)
+            vocab_size, datasets = _check_data(config)
+            opened.append(datasets)
             if gpu_bytes is not None:
                 sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
                 check_gpu_memory(sized, num_ranks, gpu_bytes)
@@ -106,16 +123,19 @@ def check_submission(
     newest, _ = newest_complete(folder.checkpoints)
     if newest is not None:
         check_resumable(stages[stage_of_step(stages, newest.step)], newest)
+        for config, datasets in zip(stages, opened, strict=True):
+            with naming_stage(config):
+                _check_same_data(config, newest, datasets)
 
 
-def _check_data(config: RunConfig) -> int:
-    """Open every data set. Returns how many token ids the model has."""
+def _check_data(config: RunConfig) -> tuple[int, list[PreparedDataset]]:
+    """Open every data set. Returns how many token ids the model has, and the data sets that are trained on."""
     datasets = open_blend(config.read_data)
     trained_on, length = datasets[: len(config.data.datasets)], config.train.sequence_length
     for dataset in trained_on:
         check_fits(dataset, length)
     check_epochs(config.data.datasets, trained_on, length, last_sample(config))
-    return model_vocab_size(config.model, datasets[0].tokenizer)
+    return model_vocab_size(config.model, datasets[0].tokenizer), trained_on
 
 
 def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None:
@@ -186,8 +206,7 @@ def machine_memory_bytes() -> int:
     return min(physical, limit)
 
 
-def _check_same_run(config: RunConfig, folder: RunFolder) -> None:
-    """Against the newest checkpoint that can be read; whether it is whole is looked at when it is loaded."""
-    saved = newest_readable(folder.checkpoints)
-    if saved is not None:
-        check_resumable(config, saved)
+def _check_same_data(config: RunConfig, saved: SavedState, datasets: Sequence[PreparedDataset]) -> None:
+    """See `check_trained_data`; data of a stage that is done is read no more."""
+    if stands_at(config, saved.step) or (config.stage is not None and saved.step < config.stage.steps_before):
+        check_trained_data(config, saved, datasets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,11 +29,11 @@ from pretrain.checkpoint.shared_check import damage_seen_by_ranks
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.costs.formulas import training_flops_per_token
-from pretrain.data.blend import check_blend, model_vocab_size
+from pretrain.data.blend import model_vocab_size, open_blend
 from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.loader import Sample, microbatches, on_device
-from pretrain.data.manifest import save_tokenizer
+from pretrain.data.manifest import PreparedDataset, save_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
@@ -43,6 +43,7 @@ from pretrain.position import batch_size_of_run, check_position, position_in_dat
 from pretrain.preflight import check_gpu_memory
 from pretrain.saved_run import check_resumable, ranks_were_started
 from pretrain.state import RunState
+from pretrain.trained_data import check_trained_data, data_read
 from pretrain.weight_gathering import complete_weights
 
 
@@ -136,8 +137,9 @@ def open_run(
         UserError: what the data, the configuration or the checkpoint lack.
     """
     train = config.train
-    tokenizer = check_blend(config.read_data)
-    saved = _checkpoint_to_go_on_from(config, folder, groups, start, checked=checked)
+    datasets = open_blend(config.read_data)
+    tokenizer, trained_on = datasets[0].tokenizer, datasets[: len(config.data.datasets)]
+    saved = _checkpoint_to_go_on_from(config, folder, groups, start, trained_on, checked=checked)
     trained = config.optimizer.trained_layers
     state = RunState().training(trained) if saved is None else saved.run
     check_position(config, state, folder.path if saved is None else saved.path)
@@ -172,6 +174,7 @@ def open_run(
         run.state = restore_run(saved, run.chunks, run.optimizer, trained_layers=trained, with_moments=with_moments)
         if config.stage is None or saved.path.parent == folder.checkpoints:
             run.last_saved_step = state.step
+    run.state = run.state.reading(tokenizer.fingerprint, data_read(trained_on))
     _record_config(run)
     return run
 
@@ -212,9 +215,15 @@ def owning(folder: RunFolder, groups: ParallelGroups) -> Iterator[Owner | None]:
 
 
 def _checkpoint_to_go_on_from(
-    config: RunConfig, folder: RunFolder, groups: ParallelGroups, start: SavedState | None, *, checked: bool
+    config: RunConfig,
+    folder: RunFolder,
+    groups: ParallelGroups,
+    start: SavedState | None,
+    datasets: Sequence[PreparedDataset],
+    *,
+    checked: bool,
 ) -> SavedState | None:
-    """The checkpoint to go on from, after checking that it is of this run."""
+    """The checkpoint to go on from, after checking that it is of this run, and of this data."""
     check_hashes = config.checkpoint.check_hashes
     if start is None:
         saved = newest_checkpoint(folder, groups, check_hashes=check_hashes)
@@ -226,10 +235,13 @@ def _checkpoint_to_go_on_from(
         return None
     begins = config.stage is not None and saved.step == config.stage.steps_before
     changes = check_resumable(config, saved, as_new_run=begins and saved.path.parent != folder.checkpoints)
+    told = check_trained_data(config, saved, datasets)
     if groups.is_main:
         print(f"{'beginning' if begins else 'resuming'} from {saved.path} (step {saved.step})", flush=True)
         for change in changes:
             print(f"  changed since: {change}", flush=True)
+        for sentence in told:
+            print(f"  note: {sentence}", flush=True)
     return saved
 
 

@@ -32,6 +32,7 @@ from pretrain.config.stages import StartingPoint
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.state import RunState
+from pretrain.trained_data import known_path
 
 _MOST_STEPS_LISTED = 20
 # What decides how a saved model is evaluated or generates.
@@ -240,4 +241,5 @@ def record_start(folder: RunFolder, start: SavedState) -> None:
 
 def starting_point(start: SavedState) -> StartingPoint:
     """Where the stages of a run begin that goes on from a checkpoint."""
-    return StartingPoint(start.path, start.run, saved_config(start, None))
+    config = saved_config(start, None)
+    return StartingPoint(start.path, start.run, config, partial(known_path, start.run, config))

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 TrainedLayers: TypeAlias = tuple[int, ...] | None
 """Numbers of layers, the first of which is 1; None: all of the model."""
+
+
+@dataclass(frozen=True)
+class DataRead:
+    """A data set as it was when a run read it.
+
+    Attributes:
+        path: where it was, absolute.
+        sha256: of its tokens and their tokenizer (`Manifest.content_fingerprint`).
+    """
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """The data sets of a part of a run.
+
+    Attributes:
+        first_step: steps that were done before.
+        datasets: in the order of `data.datasets`.
+    """
+
+    first_step: int
+    datasets: tuple[DataRead, ...]
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> TrainedOn:
+        """From the values of a checkpoint's `state.json`."""
+        return cls(values["first_step"], tuple(DataRead(**dataset) for dataset in values["datasets"]))
+
+    @property
+    def contents(self) -> list[str]:
+        """Hashes of the data sets, wherever they were and in whatever order."""
+        return sorted(dataset.sha256 for dataset in self.datasets)
 
 
 @dataclass(frozen=True)
@@ -27,6 +63,9 @@ class RunState:
         recent: loss and gradient norm of the last steps, as many as the rule of spikes looks at; empty without one.
         trained: what has been trained, as `num_updates` and `optimizer.trained_layers` whenever the latter changed;
             empty while it has been all of the model.
+        tokenizer: fingerprint of the tokenizer of its data; None: a version wrote it that kept none.
+        trained_on: data sets, from the step on at which they changed; it begins above 0 where a version wrote the steps
+            before that kept none.
     """
 
     step: int = 0
@@ -40,6 +79,8 @@ class RunState:
     passed_over: tuple[tuple[int, int], ...] = ()
     recent: tuple[tuple[float, float], ...] = ()
     trained: tuple[tuple[int, TrainedLayers], ...] = ()
+    tokenizer: str | None = None
+    trained_on: tuple[TrainedOn, ...] = ()
 
     def __post_init__(self) -> None:
         # As JSON gives them back, they are lists.
@@ -47,6 +88,8 @@ class RunState:
         object.__setattr__(self, "recent", tuple((loss, norm) for loss, norm in self.recent))
         trained = ((first, None if layers is None else tuple(layers)) for first, layers in self.trained)
         object.__setattr__(self, "trained", tuple(trained))
+        parts = (part if isinstance(part, TrainedOn) else TrainedOn.from_plain(part) for part in self.trained_on)
+        object.__setattr__(self, "trained_on", tuple(parts))
 
     @property
     def num_passed_over(self) -> int:
@@ -58,6 +101,12 @@ class RunState:
         if layers == (self.trained[-1][1] if self.trained else None):
             return self
         return replace(self, trained=(*self.trained, (self.num_updates, layers)))
+
+    def reading(self, tokenizer: str | None, datasets: tuple[DataRead, ...]) -> RunState:
+        """The state from which on these data sets are read, of one tokenizer."""
+        last = self.trained_on[-1].datasets if self.trained_on else None
+        parts = self.trained_on if datasets == last else (*self.trained_on, TrainedOn(self.step, datasets))
+        return replace(self, tokenizer=tokenizer, trained_on=parts)
 
     def without_moments(self) -> RunState:
         """The state whose moments start at zero, of whatever is trained then."""
@@ -103,8 +152,9 @@ class RunState:
     def back_at(self, saved: RunState) -> RunState:
         """Where a run stands that goes back to a checkpoint, and passes over the samples it has read since then."""
         before = tuple((first, end) for first, end in self.passed_over if end <= saved.consumed_samples)
+        back = saved.reading(self.tokenizer, self.trained_on[-1].datasets) if self.trained_on else saved
         return replace(
-            saved,
+            back,
             consumed_samples=self.consumed_samples,
             num_spikes=self.num_spikes,
             num_rewinds=self.num_rewinds + 1,

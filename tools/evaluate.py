@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from parallel.devices import num_visible_gpus
+from pretrain.checkpoint.folder import SavedState
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.blend import check_blend, open_blend
-from pretrain.data.manifest import VALIDATION, open_saved_tokenizer
-from pretrain.data.tokenizer import TOKENIZER_FILE
+from pretrain.data.manifest import VALIDATION
 from pretrain.errors import ConfigError, DataError
 from pretrain.folder import RunFolder
 from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
+from pretrain.trained_data import how_to_prepare, tokenizer_of
 from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
 from tools.tables import compare_tables_rank, form_of, token_tables
 
@@ -102,7 +103,7 @@ def run_eval(args: argparse.Namespace) -> int:
     num_ranks = started_world_size() or args.nproc or by_default
     if args.own_layout:
         validate(config, num_ranks)
-    check_data(config, folder, moved=not args.data)
+    check_data(config, folder, saved, moved=not args.data)
     if args.tables is not None:
         words = args.tables.split(",")
         for word in words:
@@ -129,7 +130,7 @@ def _overrides(words: Sequence[str], data: Sequence[str] | None) -> list[str]:
     return [*sets, *words]
 
 
-def check_data(config: RunConfig, folder: RunFolder, *, moved: bool) -> None:
+def check_data(config: RunConfig, folder: RunFolder, saved: SavedState, *, moved: bool) -> None:
     """Refuse data to evaluate on that is not there, or of another tokenizer; `moved`: the run's own, which may be elsewhere now."""
     try:
         datasets = open_blend(config.evaluated)
@@ -140,11 +141,8 @@ def check_data(config: RunConfig, folder: RunFolder, *, moved: bool) -> None:
     held_out = (dataset.manifest.splits[VALIDATION].num_documents for dataset in datasets)
     if not config.evaluation.datasets and not any(held_out):
         raise DataError(f"{paths}: prepared without held-out documents. Name a data set that has some with --data DIR.")
-    if datasets[0].tokenizer.fingerprint != open_saved_tokenizer(folder.tokenizer).fingerprint:
-        raise DataError(
-            f"{paths}: prepared with another tokenizer than the run's. Prepare it with `megamem data prepare "
-            f"--tokenizer {folder.tokenizer / TOKENIZER_FILE}`, or with bytes if the run has no such file."
-        )
+    if datasets[0].tokenizer.fingerprint != tokenizer_of(folder, saved).fingerprint:
+        raise DataError(f"{paths}: prepared with another tokenizer than the run's. {how_to_prepare(folder.tokenizer)}")
 
 
 def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[bool], as_json: bool) -> None:

@@ -19,6 +19,7 @@ from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.sampling import Sampling
 from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
+from pretrain.trained_data import tokenizer_of
 from tools.pace import Pace
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
 from tools.tables import form_of, token_tables
@@ -142,7 +143,8 @@ def run_generate(args: argparse.Namespace) -> int:
         problems.append("model.moe is set, whose experts would be split too: generate on one rank")
     if problems:
         raise ConfigError(join_problems(problems))
-    return run_on_ranks(lambda: generate_rank(config, folder.tokenizer, saved.path, request), num_ranks)
+    tokenizer = tokenizer_of(folder, saved)
+    return run_on_ranks(lambda: generate_rank(config, tokenizer, saved.path, request), num_ranks)
 
 
 def _expansion_problems(config: RunConfig, num_ranks: int) -> Iterator[str]:
@@ -175,16 +177,14 @@ def _read_prompt(file: str) -> str:
         raise ConfigError(f"--prompt-file is {file}, which cannot be read as UTF-8 text: {error}") from error
 
 
-def generate_rank(config: RunConfig, tokenizer_folder: Path, checkpoint: Path, request: Request) -> None:
+def generate_rank(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path, request: Request) -> None:
     """What one rank does. All of them get the same ids, and so end every sample at the same one."""
-    from pretrain.data.manifest import open_saved_tokenizer
     from pretrain.generate import generate
     from pretrain.restore import restore_model
     from pretrain.session import session
     from pretrain.stored_tables import open_tables
 
     with session(config) as groups:
-        tokenizer = open_saved_tokenizer(tokenizer_folder)
         tables = None
         if request.tables is not None:
             tables = open_tables(request.tables, checkpoint, token_tables(config, "--tables"))

@@ -92,7 +92,7 @@ def run_train(args: argparse.Namespace) -> int:
     stages = load_stages(args.config, args.overrides, None if start is None else starting_point(start))
     trained = stages if args.stage is None else (stage_called(stages, args.stage),)
     num_ranks = started or args.nproc or ranks_for_stages(trained)
-    check_stages(trained, num_ranks, folder, local=started is None)
+    check_stages(trained, num_ranks, folder, local=started is None, start=start)
     if start is not None:
         check_resumable(stages[0], start, as_new_run=True)
     if num_visible_gpus() and current_rank_is_first():
@@ -135,6 +135,9 @@ def train_rank(
         speaks = groups.is_main and not quiet
 
         def train_one(run: Run) -> None:
+            if owner is not None:
+                # Not before the run is opened: what is refused leaves the folder as it was.
+                _record(stages, folder, start)
             finished = run.state.step >= run.config.train.num_steps
             if speaks:
                 print(_finished(run) if finished else _headline(run), flush=True)
@@ -143,8 +146,6 @@ def train_rank(
             if speaks and run.state.step >= run.config.run_steps:
                 print(_closing(run), flush=True)
 
-        if owner is not None:
-            _record(stages, folder, start)
         if not train_stages(trained, folder, groups, train_one, stop, start) and speaks:
             print(f"stage {', '.join(names_of(trained))} of {folder.path} is finished.", flush=True)
 

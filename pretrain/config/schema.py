@@ -248,6 +248,9 @@ class DataConfig(Config):
     pass is cut into is shuffled; the order is computed, and costs nothing whatever the size of the data."""
     num_workers: NonNegativeInt = 0
     """Processes per rank that read ahead; 0: read in the training process."""
+    allow_change: bool = False
+    """Go on with a run though its data sets are not those that it was trained on, and say what is another; false: that is
+    refused, by the hashes in the checkpoint. A folder may always be moved, and a stage that begins states its own data."""
 
 
 @dataclass(frozen=True)

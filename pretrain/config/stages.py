@@ -16,7 +16,7 @@ effect is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -84,11 +84,13 @@ class StartingPoint:
         path: of the checkpoint.
         state: how far it had come.
         config: that it was trained with.
+        known_path: the path that a data set has in `config`, given where it is now.
     """
 
     path: Path
     state: RunState
     config: RunConfig
+    known_path: Callable[[str], str] = str
 
 
 def load_stages(
@@ -203,7 +205,7 @@ def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]
         positions.append((data_order(start.config), position_in_data(start.config, start.state) - passed_over))
     found = []
     for entry, config in zip(run.entries, run.configs, strict=True):
-        order = data_order(config)
+        order = data_order(config if start is None else _as_known(config, start))
         first_sample = next((position for known, position in reversed(positions) if known == order), 0)
         stage = StageConfig(entry.name, entry.optimizer_state, steps, samples, tokens, first_sample)
         num_samples = samples_until(config.train, config.train.num_steps)
@@ -222,6 +224,20 @@ def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]
 def data_order(config: RunConfig) -> tuple[Any, ...]:
     """What decides which sequence is sample i of the training data."""
     return config.data.datasets, config.data_seed, config.data.shuffle, config.train.sequence_length
+
+
+def _as_known(config: RunConfig, start: StartingPoint) -> RunConfig:
+    """The configuration with data sets where those of the checkpoint were that it goes on from."""
+    datasets = tuple(replace(entry, path=start.known_path(entry.path)) for entry in config.data.datasets)
+    return replace(config, data=replace(config.data, datasets=datasets))
+
+
+def stands_at(config: RunConfig, step: int) -> bool:
+    """Whether a stage, or a run without stages, is the one that trains after so many steps, or has trained last."""
+    stage = config.stage
+    if stage is None:
+        return True
+    return stage.steps_before <= step and (step < config.train.num_steps or config.train.num_steps == stage.run_steps)
 
 
 def stage_of_step(stages: Sequence[RunConfig], step: int) -> int:

@@ -28,13 +28,13 @@ import tools.train
 from parallel.groups import ParallelGroups
 from pretrain.build import unwrap
 from pretrain.callbacks import default_callbacks
-from pretrain.checkpoint.folder import step_folder
+from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.checkpoint.hashes import damaged_files
 from pretrain.checkpoint.safe_metadata import read_index
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, EvaluationEntry, RunConfig
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.errors import CheckpointError, UserError
+from pretrain.errors import CheckpointError, DataError, UserError
 from pretrain.folder import RunFolder
 from pretrain.loop import train
 from pretrain.run import Run, open_run
@@ -262,6 +262,27 @@ def _(base: Outputs, second: Outputs) -> None:
         assert len(set(multiprocessing.active_children()) - before) == workers
         del stream
     assert torch.equal(second.tokens, base.tokens)
+
+
+@RUNS.key("data.allow_change", True, RUN)
+def _(base: Outputs, second: Outputs) -> None:
+    """Other letters, from a checkpoint on that says which ones it has read; and one behind it says both."""
+    saved = read_state(step_folder(base.folder.checkpoints, 6))
+    manifests = [json.loads((Path(name) / "manifest.json").read_text()) for name in ("lower", "upper")]
+    assert saved.run.tokenizer == manifests[0]["tokenizer"]["fingerprint"]
+    of_upper = [
+        replace(set_key(outputs.config, "data.datasets.0.path", "upper"), train=replace(RUN.train, num_steps=9))
+        for outputs in (base, second)
+    ]
+    folder = RunFolder(Path("changed").absolute())
+    with pytest.raises(DataError, match=r"trained on .*/lower \(.*set data\.allow_change=true"):
+        open_run(of_upper[0], folder, base.groups, saved)
+    assert not folder.path.exists()
+    run = open_run(of_upper[1], folder, base.groups, saved)
+    (stream,) = run.batches()
+    assert corpus_of(next(stream)["tokens"]) == "upper"
+    parts = [(part.first_step, [Path(read.path).name for read in part.datasets]) for part in run.state.trained_on]
+    assert parts == [(0, ["lower"]), (6, ["upper"])]
 
 
 @RUNS.key("data.datasets", (DatasetEntry("lower"), DatasetEntry("upper")), RUN)

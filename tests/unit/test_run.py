@@ -31,11 +31,11 @@ from pretrain.config.schema import (
     TrainConfig,
 )
 from pretrain.costs.formulas import training_flops_per_token
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.folder import RunFolder
 from pretrain.run import Run, open_run
 from pretrain.saved_run import check_resumable
-from pretrain.state import RunState
+from pretrain.state import DataRead, RunState
 
 CONFIG = RunConfig(
     seed=3,
@@ -174,11 +174,19 @@ class Parts:
         return build
 
 
+DATASET: Any = SimpleNamespace(
+    path="some",
+    tokenizer=SimpleNamespace(vocab_size=257, fingerprint="tokenizer"),
+    manifest=SimpleNamespace(content_fingerprint="tokens"),
+)
+READ = (DataRead(str(Path("some").absolute()), "tokens"),)
+
+
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     parts = Parts()
     results = {
-        "check_blend": SimpleNamespace(vocab_size=257),
+        "open_blend": [DATASET],
         "build_train_dataset": "training data",
         "HeldOutDataset": "held-out data",
         "build_chunks": "new chunks",
@@ -207,14 +215,14 @@ def test_a_run_that_its_gpu_cannot_hold(parts: Parts, tmp_path: Path, monkeypatc
 
 def test_a_run_that_starts(parts: Parts, tmp_path: Path) -> None:
     run = open_run(CONFIG, RunFolder(tmp_path), GROUPS)
-    assert (run.state, run.last_saved_step) == (RunState(), None)
+    assert (run.state, run.last_saved_step) == (RunState().reading("tokenizer", READ), None)
     assert (run.train_data, run.held_out, run.chunks, run.optimizer) == (
         "training data",
         "held-out data",
         ["wrapped chunks"],
         "optimizer",
     )
-    assert parts.calls["check_blend"] == ((CONFIG.data.datasets,), {})
+    assert parts.calls["open_blend"] == ((CONFIG.data.datasets,), {})
     assert parts.calls["build_train_dataset"] == (
         (CONFIG.data.datasets,),
         {
@@ -243,7 +251,7 @@ def test_a_run_that_goes_on(parts: Parts, tmp_path: Path) -> None:
     parts.saved = saved_with(CONFIG)
     config = replace(CONFIG, data=replace(CONFIG.data, seed=8), model=CONFIG.model)
     run = open_run(config, RunFolder(tmp_path), GROUPS)
-    assert (run.state, run.last_saved_step) == (STATE, 6)
+    assert (run.state, run.last_saved_step) == (STATE.reading("tokenizer", READ), 6)
     _, data = parts.calls["build_train_dataset"]
     assert (data["num_samples"], data["seed"]) == (100 + 14 * 8, 8)
     assert parts.calls["restore_run"] == (
@@ -264,7 +272,14 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_is_built(parts: 
     parts.saved = saved_with(replace(CONFIG, seed=99))
     with pytest.raises(CheckpointError, match="seed: 99 -> 3"):
         open_run(CONFIG, RunFolder(tmp_path), GROUPS)
-    assert set(parts.calls) == {"check_blend"}
+    assert set(parts.calls) == {"open_blend"}
+
+
+def test_a_checkpoint_of_other_data_is_refused_before_anything_is_built(parts: Parts, tmp_path: Path) -> None:
+    parts.saved = saved_with(CONFIG, STATE.reading("tokenizer", (DataRead("/other", "other tokens"),)))
+    with pytest.raises(DataError, match="the run was trained on /other"):
+        open_run(CONFIG, RunFolder(tmp_path), GROUPS)
+    assert set(parts.calls) == {"open_blend"}
 
 
 def test_the_vocabulary_may_be_larger_than_the_tokenizers(parts: Parts, tmp_path: Path) -> None:

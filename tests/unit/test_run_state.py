@@ -52,6 +52,8 @@ def test_a_state_survives_being_written() -> None:
         "passed_over": (),
         "recent": (),
         "trained": (),
+        "tokenizer": None,
+        "trained_on": (),
     }
     assert RunState(**asdict(state)) == state
 

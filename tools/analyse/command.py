@@ -140,7 +140,7 @@ def run_analysis(name: str, args: argparse.Namespace) -> int:
         num_ranks = started_world_size() or args.nproc or by_default
         if args.own_layout:
             validate(config, num_ranks)
-        check_data(config, folder, moved=False)
+        check_data(config, folder, saved, moved=False)
         deciles = deciles_of(config)
         if first is not None and deciles.bin_of.tolist() != first.bin_of.tolist():
             raise ConfigError(

@@ -40,7 +40,7 @@ class Analysed:
 
 def deciles_of(config: RunConfig) -> Deciles:
     """The bins of a run's training data."""
-    tokenizer = check_blend(config.data.datasets)
+    tokenizer = check_blend(config.read_data)
     return frequency_deciles(count_tokens(config.data.datasets, tokenizer.vocab_size), tokenizer)
 
 

@@ -102,7 +102,7 @@ def run_probe(args: argparse.Namespace) -> int:
         plan = plan or _plan(args, config)
         num_ranks = started_world_size() or args.nproc or _num_ranks(config, own_layout=args.own_layout)
         _check(config, plan, num_ranks, own_layout=args.own_layout)
-        check_data(config, folder, moved=True)
+        check_data(config, folder, saved, moved=True)
         written.append(path / f"{args.name}.json")
         asked = _Asked(config, folder, saved.path, plan, tuple(overrides), written[-1])
         if code := run_on_ranks(asked.on_rank, num_ranks):
