@@ -14,6 +14,7 @@ from pretrain.config.stages import load_stages, name_of_run, names_of
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.preflight import check_submission
+from pretrain.trained_stages import refuse_edited_past
 from slurm.profile import ClusterConfig, find_profile, load_profile
 from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job
 from slurm.records import JobsFolder, jobs_folders
@@ -189,6 +190,7 @@ def check(job: Job) -> None:
     check_seen_by_nodes(job.trained, job.records.run, job.profile)
     profile = job.profile
     gpu_bytes = None if profile.gpu_memory_gb is None else 1e9 * profile.gpu_memory_gb
+    refuse_edited_past(job.stages, job.records.run)
     check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes)
 
 

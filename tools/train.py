@@ -22,6 +22,7 @@ from pretrain.health.memories import in_words
 from pretrain.preflight import check_stages
 from pretrain.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
 from pretrain.stop import StopRequest
+from pretrain.trained_stages import refuse_edited_past
 from tools.metrics import curves, read_metrics
 from tools.parsers import add_config, add_stage
 from tools.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
@@ -92,6 +93,8 @@ def run_train(args: argparse.Namespace) -> int:
     stages = load_stages(args.config, args.overrides, None if start is None else starting_point(start))
     trained = stages if args.stage is None else (stage_called(stages, args.stage),)
     num_ranks = started or args.nproc or ranks_for_stages(trained)
+    # Each rank looks for itself: one file, and nothing is asked of the others.
+    refuse_edited_past(stages, folder)
     check_stages(trained, num_ranks, folder, local=started is None, start=start)
     if start is not None:
         check_resumable(stages[0], start, as_new_run=True)

@@ -293,6 +293,13 @@ def test_the_past_of_a_run_stays_and_its_future_may_change(
     result = megamem(*train, before=partial(with_callback, EndOfRank(6, "after", signal.SIGTERM), 1))
     assert result.code == 75, result.output
     assert "stopped at step 6 of 14 as asked, at the end of a stage" in " ".join(result.output.split())
+    recorded = (run / "stages.yaml").read_bytes()
+    edited = megamem(*train, "stages.pretrain.train.batch_ramp=null")
+    assert edited.code == 2
+    assert "stage pretrain of" in edited.output
+    assert "is trained, and edited now: train.batch_ramp" in " ".join(edited.output.split())
+    assert (run / "stages.yaml").read_bytes() == recorded
+    (run / "stages.yaml").unlink()
     edited = megamem(*train, "stages.pretrain.train.batch_ramp=null")
     assert edited.code == 4
     assert (
