@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megamem.attention import SdpaCoreAttention
 from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock, without_stream
-from megamem.config import LatentAttentionConfig
+from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.kv_cache import CachingSelfAttention
 from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules, LatentAttentionWithMemory
 from megamem.moe import moe_spec
@@ -42,6 +42,7 @@ def block_spec(
     attention_core: type[SdpaCoreAttention],
     qk_norm: bool,
     latent: LatentAttentionConfig | None,
+    moe: MoEConfig | None,
     sites: Mapping[int, Site],
     groups: ProcessGroupCollection,
     side_stream: SideStream,
@@ -50,9 +51,10 @@ def block_spec(
 
     Args:
         layers: global 0-based numbers of the chunk's layers.
-        config: with `num_moe_experts` the feed-forward is a mixture of experts.
+        config: of the whole model.
         implementation: Megatron's local linears with our norm and `attention_core`, or all of Transformer Engine's.
         latent: of latent attention; None: keys and values have projections of their own.
+        moe: a mixture of experts as the feed-forward; None: the dense one.
         sites: the chunk's memories, by the layer that they read in.
         side_stream: where the memory of a block runs beside its feed-forward.
 
@@ -66,7 +68,7 @@ def block_spec(
         )
     te = implementation == "transformer_engine"
     provider = TESpecProvider() if te else LocalSpecProvider()
-    ffn, ffn_arguments = _ffn(config, provider, groups)
+    ffn, ffn_arguments = _ffn(provider, groups, config.ffn_hidden_size, moe)
     parts = _Parts(
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
@@ -192,7 +194,10 @@ def _layer(block: TransformerLayerSubmodules, site: Site | None, joins: tuple[bo
 
 
 def _ffn(
-    config: TransformerConfig, provider: LocalSpecProvider | TESpecProvider, groups: ProcessGroupCollection
+    provider: LocalSpecProvider | TESpecProvider,
+    groups: ProcessGroupCollection,
+    width: int,
+    moe: MoEConfig | None,
 ) -> tuple[ModuleSpec, dict[str, Any]]:
     """The feed-forward, and the groups that Megatron's layer hands to it where it stands alone."""
     linears = MLPSubmodules(
@@ -200,7 +205,7 @@ def _ffn(
         linear_fc2=provider.row_parallel_linear(),
         activation_func=swiglu,
     )
-    if config.num_moe_experts is not None:
-        return moe_spec(linears), {"pg_collection": groups}
-    dense = ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
+    if moe is not None:
+        return moe_spec(linears, moe.balance_sequences), {"pg_collection": groups}
+    dense = ModuleSpec(module=MLP, params={"ffn_hidden_size": width}, submodules=linears)
     return dense, {"tp_group": groups.tp}

@@ -30,8 +30,12 @@ class MoEConfig(Config):
     renormalise: bool = False
     """Divide the weights of a token's experts by their sum; OLMoE uses the softmax over all experts as it is."""
     balance_loss_weight: LossWeight = 0.01
-    """Weight of the load-balancing loss, E sum_e f_e P_e over the tokens of a microbatch, per block (1 where all
-    experts are used alike)."""
+    """Weight of the load-balancing loss, E sum_e f_e P_e, per block (1 where all experts are used alike)."""
+    balance_sequences: Annotated[
+        PositiveInt, Role.RUNNING, EffectiveWhen(lambda c: c.balance_loss_weight > 0, "balance_loss_weight is above 0")
+    ] = 1
+    """Consecutive sequences over which f and P of that loss are taken; a divisor of train.micro_batch_size, all of which
+    Megatron's aux_loss takes."""
     z_loss_weight: LossWeight = 0.001
     """Weight of the router's z-loss, the mean squared log-sum-exp of its logits, per block."""
 
@@ -235,6 +239,16 @@ class ModelConfig(Config):
         assert self.memory is not None
         span = self.memory_spans[index]
         return f"decoder.layers.{span.read}.{self.memory.slot_of(span).module}.memory"
+
+    @property
+    def balanced_sequences(self) -> dict[str, int]:
+        """By key, of how many sequences of a microbatch a loss that is switched on takes its statistics together."""
+        found = {}
+        if self.memory is not None and self.memory.loss_weights.key_balance > 0:
+            found["model.memory.key_balance_sequences"] = self.memory.loss_weights.balance_sequences
+        if self.moe is not None and self.moe.balance_loss_weight > 0:
+            found["model.moe.balance_sequences"] = self.moe.balance_sequences
+        return found
 
     @property
     def active_ffn_width(self) -> int:

@@ -8,7 +8,13 @@ the number of targets. Each microbatch's share is therefore injected with weight
 it. The step's gradient then contains weight x (mean over tokens), whatever the number of microbatches and the layout.
 (Training counts every token as a target; where only a share r of them counted, the weight would be larger by 1 / r.)
 
-Legend: T tokens of this rank, H heads, N keys per side, R Tucker rank, C cores, M rows (and columns) kept by stage 1.
+The balance loss is a product of two statistics, so it depends on which tokens they are taken over. Those are sequences,
+a number of them that the configuration names, and never the microbatch: otherwise train.micro_batch_size would choose
+among losses. They cannot be the whole batch. The gradient is that of p, weighted by f of all tokens: it goes through
+every block below, and the first microbatch's backward pass runs before the last one's tokens have selected anything.
+
+Legend: T = s b tokens of this rank, s places of b sequences; G groups of g = b / G sequences; H heads, N keys per side,
+R Tucker rank, C cores, M rows (and columns) kept by stage 1.
 """
 
 from __future__ import annotations
@@ -41,7 +47,9 @@ def tucker_penalty(core_sum: Tensor, margin: float) -> Tensor:
     return excess.square().mean((-2, -1))
 
 
-def key_balance(scores: Tensor, selected: Tensor, token_group: dist.ProcessGroup | None = None) -> Tensor:
+def key_balance(
+    scores: Tensor, selected: Tensor, num_groups: int, sequences: int, token_group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Eq. 18-20 without their coefficient, sum over sides of N sum_n f_n p_n: 2 if every key is selected equally often.
 
     p is the mean of Softmax(scores) over tokens and heads. f, without gradient, is a key's share of all selections, so
@@ -49,31 +57,33 @@ def key_balance(scores: Tensor, selected: Tensor, token_group: dist.ProcessGroup
     one histogram (as released).
 
     Args:
-        scores: [2, T, H, N], what the first stage ranks rows and columns by, <u, S_row> and <v, S_col>.
+        scores: [2, T, H, N], what the first stage ranks rows and columns by, <u, S_row> and <v, S_col>. Tokens are in
+            the order of [s, b].
         selected: [2, T, H, M], int64 keys that the first stage kept.
-        token_group: ranks that hold the other tokens of this microbatch: f counts theirs too. Since the loss is linear
-            in p, its mean over the ranks then is that of the whole microbatch, and does not depend on how the sequence
-            is split.
+        num_groups: G; of each group of consecutive sequences f and p are taken apart, and its loss.
+        sequences: g, of one group.
+        token_group: ranks that hold the other tokens of these sequences: f counts theirs too. Since the loss is linear
+            in p, its mean over the ranks then is that of the whole sequences, and does not depend on how they are split.
 
     Returns:
-        A scalar.
+        A scalar, the mean over the groups.
     """
     num_keys = scores.shape[-1]
-    counts = scores.new_zeros(2, num_keys)
-    counts.scatter_add_(1, selected.flatten(1), counts.new_ones(()).expand(selected.flatten(1).shape))
+    by_group = selected.unflatten(1, (-1, num_groups, sequences)).transpose(1, 2).flatten(2)
+    counts = scores.new_zeros(2, num_groups, num_keys)
+    counts.scatter_add_(2, by_group, counts.new_ones(()).expand(by_group.shape))
     if token_group is not None and token_group.size() > 1:
         dist.all_reduce(counts, group=token_group)
-    frequency = counts / counts.sum(1, keepdim=True)
-    probability = scores.softmax(-1).mean((1, 2))
-    return num_keys * (frequency * probability).sum()
+    frequency = counts / counts.sum(2, keepdim=True)
+    probability = scores.softmax(-1).unflatten(1, (-1, num_groups, sequences)).mean((1, 3, 4))
+    return num_keys * (frequency * probability).sum() / num_groups
 
 
 class AuxiliaryLosses:
     """The auxiliary losses of one layer, and their sums over a step.
 
-    Balance statistics are those of one microbatch of one data-parallel replica: neither tensor, context nor pipeline
-    parallelism changes them, nor does the number of replicas, because a microbatch is the same samples on any of them.
-    A loss that is switched off stays 0.
+    Balance statistics are those of `balance_sequences` consecutive sequences, whole ones: neither the layout changes
+    them nor the size of a microbatch, which is a multiple of so many. A loss that is switched off stays 0.
 
     Attributes:
         sums: [1 + losses] fp64: tokens of this rank since `begin_losses`, and per loss of `LOSS_NAMES` the sum of value
@@ -87,18 +97,24 @@ class AuxiliaryLosses:
 
     def __init__(self, weights: LossWeights, token_group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         self.penalty_weight, self.margin = weights.tucker_penalty, weights.tucker_margin
-        self.balance_weight = weights.key_balance
+        self.balance_weight, self.balance_sequences = weights.key_balance, weights.balance_sequences
         self.token_group = token_group
         self.sums = torch.zeros(1 + len(LOSS_NAMES), dtype=torch.float64, device=device)
 
     def inject(
-        self, out: Tensor, cores: Tensor | None, stage_scores: Callable[[], Tensor], stage_ids: Tensor
+        self,
+        out: Tensor,
+        cores: Tensor | None,
+        stage_scores: Callable[[], Tensor],
+        stage_ids: Tensor,
+        num_sequences: int,
     ) -> Tensor:
-        """The layer's output, whose backward adds the gradients of the losses. Call it with gradients enabled only.
+        """The layer's output, whose backward adds the gradients of the losses. Call it in training with gradients only.
 
         Args:
             out: [T, D].
             cores: [C, H, R, R], or None in layers without.
+            num_sequences: b, a multiple of `balance_sequences`.
             stage_scores, stage_ids: see `megamem.retrieval.retrieved.Retrieved`.
         """
         num_tokens = out.shape[0]
@@ -111,7 +127,9 @@ class AuxiliaryLosses:
             linear = (cores.sum(0) * self.penalty_gradient).sum()
             out = _inject(out, linear, self.penalty_weight * num_tokens)
         if self.balance_weight:
-            balance = key_balance(stage_scores(), stage_ids, self.token_group)
+            num_groups, left = divmod(num_sequences, self.balance_sequences)
+            assert left == 0, f"{num_sequences} sequences, of which {self.balance_sequences} are taken together"
+            balance = key_balance(stage_scores(), stage_ids, num_groups, self.balance_sequences, self.token_group)
             values[2] = balance.detach()
             out = _inject(out, balance, self.balance_weight * num_tokens)
         self.sums += values * num_tokens

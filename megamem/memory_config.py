@@ -93,11 +93,15 @@ class Lookup:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the auxiliary losses of a layer (`megamem.losses`); 0 switches one off."""
+    """Weights of the auxiliary losses of a layer (`megamem.losses`); 0 switches one off.
+
+    `balance_sequences` are those over which the balance of keys takes its statistics.
+    """
 
     tucker_penalty: float = 0.0
     tucker_margin: float = 0.0
     key_balance: float = 0.0
+    balance_sequences: int = 1
 
     @property
     def any(self) -> bool:

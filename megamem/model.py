@@ -114,6 +114,7 @@ class MemoryGPTModel(GPTModel):
                 attention_core=attention_core,
                 qk_norm=model.qk_norm,
                 latent=model.latent_attention,
+                moe=model.moe,
                 sites=sites,
                 groups=groups,
                 side_stream=side_stream,

@@ -1,10 +1,12 @@
 """Megatron's mixture of experts as a baseline: experts numbered in checkpoints, router losses free of the layout.
 
-Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, E experts.
+Legend: s sequence length and b sequences of this rank, T = s b tokens, G groups of g sequences, D hidden size, E
+experts.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +30,11 @@ ROUTER_LOSS_NAMES = ("moe_balance", "moe_z")
 """The router's losses by their names in metrics."""
 
 
-def moe_spec(expert: MLPSubmodules) -> ModuleSpec:
-    """A mixture of experts for the `mlp` slot, given the linears of one expert."""
+def moe_spec(expert: MLPSubmodules, balance_sequences: int) -> ModuleSpec:
+    """A mixture of experts for the `mlp` slot, given the linears of one expert; for the rest see `Router`."""
     experts = ModuleSpec(module=Experts, submodules=expert)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+    router = partial(Router, balance_sequences=balance_sequences)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=router))
 
 
 class Experts(SequentialMLP):
@@ -81,15 +84,22 @@ class Router(TopKRouter):
     of targets, so a microbatch's loss has to enter with its weight times its tokens. Megatron takes the rank's tokens
     for the microbatch's, which divides both losses by the size of the tensor- and context-parallel group.
 
+    The balance loss is a product of statistics of `balance_sequences` consecutive sequences, for the reasons that
+    `megamem.losses` gives: with 1 it is Megatron's seq_aux_loss, with all of a microbatch its aux_loss.
+
     Attributes:
+        balance_sequences: which divides the sequences of a microbatch.
         sums: [3] fp64: tokens of this rank since `begin_step`, and per loss of `ROUTER_LOSS_NAMES` the sum of value x
             tokens.
     """
 
     sums: Tensor
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, balance_sequences: int
+    ) -> None:
         super().__init__(config, pg_collection=pg_collection)
+        self.balance_sequences = balance_sequences
         # Megatron allocates it on the CPU and moves it in the first forward.
         self.weight.data = self.weight.data.to(parameter_device(config))
         declare(self.weight, "backbone", reduced_over=ReducedOver.TOKENS)
@@ -119,6 +129,35 @@ class Router(TopKRouter):
         mean = z_loss_func(logits, 1.0)
         self.sums[2] += mean.detach() * logits.shape[0]
         attached: Tensor = MoEAuxLossAutoScaler.apply(logits, mean * (weight * logits.shape[0]))
+        return attached
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """Megatron's, of groups of sequences in the place of sequences: probabilities and choices are [T, E]."""
+        num_groups, left = divmod(bsz, self.balance_sequences)
+        assert left == 0, f"{bsz} sequences, of which {self.balance_sequences} are taken together"
+
+        def one_by_one(values: Tensor) -> Tensor:
+            """[s g, G E]: the tokens of a group's g sequences as if they were one sequence's."""
+            return (
+                values.view(seq_length, num_groups, self.balance_sequences, -1).transpose(1, 2).flatten(0, 1).flatten(1)
+            )
+
+        attached: Tensor = super()._apply_seq_aux_loss(
+            probs,
+            one_by_one(scores_for_aux_loss),
+            one_by_one(routing_map),
+            seq_length * self.balance_sequences,
+            num_groups,
+            with_padding_mask,
+        )
         return attached
 
     def attach_and_log_load_balancing_loss(

@@ -132,6 +132,8 @@ def _experts(config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
         # Softmax over all experts before the selection, or over those selected: which is the former, renormalised.
         "moe_router_pre_softmax": not moe.renormalise,
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        # Of groups of sequences, see `megamem.moe.Router`.
+        "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": moe.balance_loss_weight,
         "moe_z_loss_coeff": moe.z_loss_weight or None,
         "moe_token_dispatcher_type": "alltoall",

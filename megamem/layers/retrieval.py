@@ -55,7 +55,8 @@ class RetrievalLayer(MemoryLayer):
         scores = found.scores.flatten(1, 2).to(x.dtype)
         values = self.lookup.read(rows, scores, self.pre_input(x), bins, self.memory.lookup.bins)
         out = self.project(values, x)
-        if self.losses is not None and torch.is_grad_enabled():
-            out = self.losses.inject(out, self.cores, found.stage_scores, found.stage_ids)
+        # Gradients alone do not make it training: those of evaluations are of the loss that is measured.
+        if self.losses is not None and self.training and torch.is_grad_enabled():
+            out = self.losses.inject(out, self.cores, found.stage_scores, found.stage_ids, hidden.shape[1])
         self.observe(rows, found.scores, out)
         return out.view_as(hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
@@ -39,6 +39,11 @@ class RetrievalConfig(MemoryConfig):
     key_balance_weight: LossWeight = 0.0
     """Weight (beta) of the key-balance loss, Eq. 19, per layer, with selection frequencies that sum to 1 as released;
     0: off, as in the paper."""
+    key_balance_sequences: Annotated[
+        PositiveInt, Role.RUNNING, EffectiveWhen(lambda c: c.key_balance_weight > 0, "key_balance_weight is above 0")
+    ] = 1
+    """Consecutive sequences over which the loss takes its shares and its mean probabilities; a divisor of
+    train.micro_batch_size, all of which the release takes."""
     sharing: SharingConfig = field(default_factory=SharingConfig)
     """Which layers share which tables."""
 
@@ -91,7 +96,7 @@ class RetrievalConfig(MemoryConfig):
 
     @property
     def loss_weights(self) -> LossWeights:
-        return LossWeights(key_balance=self.key_balance_weight)
+        return LossWeights(key_balance=self.key_balance_weight, balance_sequences=self.key_balance_sequences)
 
     @property
     def observed(self) -> Observed:
@@ -187,7 +192,11 @@ class TuckerConfig(RetrievalConfig):
 
     @property
     def loss_weights(self) -> LossWeights:
-        return LossWeights(self.tucker_penalty_weight, self.tucker_penalty_margin, self.key_balance_weight)
+        return replace(
+            super().loss_weights,
+            tucker_penalty=self.tucker_penalty_weight,
+            tucker_margin=self.tucker_penalty_margin,
+        )
 
     @property
     def observed(self) -> Observed:

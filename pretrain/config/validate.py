@@ -48,6 +48,14 @@ def batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     # Interleaved chunks take microbatches in rounds of one per stage.
     interleaved = parallel.virtual_pipeline > 1 and data_size is not None
     rounds = parallel.pipeline if interleaved else 1
+    for key, sequences in config.model.balanced_sequences.items():
+        if train.micro_batch_size % sequences:
+            yield (
+                f"train.micro_batch_size is {train.micro_batch_size}, which is not a multiple of {key} {sequences}: the "
+                f"balance loss is of so many sequences, and a microbatch cannot split them. Use "
+                f"train.micro_batch_size {nearest_multiples(train.micro_batch_size, sequences)}, or another {key} "
+                "(1 goes with every microbatch), which is another loss"
+            )
     sizes = {"train.global_batch_size": train.global_batch_size}
     if train.batch_ramp is not None:
         yield from _batch_ramp(train.batch_ramp, train.global_batch_size)

@@ -365,6 +365,30 @@ def _(base: Subject, second: Subject) -> None:
     is_linear_in("model.memory.key_balance_weight", 0.5, base, second, {"keys", "query_proj"})
 
 
+@MEMORIES.key("model.memory.key_balance_sequences", 2, with_memory(key_balance_weight=0.5))
+def _(base: Subject, second: Subject) -> None:
+    """N sum_n f_n p_n of rows and columns, counted over so many sequences of a microbatch of two."""
+    reported = []
+    for subject, sequences in ((base, 1), (second, 2)):
+        run, inputs = subject.build(), []
+        layer = run.bare[0].memory_layers[0]
+        hook = layer.register_forward_pre_hook(lambda _, given, seen=inputs: seen.append(given[0].detach()))
+        run.train(1)
+        hook.remove()
+        expected = []
+        for hidden in inputs:
+            for group in hidden.transpose(0, 1).split(sequences):
+                found = subject.layer.retrieve(group.flatten(0, 1))
+                for scores, ids in zip(found.stage_scores().detach(), found.stage_ids, strict=True):
+                    share = torch.bincount(ids.flatten(), minlength=12) / ids.numel()
+                    expected.append(12 * float((share * scores.softmax(-1).mean((0, 1))).sum()))
+        of_layer = layer.losses.sums.tolist()
+        reported.append(of_layer[2] / of_layer[0])
+        assert reported[-1] == pytest.approx(2 * sum(expected) / len(expected), rel=1e-5)
+    assert reported[0] != pytest.approx(reported[1], rel=1e-3)
+    assert base.steps[0].loss == second.steps[0].loss
+
+
 def _enter_query(query: Any) -> None:
     base = set_key(with_kind("midus", num_heads=4), "model.memory.placement", PlacementConfig(blocks=(1,)))
 

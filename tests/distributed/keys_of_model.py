@@ -453,17 +453,36 @@ def router_losses(subject: Subject) -> tuple[list[Tensor], list[float]]:
     return [x @ weight.T for x in inputs], [total / num_tokens for total in sums]
 
 
+def balance_by_hand(logits: list[Tensor], sequences: int) -> float:
+    """Mean of E sum_e f_e P_e over groups of sequences, of the logits of microbatches of two, in the order [s, b]."""
+    found = []
+    for microbatch in logits:
+        by_sequence = microbatch.view(-1, 2, 6).transpose(0, 1)
+        for group in by_sequence.reshape(2 // sequences, -1, 6):
+            chosen = torch.bincount(group.topk(2).indices.flatten(), minlength=6) / (2 * len(group))
+            found.append(6 * float((chosen * group.softmax(1).mean(0)).sum()))
+    return sum(found) / len(found)
+
+
 @MODEL.key("model.moe.balance_loss_weight", 0.5, MOE)
 def _(base: Subject, second: Subject) -> None:
     """E sum_e f_e P_e, by counting the two experts that each token chooses out of six."""
     is_linear_in("model.moe.balance_loss_weight", 0.5, base, second, {"router"})
     logits, (balance, z) = router_losses(second)
-    expected = []
-    for microbatch in logits:
-        chosen = torch.bincount(microbatch.topk(2).indices.flatten(), minlength=6) / (2 * len(microbatch))
-        expected.append(6 * float((chosen * microbatch.softmax(1).mean(0)).sum()))
-    assert balance == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert balance == pytest.approx(balance_by_hand(logits, 1), rel=1e-5)
     assert z == 0
+
+
+@MODEL.key("model.moe.balance_sequences", 2, set_key(MOE, "model.moe.balance_loss_weight", 0.5))
+def _(base: Subject, second: Subject) -> None:
+    """Counted over so many sequences of a microbatch of two."""
+    reported = []
+    for subject, sequences in ((base, 1), (second, 2)):
+        logits, (balance, _) = router_losses(subject)
+        assert balance == pytest.approx(balance_by_hand(logits, sequences), rel=1e-5)
+        reported.append(balance)
+    assert reported[0] != pytest.approx(reported[1], rel=1e-3)
+    assert base.steps[0].loss == second.steps[0].loss
 
 
 @MODEL.key("model.moe.z_loss_weight", 0.25, MOE)

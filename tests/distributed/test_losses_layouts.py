@@ -28,10 +28,19 @@ WITH_LOSSES = replace(
     # Not clipped, so that the gradient norm shows the losses' size.
     optimizer=replace(SHARED.optimizer, clip_grad=0.0),
 )
+
+
+def cut(micro_batch_size: int) -> RunConfig:
+    """The same samples in microbatches of so many."""
+    return replace(WITH_LOSSES, train=replace(WITH_LOSSES.train, micro_batch_size=micro_batch_size))
+
+
 LAYOUTS: dict[str, tuple[int, Callable[[], RunConfig]]] = {
     "one rank": (1, lambda: WITH_LOSSES),
     "one rank, recomputed": (1, lambda: on(WITH_LOSSES, recompute="full")),
+    "one rank, a sequence at a time": (1, lambda: cut(1)),
     "data 2": (2, lambda: WITH_LOSSES),
+    "data 2, two sequences at a time": (2, lambda: cut(2)),
     "tensor 2": (2, lambda: on(WITH_LOSSES, tensor=2)),
     "memory 2": (2, lambda: on(WITH_LOSSES, memory=2)),
     "tensor 2 x memory 2, recomputed": (2, lambda: on(WITH_LOSSES, tensor=2, memory=2, recompute="full")),

@@ -85,12 +85,12 @@ def test_tucker_penalty_gradient_goes_through_the_singular_values() -> None:
 def test_key_balance_is_two_for_even_use_and_grows_with_uneven_use() -> None:
     even = torch.zeros(2, 8, 1, 8, dtype=torch.float64)
     each = torch.arange(8).view(1, 8, 1, 1).expand(2, -1, -1, -1)
-    assert float(key_balance(even, each)) == pytest.approx(2)
+    assert float(key_balance(even, each, 1, 1)) == pytest.approx(2)
     always_the_first = torch.zeros_like(each)
-    assert float(key_balance(even, always_the_first)) == pytest.approx(2)
+    assert float(key_balance(even, always_the_first, 1, 1)) == pytest.approx(2)
     sharp = even.clone()
     sharp[..., 0] = 50
-    assert float(key_balance(sharp, always_the_first)) == pytest.approx(16)
+    assert float(key_balance(sharp, always_the_first, 1, 1)) == pytest.approx(16)
 
 
 def test_key_balance_is_eq_19_by_hand() -> None:
@@ -107,7 +107,48 @@ def test_key_balance_is_eq_19_by_hand() -> None:
                 for h in range(2)
             )
             expected += 6 * frequency * probability / 10
-    assert float(key_balance(scores, selected)) == pytest.approx(expected, rel=1e-12)
+    assert float(key_balance(scores, selected, 1, 1)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_groups_of_sequences_are_balanced_each_by_itself() -> None:
+    """Four sequences of five tokens, two of them taken together."""
+    g = torch.Generator().manual_seed(4)
+    scores = torch.randn(2, 20, 2, 6, generator=g, dtype=torch.float64)
+    selected = scores.topk(3, dim=-1).indices
+    sequence = torch.arange(20) % 4
+    alone = [
+        float(key_balance(scores[:, sequence // 2 == group], selected[:, sequence // 2 == group], 1, 1))
+        for group in (0, 1)
+    ]
+    assert float(key_balance(scores, selected, 2, 2)) == pytest.approx(sum(alone) / 2, rel=1e-12)
+    assert float(key_balance(scores, selected, 1, 4)) != pytest.approx(sum(alone) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_no_microbatch_size_changes_the_balance_of_keys(sequences: int) -> None:
+    """Four sequences at once, in twos, and one by one: the same loss and the same gradients of the same samples."""
+    layer, _ = build(replace(MEMORY, key_balance_weight=0.5, key_balance_sequences=sequences))
+    assert layer.losses is not None
+    samples = torch.cat([tokens(6, seed) for seed in range(4)], 1)
+    whole, balance = gradients(layer, (samples,)), layer.losses.sums.clone()
+    for size in (size for size in (1, 2) if size >= sequences):
+        cut = gradients(layer, samples.split(size, 1))
+        cut["input"] = cut["input"].unflatten(0, (4 // size, 6)).transpose(0, 1).reshape(6, 4, HIDDEN)
+        for name, gradient in whole.items():
+            torch.testing.assert_close(cut[name], gradient, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(layer.losses.sums, balance, rtol=1e-12, atol=0)
+    with_all = replace(MEMORY, key_balance_weight=0.5, key_balance_sequences=4)
+    other = gradients(build(with_all)[0], (samples,))
+    assert float((other["keys"] - whole["keys"]).abs().max()) > 0.1 * float(whole["keys"].abs().max())
+
+
+def test_what_is_not_trained_has_no_losses() -> None:
+    """Gradients of an evaluation are those of the loss that is measured."""
+    layer, _ = build(replace(MEMORY, key_balance_weight=0.5, tucker_penalty_weight=0.25))
+    assert layer.losses is not None
+    layer.eval()
+    assert all(float(gradient.abs().max()) == 0 for gradient in gradients(layer, (tokens(6),)).values())
+    assert float(layer.losses.sums.abs().max()) == 0
 
 
 def test_balance_gradient_is_that_of_eq_19_with_constant_frequencies() -> None:
@@ -118,7 +159,7 @@ def test_balance_gradient_is_that_of_eq_19_with_constant_frequencies() -> None:
     layer.zero_grad()
     direct_x = x.clone().requires_grad_()
     found = layer.retrieve(direct_x.flatten(0, 1))
-    loss = key_balance(found.stage_scores(), found.stage_ids)
+    loss = key_balance(found.stage_scores(), found.stage_ids, 1, 1)
     (0.5 * 6 * loss).backward()
     assert direct_x.grad is not None
     torch.testing.assert_close(injected["input"], direct_x.grad, rtol=1e-12, atol=1e-14)
@@ -168,7 +209,7 @@ def test_sums_give_the_means_over_tokens_and_leave_evaluation_out() -> None:
     for x in (tokens(6), tokens(3, 2)):
         found = layer.retrieve(x.flatten(0, 1))
         scores = found.stage_scores()
-        balances.append(float(key_balance(scores, found.stage_ids)))
+        balances.append(float(key_balance(scores, found.stage_ids, 1, 1)))
     means = dict(zip(LOSS_NAMES, (total / 9 for total in totals), strict=True))
     assert means["key_balance"] == pytest.approx((6 * balances[0] + 3 * balances[1]) / 9)
     assert means["tucker_penalty"] == pytest.approx(float(tucker_penalty(layer.cores.detach().sum(0), 0.15)))
@@ -200,6 +241,8 @@ def test_balance_is_what_the_release_computes(golden_dir: Path) -> None:
         shuffle="table",
         # Ours is per token, and this test divides by no number of targets.
         key_balance_weight=ctor["mem_key_balance_reg_coef"] / num_tokens,
+        # The release takes all of a microbatch together.
+        key_balance_sequences=tensors["x0"].shape[0],
     )
     layer, bank = build(memory)
     model = ModelConfig(num_layers=1, hidden_size=HIDDEN, memory=memory)

@@ -90,7 +90,7 @@ def model_config(record: dict[str, Any]) -> ModelConfig:
     ctor, derived = record["ctor"], record["derived"]
     match record["kind"]:
         case "UltraMemV2":
-            memory, num_layers = ultramem_v2_config(ctor, derived["batch"] * derived["seq"]), ctor["mem_layer_num"]
+            memory, num_layers = ultramem_v2_config(ctor, derived["batch"], derived["seq"]), ctor["mem_layer_num"]
         case "UltraMemV1":
             memory, num_layers = ultramem_config(ctor), 1
         case "MemoryPlus (OLMo fork)":
@@ -111,7 +111,7 @@ def model_config(record: dict[str, Any]) -> ModelConfig:
     return ModelConfig(num_layers=num_layers, hidden_size=hidden_size, memory=memory)
 
 
-def ultramem_v2_config(ctor: dict[str, Any], num_tokens: int) -> MemoryConfig:
+def ultramem_v2_config(ctor: dict[str, Any], batch: int, sequence_length: int) -> MemoryConfig:
     num_layers, expansion = ctor["mem_layer_num"], ctor["mem_key_expand_time"]
     group = round(ctor["share_ratio"] * num_layers)
     return UltraMemV2Config(
@@ -129,7 +129,9 @@ def ultramem_v2_config(ctor: dict[str, Any], num_tokens: int) -> MemoryConfig:
         pre_value_activation="gelu" if ctor["mem_use_glu_act"] else "none",
         shuffle="table",
         # Ours counts once per token, the release's once per microbatch.
-        key_balance_weight=ctor["mem_key_balance_reg_coef"] / num_tokens,
+        key_balance_weight=ctor["mem_key_balance_reg_coef"] / (batch * sequence_length),
+        # It takes all of a microbatch together.
+        key_balance_sequences=batch,
         sharing=SharingConfig("ring", group, "released") if num_layers > 1 else SharingConfig(),
     )
 

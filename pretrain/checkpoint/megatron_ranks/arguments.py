@@ -35,13 +35,14 @@ _OURS: dict[str, Any] = {
 _OUR_MIXTURES: dict[str, Any] = {
     "moe_layer_freq": 1,
     "moe_router_score_function": "softmax",
-    "moe_router_load_balancing_type": "aux_loss",
     "moe_router_dtype": "fp32",
     "moe_token_dispatcher_type": "alltoall",
     "moe_shared_expert_intermediate_size": None,
     "moe_router_enable_expert_bias": False,
     "moe_router_topk_scaling_factor": None,
 }
+# The balance loss whose statistics are those of one sequence, as a file may have it.
+_OF_SEQUENCES = ("seq_aux_loss", ["seq_aux_loss"])
 # Without a default of Megatron-LM's that we could rely on.
 _NEEDED = ("position_embedding_type", "normalization", "swiglu", "add_bias_linear")
 # What changes a model's computation or the names of its weights, and which values leave both as ours.
@@ -145,6 +146,7 @@ def _arguments_of_model(model: ModelConfig, *, grouped_experts: bool) -> dict[st
             "moe_router_topk": model.moe.top_k,
             "moe_router_pre_softmax": not model.moe.renormalise,
             "moe_aux_loss_coeff": model.moe.balance_loss_weight,
+            "moe_router_load_balancing_type": "seq_aux_loss" if model.moe.balance_sequences == 1 else "aux_loss",
             "moe_z_loss_coeff": model.moe.z_loss_weight or None,
             "moe_grouped_gemm": grouped_experts,
         }
@@ -302,13 +304,16 @@ def _scaling_of(arguments: Mapping[str, Any]) -> RotaryScalingConfig | None:
 
 def _mixture_of(arguments: Mapping[str, Any]) -> MoEConfig:
     width = "moe_ffn_hidden_size" if arguments.get("moe_ffn_hidden_size") else "ffn_hidden_size"
-    balance = arguments.get("moe_aux_loss_coeff")
+    balance = float(arguments.get("moe_aux_loss_coeff") or 0.0)
+    # Megatron's other statistics are those of a microbatch.
+    of_sequence = not balance or arguments.get("moe_router_load_balancing_type") in _OF_SEQUENCES
     return MoEConfig(
         num_experts=_integer(arguments, "num_experts"),
         top_k=_integer(arguments, "moe_router_topk"),
         expert_ffn_hidden_size=_integer(arguments, width),
         renormalise=not arguments.get("moe_router_pre_softmax"),
-        balance_loss_weight=float(balance or 0.0),
+        balance_loss_weight=balance,
+        balance_sequences=1 if of_sequence else _integer({"micro_batch_size": 1, **arguments}, "micro_batch_size"),
         z_loss_weight=float(arguments.get("moe_z_loss_coeff") or 0.0),
     )
 

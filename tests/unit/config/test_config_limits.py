@@ -55,6 +55,7 @@ def at_most(largest: float, *keys: str, **context: Any) -> list[Limit]:
 # Keyword arguments cannot hold dots: `model__moe` is `model.moe`.
 MOE: dict[str, Any] = {"model__moe__num_experts": 4, "model__moe__top_k": 1}
 MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores": 1}
+BALANCED: dict[str, Any] = {**MEMORY, "model__memory__key_balance_weight": 1.0}
 PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1.0}
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
@@ -93,6 +94,7 @@ LIMITS = [
     *at_least(1, "model.moe.num_experts", "model.moe.top_k", "model.moe.expert_ffn_hidden_size", **MOE),
     *at_most(4, "model.moe.top_k", **MOE),
     *not_negative("model.moe.balance_loss_weight", "model.moe.z_loss_weight", **MOE),
+    *at_least(1, "model.moe.balance_sequences", **MOE),
     *at_least(1, "model.memory.num_keys", "model.memory.key_dim", "model.memory.value_dim", **MEMORY),
     *at_least(1, "model.memory.top_k", "model.memory.row_top_k_limit", "model.memory.num_heads", **MEMORY),
     *at_least(1, "model.memory.tucker_rank", "model.memory.num_cores", "model.memory.key_expansion", **MEMORY),
@@ -115,6 +117,7 @@ LIMITS = [
     *at_most(16, "model.memory.top_k", model__memory__row_top_k_limit=4),
     *not_negative("model.memory.tucker_penalty_weight", "model.memory.key_balance_weight", **MEMORY),
     *not_negative("model.memory.tucker_penalty_margin", **PENALISED),
+    *at_least(1, "model.memory.key_balance_sequences", **BALANCED),
     *at_least(1, "model.memory.sharing.group", **MEMORY, model__memory__sharing__pattern="block"),
     *at_most(4, "model.memory.sharing.group", **MEMORY, model__memory__sharing__pattern="ring"),
     *at_least(1, "model.memory.placement.every", **MEMORY),
