@@ -24,6 +24,7 @@ from pretrain.checkpoint.folder import (
     the_newest,
 )
 from pretrain.checkpoint.hashes import damaged_files
+from pretrain.checkpoint.safe_metadata import files_with_weights
 from pretrain.config.changes import config_changes
 from pretrain.config.fields import role_of
 from pretrain.config.loader import from_dict, load_config
@@ -97,8 +98,6 @@ def _damage(saved: SavedState, *, with_optimizer: bool) -> list[str]:
         return []
     if with_optimizer:
         return damaged_files(saved.path)
-    from pretrain.checkpoint.safe_metadata import files_with_weights  # imports torch
-
     return damaged_files(saved.path, files_with_weights(saved))
 
 

@@ -209,7 +209,7 @@ def newest_complete(
     Raises:
         CheckpointError: there are checkpoints, and none of them is complete.
     """
-    from pretrain.checkpoint.safe_metadata import check_small_files  # imports torch
+    from pretrain.checkpoint.safe_metadata import check_small_files  # needs what is here
 
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
@@ -233,7 +233,7 @@ def the_newest(folder: Path, *, damage: Callable[[SavedState], Sequence[str]] = 
     Raises:
         CheckpointError: it is not complete, or damaged; with the older ones that can be taken instead.
     """
-    from pretrain.checkpoint.safe_metadata import check_small_files  # imports torch
+    from pretrain.checkpoint.safe_metadata import check_small_files  # needs what is here
 
     paths = list_checkpoints(folder)
     if not paths:

@@ -1,38 +1,39 @@
 """A checkpoint's index: which tensors there are, and in which file, where, each part of them is.
 
-On disk it is what PyTorch's distributed checkpoints have, a pickled `Metadata` named `.metadata`; `safe_metadata` reads
-the pickle. Here it becomes plain values that hold together: every part lies inside of its tensor and inside of a file
-of this folder, and takes as many bytes there as its elements need. So whoever allocates what an index speaks of
-allocates no more than there is on disk.
+On disk it is what PyTorch's distributed checkpoints have, a pickled `Metadata` named `.metadata`. Here it becomes plain
+values that hold together: every part lies inside of its tensor and inside of a file of this folder, and takes as many
+bytes there as its elements need. So whoever allocates what an index speaks of allocates no more than there is on disk.
+PyTorch is not imported for it, which takes longer than all the rest.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
+from pretrain.checkpoint.index_pickle import DTYPE_BYTES, TensorRecord, unpickled_index
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
+from pretrain.errors import CheckpointError
 
 INDEX_FILE = ".metadata"
-# Of the format of PyTorch's checkpoints; its name there is not in all versions that we run with.
-_PYTORCH_FORMAT = "1.0.0"
 _MOST_DIMENSIONS = 16
 _MOST_ELEMENTS = 1 << 60
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's global shape, and PyTorch's name of its dtype: all that can be said without PyTorch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -57,28 +58,52 @@ class Index:
     """What a checkpoint holds.
 
     Attributes:
-        tensors: global shapes and dtypes, by name.
+        stored: global shapes and dtypes, by name.
         items: the parts of each tensor, which do not overlap, by name.
     """
 
-    tensors: Mapping[str, TensorInfo]
+    stored: Mapping[str, StoredTensor]
     items: Mapping[str, tuple[StoredItem, ...]]
 
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The same as `stored`, as PyTorch has dtypes."""
+        import torch
 
-def index_of(metadata: Metadata, folder: Path) -> Index:
+        return {name: TensorInfo(each.shape, getattr(torch, each.dtype)) for name, each in self.stored.items()}
+
+
+def read_index(folder: Path) -> Index:
+    """A checkpoint's index, read without running anything it could hold and before any tensor is.
+
+    Raises:
+        CheckpointError: it is missing or damaged, refers to anything but an index's classes, contradicts itself, or
+            speaks of more than the files of the folder can hold.
+    """
+    try:
+        return _index_of(unpickled_index((folder / INDEX_FILE).read_bytes()), folder)
+    # Damaged bytes make an unpickler raise anything, and give its records any fields.
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}/{INDEX_FILE} is not a checkpoint index that can be trusted: {error}"
+        ) from error
+
+
+def _index_of(record: Any, folder: Path) -> Index:
     """An index as plain values, after looking whether they can be.
 
     Raises:
         ValueError: it contradicts itself, or the files of the folder.
     """
     sizes: dict[str, int] = {}
-    places = {(key.fqn, tuple(key.offset or ())): place for key, place in (metadata.storage_data or {}).items()}
-    tensors, items = {}, {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
+    places = {(key.fqn, tuple(key.offset or ())): place for key, place in (record.storage_data or {}).items()}
+    tensors: dict[str, StoredTensor] = {}
+    items: dict[str, tuple[StoredItem, ...]] = {}
+    for name, entry in record.state_dict_metadata.items():
+        if not isinstance(entry, TensorRecord):
             # Pickled objects of other programs: none of ours has any, and nothing of ours reads one.
             continue
-        tensors[name] = TensorInfo(_extent(name, entry.size), entry.properties.dtype)
+        tensors[name] = StoredTensor(_extent(name, entry.size), entry.properties.dtype)
         items[name] = tuple(_item(name, tensors[name], part, places, folder, sizes) for part in entry.chunks)
         total = sum(item.region.numel for item in items[name])
         if total > math.prod(tensors[name].shape):
@@ -88,7 +113,7 @@ def index_of(metadata: Metadata, folder: Path) -> Index:
 
 def _item(
     name: str,
-    tensor: TensorInfo,
+    tensor: StoredTensor,
     part: Any,
     places: Mapping[tuple[str, tuple[int, ...]], Any],
     folder: Path,
@@ -113,8 +138,8 @@ def _item(
         sizes[file] = (folder / file).stat().st_size
     if not (0 <= start <= start + num_bytes <= sizes[file]):
         raise ValueError(f"a part of {name} would be at {start} + {num_bytes} of {file}, which has {sizes[file]} bytes")
-    if region.numel * tensor.dtype.itemsize > num_bytes:
-        raise ValueError(f"a part of {name} has {region.numel} elements of {tensor.dtype} in {num_bytes} bytes")
+    if region.numel * DTYPE_BYTES[tensor.dtype] > num_bytes:
+        raise ValueError(f"a part of {name} has {region.numel} elements of torch.{tensor.dtype} in {num_bytes} bytes")
     return StoredItem(region, file, start, num_bytes)
 
 
@@ -126,21 +151,3 @@ def _extent(name: str, numbers: Any) -> tuple[int, ...]:
     if math.prod(extent) > _MOST_ELEMENTS:
         raise ValueError(f"{name} has the shape or offset {extent}, larger than any memory")
     return extent
-
-
-def pickled_index(tensors: Mapping[str, TensorInfo], items: Iterable[StoredItem]) -> bytes:
-    """The contents of `.metadata`, as PyTorch and Megatron read them."""
-    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for item in sorted(items, key=lambda item: (item.region.name, item.region.offset)):
-        parts = chunks[item.region.name]
-        key = MetadataIndex(item.region.name, item.region.offset, len(parts))
-        parts.append(ChunkStorageMetadata(torch.Size(item.region.offset), torch.Size(item.region.shape)))
-        places[key] = _StorageInfo(item.file, item.start, item.num_bytes)
-    entries: dict[str, Any] = {
-        name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks[name])
-        for name, tensor in tensors.items()
-    }
-    metadata = Metadata(entries, storage_data=places, storage_meta=StorageMeta())
-    metadata.version = _PYTORCH_FORMAT
-    return pickle.dumps(metadata)

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.hashes import RecordedFile
-from pretrain.checkpoint.index import INDEX_FILE, pickled_index
+from pretrain.checkpoint.index import INDEX_FILE
+from pretrain.checkpoint.index_writer import pickled_index
 from pretrain.checkpoint.item_files import FileWriters, HashedFile, SaveAbandonedError, WrittenFile
 from pretrain.checkpoint.staging import StagingBuffer
 from pretrain.checkpoint.store.tensors import Region, TensorInfo

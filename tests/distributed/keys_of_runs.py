@@ -30,7 +30,7 @@ from pretrain.build import unwrap
 from pretrain.callbacks import default_callbacks
 from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.checkpoint.hashes import damaged_files
-from pretrain.checkpoint.safe_metadata import read_index
+from pretrain.checkpoint.index import read_index
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, EvaluationEntry, RunConfig
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,18 @@ def test_inspect_as_json_names_every_tensor(megamem: Megamem, saved_run: Path) -
         assert (entry["shape"], entry["bytes"]) == (list(tensor.shape), tensor.nbytes)
     kinds = {entry["kind"] for entry in content["tensors"].values()}
     assert kinds == {"weight", "table", "optimizer"}
+
+
+def test_inspect_does_not_wait_for_torch(saved_run: Path) -> None:
+    """A second is not enough for its import."""
+    program = (
+        "import sys\nfrom tools import cli\n"
+        f"assert cli.main(['checkpoint', 'inspect', {str(saved_run)!r}]) == 0\n"
+        "assert not {'torch', 'megatron'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "banks.0.values" in result.stdout
 
 
 @pytest.fixture(scope="module")

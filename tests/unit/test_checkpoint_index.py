@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from pretrain.checkpoint.derived import derived_weights, is_moment, main_name
-from pretrain.checkpoint.index import Index, StoredItem, pickled_index
-from pretrain.checkpoint.safe_metadata import read_index
+from pretrain.checkpoint.index import Index, StoredItem, StoredTensor, read_index
+from pretrain.checkpoint.index_writer import pickled_index
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.errors import CheckpointError
 
@@ -53,7 +53,7 @@ def test_ours_is_read_by_us_and_by_pytorch(tmp_path: Path) -> None:
             start = file.tell()
     tensors = {"table": TensorInfo((4, 3), torch.float32)}
     (tmp_path / ".metadata").write_bytes(pickled_index(tensors, reversed(items)))
-    assert read_index(tmp_path) == Index(tensors, {"table": tuple(items)})
+    assert read_index(tmp_path) == Index({"table": StoredTensor((4, 3), "float32")}, {"table": tuple(items)})
     found = {"table": torch.empty(4, 3)}
     torch_checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(found["table"], table)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
-from pretrain.checkpoint.safe_metadata import read_index
+from pretrain.checkpoint.index import read_index
 from pretrain.errors import CheckpointError
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.checkpoint.safe_metadata import read_index
+from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.store.coverage import coverage_problem
 from pretrain.checkpoint.store.files import JOURNAL_FILE, WrittenFile, finished_files, write_files
 from pretrain.checkpoint.store.selected import Joined, Padded, Selected

@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from pretrain.checkpoint.formats.format import OpenedCheckpoint
-from pretrain.checkpoint.formats.native import describe
+from pretrain.checkpoint.listing import Listing, is_native, listing_of, native_listing
 from pretrain.config.loader import to_dict
 from tools.checkpoint.command import opened
 from tools.parameter_table import markdown_table
@@ -16,31 +15,29 @@ from tools.words import size_in_words
 
 def run(args: argparse.Namespace) -> int:
     """Print what a checkpoint holds."""
-    checkpoint = opened(args.path, args.step)
+    # Not by opening it, for which PyTorch takes seconds to load.
+    is_ours = is_native(args.path)
+    checkpoint = native_listing(args.path, args.step) if is_ours else listing_of(opened(args.path, args.step))
     print(json.dumps(_as_json(checkpoint), indent=1) if args.json else _in_words(checkpoint))
     return 0
 
 
-def _as_json(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+def _as_json(checkpoint: Listing) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format_name,
-        **_facts(checkpoint),
+        **checkpoint.facts,
         "config": to_dict(checkpoint.config),
         "tensors": {
             name: {
                 "shape": list(info.shape),
-                "dtype": str(info.dtype).removeprefix("torch."),
+                "dtype": info.dtype,
                 "bytes": info.num_bytes,
                 "kind": _kind(name),
             }
-            for name, info in sorted(checkpoint.reader.tensors.items())
+            for name, info in sorted(checkpoint.tensors.items())
         },
     }
-
-
-def _facts(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
-    return {} if checkpoint.saved is None else describe(checkpoint.saved)
 
 
 def _kind(name: str) -> str:
@@ -49,10 +46,14 @@ def _kind(name: str) -> str:
     return "table" if name.startswith("banks.") else "weight"
 
 
-def _in_words(checkpoint: OpenedCheckpoint) -> str:
-    tensors = checkpoint.reader.tensors
+def _weights(checkpoint: Listing) -> list[str]:
+    return [name for name in checkpoint.tensors if _kind(name) != "optimizer"]
+
+
+def _in_words(checkpoint: Listing) -> str:
+    tensors = checkpoint.tensors
     state: dict[str, int] = {}
-    for name in checkpoint.optimizer_state:
+    for name in (name for name in tensors if _kind(name) == "optimizer"):
         weight = name.split(".", 3)[3]
         state[weight] = state.get(weight, 0) + tensors[name].num_bytes
     rows = [
@@ -60,23 +61,22 @@ def _in_words(checkpoint: OpenedCheckpoint) -> str:
             name,
             _kind(name),
             " x ".join(map(str, tensors[name].shape)) or "1",
-            str(tensors[name].dtype).removeprefix("torch."),
+            tensors[name].dtype,
             size_in_words(tensors[name].num_bytes),
             size_in_words(state[name]) if name in state else "",
         )
-        for name in sorted(checkpoint.weights, key=_by_number)
+        for name in sorted(_weights(checkpoint), key=_by_number)
     ]
     head = ("tensor", "kind", "shape", "dtype", "bytes", "optimizer state")
     return f"{_header(checkpoint, sum(state.values()))}\n\n{markdown_table(head, rows)}"
 
 
-def _header(checkpoint: OpenedCheckpoint, state_bytes: int) -> str:
-    tensors, config = checkpoint.reader.tensors, checkpoint.config
-    of_tables = sum(tensors[name].num_bytes for name in checkpoint.weights if _kind(name) == "table")
-    of_weights = sum(tensors[name].num_bytes for name in checkpoint.weights) - of_tables
+def _header(checkpoint: Listing, state_bytes: int) -> str:
+    tensors, config = checkpoint.tensors, checkpoint.config
+    of_tables = sum(tensors[name].num_bytes for name in _weights(checkpoint) if _kind(name) == "table")
+    of_weights = sum(tensors[name].num_bytes for name in _weights(checkpoint)) - of_tables
     lines = {"checkpoint": f"{checkpoint.path} ({checkpoint.format_name})"}
-    facts = _facts(checkpoint)
-    if facts:
+    if facts := checkpoint.facts:
         layout, stage = config.parallel, config.stage
         within = "" if stage is None else f", stage {stage.name}"
         lines["step"] = f"{facts['step']:,} of {config.run_steps:,}{within}, {facts['consumed_tokens']:,} tokens"
@@ -91,7 +91,7 @@ def _header(checkpoint: OpenedCheckpoint, state_bytes: int) -> str:
         f"{config.name}: {config.model.num_layers} blocks of width {config.model.hidden_size}, "
         f"{memory.kind if memory is not None else kind}"
     )
-    lines.update(checkpoint.notes or {})
+    lines.update(checkpoint.notes)
     lines["bytes"] = (
         f"{size_in_words(of_weights)} weights, {size_in_words(of_tables)} tables, {size_in_words(state_bytes)} "
         "optimizer state"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,18 +12,16 @@ from megamem.config import ModelConfig
 from parallel.atomic_write import sync
 from pretrain.checkpoint.derived import derived_weights, main_name
 from pretrain.checkpoint.folder import (
-    STATE_FILE,
     SavedState,
     complete,
     package_versions,
-    read_state,
     step_folder,
-    step_named,
     writing_folder,
 )
 from pretrain.checkpoint.formats.format import OpenedCheckpoint, Target
 from pretrain.checkpoint.formats.names import NATIVE
 from pretrain.checkpoint.hashes import RecordedFile, record
+from pretrain.checkpoint.listing import is_native, native_at
 from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.selected import Joined, Selected
 from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader
@@ -34,9 +30,8 @@ from pretrain.checkpoint.store.torch_dist_writer import TorchDistFile, pack, par
 from pretrain.config.loader import to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.data.manifest import open_saved_tokenizer, save_tokenizer
-from pretrain.errors import CheckpointError
 from pretrain.folder import RunFolder
-from pretrain.saved_run import find_checkpoint, saved_config
+from pretrain.saved_run import saved_config
 
 _SPLIT_BY_COLUMNS = ("mlp.linear_fc2.weight", "ffn.linear_fc2.weight", "self_attention.linear_proj.weight")
 """Weights that tensor parallelism splits along their second dimension; the others it splits by rows, or not."""
@@ -51,14 +46,10 @@ class NativeFormat:
         return True
 
     def is_at(self, path: Path) -> bool:
-        return _is_checkpoint(path) or RunFolder(path).checkpoints.is_dir()
+        return is_native(path)
 
     def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
-        if _is_checkpoint(path):
-            saved, folder = read_state(path), RunFolder(path.parent.parent)
-        else:
-            folder = RunFolder(path)
-            saved = find_checkpoint(folder, step, check_hashes=False, pass_over=False)
+        saved, folder = native_at(path, step)
         stored = open_torch_dist(saved.path)
         return OpenedCheckpoint(
             path=saved.path,
@@ -117,13 +108,6 @@ class NativeConversion:
         return open_torch_dist(step_folder(RunFolder(folder).checkpoints, self._state.step))
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint of ours, by its contents or by its name and place: what it holds may be damaged."""
-    whole = path.resolve()
-    place = RunFolder(whole.parent.parent).checkpoints
-    return (path / STATE_FILE).is_file() or (whole.is_dir() and whole.parent == place and step_named(whole) is not None)
-
-
 def _for_target(config: RunConfig, target: Target) -> RunConfig:
     """The configuration of a run that goes on from the conversion."""
     layout, before = target.layout, config.parallel
@@ -163,11 +147,3 @@ def _columns(name: str, target: Target) -> int:
     if weight.startswith("banks."):
         return target.layout.memory
     return target.layout.tensor if weight.endswith(_SPLIT_BY_COLUMNS) else 1
-
-
-def describe(saved: SavedState) -> dict[str, Any]:
-    """What a checkpoint says of itself besides its tensors."""
-    content = json.loads((saved.path / STATE_FILE).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{saved.path / STATE_FILE} holds no object")
-    return {"versions": content.get("versions", {}), **asdict(saved.run)}

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.index import Index, StoredItem
-from pretrain.checkpoint.safe_metadata import read_index
+from pretrain.checkpoint.index import Index, StoredItem, read_index
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, overlap, slices_in
 from pretrain.checkpoint.store.torch_zip import LazyTensor, open_zip
 from pretrain.errors import CheckpointError

@@ -15,7 +15,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.index import INDEX_FILE, StoredItem, pickled_index
+from pretrain.checkpoint.index import INDEX_FILE, StoredItem
+from pretrain.checkpoint.index_writer import pickled_index
 from pretrain.checkpoint.item_files import HashedFile
 from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, pieces

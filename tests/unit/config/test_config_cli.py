@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +198,19 @@ def test_every_error_has_its_exit_code(
     assert ("Traceback" in shown) == (code == 1)
 
 
-def test_help_is_fast_and_imports_no_torch() -> None:
-    code = "import sys; from tools.cli import main; main(['--help']); sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
-    started = time.perf_counter()
+def test_show_imports_no_torch() -> None:
+    code = (
+        "import sys; from tools.cli import main; assert main(['config', 'show', 'configs/quickstart.yaml']) == 0; "
+        "sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
     finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    # Half a second is the aim; the margin is for a machine that is busy with other tests.
-    assert time.perf_counter() - started < 3
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from tools.cli import main; main(['--help']); sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_a_closed_pipe_is_quiet() -> None:
