@@ -107,7 +107,7 @@ class Decision:
     Attributes:
         reason: for people.
         delay_s: seconds to wait before the next start.
-        exclude: nodes that the next start must not have.
+        exclude: nodes that no later start of the submission may have: all that were found bad so far.
     """
 
     action: Action
@@ -168,7 +168,7 @@ def decide(attempts: Sequence[Ended], rules: RetryConfig) -> Decision:
         Action.REQUEUE,
         f"{last.cause}: {last.detail}",
         _delay_s(attempts, rules),
-        exclude if last.bad_nodes else (),
+        exclude,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,11 +18,54 @@ from slurm.quoting import refuse_unfit
 
 PROFILES = Path("configs") / "clusters"
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", re.ASCII)
-# Options that the script sets itself: a second one would win or lose silently.
-_OWN_OPTIONS = (
-    *("job-name", "partition", "account", "qos", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time"),
-    *("gpus-per-node", "mem", "signal", "requeue", "no-requeue", "output", "open-mode", "export", "chdir", "exclusive"),
-)
+# Where ranks are and what they share follows from these keys: in the script, in the checks, and in the ranks themselves.
+_LAYOUT = {
+    **dict.fromkeys(("nodes", "nodefile", "use-min-nodes", "spread-job"), "nodes, or --nodes of `megamem submit`"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-core"), "ranks_per_node"),
+    **dict.fromkeys(("ntasks-per-socket", "ntasks-per-gpu", "overcommit"), "ranks_per_node"),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "cpus_per_rank"),
+    **dict.fromkeys(
+        ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"), "gpus_per_node and gpu_binding"
+    ),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "memory_per_node"),
+    **dict.fromkeys(("exclusive", "oversubscribe"), "exclusive"),
+    "exclude": "excluded_nodes",
+    "export": "environment",
+    "export-file": "environment",
+    "chdir": "the copy of the code",
+    "signal": "lead_s",
+    "no-kill": "min_nodes",
+    "time": "time, or --time of `megamem submit`",
+    "input": "nothing",
+    "output": "the attempt's folder",
+    "error": "the attempt's folder",
+    "open-mode": "the attempt's folder",
+}
+# Options that the script sets itself, with what sets them: a second one would win or lose in silence.
+_OWN_OF_SBATCH = {
+    **_LAYOUT,
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "time-min": "time",
+    "job-name": "name of the configuration",
+    "array": "--sweep of `megamem submit`",
+    "dependency": "--chain of `megamem submit`",
+    "kill-on-invalid-dep": "--chain of `megamem submit`",
+    **dict.fromkeys(("requeue", "no-requeue", "begin", "hold"), "the rule of what follows an attempt (retry)"),
+    **dict.fromkeys(("wrap", "get-user-env"), "the script"),
+    **dict.fromkeys(
+        ("parsable", "test-only", "wait", "quiet", "verbose", "help", "usage", "version"), "what it is asked"
+    ),
+    **dict.fromkeys(("clusters", "uid", "gid"), "whoever submits, where he does"),
+}
+_OWN_OF_SRUN = {
+    **_LAYOUT,
+    "cpu-bind": "cpu_binding",
+    **dict.fromkeys(("kill-on-bad-exit", "wait", "label", "unbuffered", "pty", "multi-prog"), "how ranks are watched"),
+    **dict.fromkeys(("nodelist", "relative", "jobid", "overlap", "immediate"), "the job's nodes that are alive"),
+    **dict.fromkeys(("container-image", "container-mounts", "container-workdir"), "container"),
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +188,9 @@ class ClusterConfig(Config):
     """Memory as sbatch --mem has it (0: all of the node); null: the cluster's default."""
     exclusive: bool = False
     """Whether a node is used by one job alone."""
+    excluded_nodes: tuple[str, ...] = ()
+    """Nodes that runs must not have, each by name or in Slurm's short form, as in n[01-03]. Those that a run finds bad are
+    left out besides."""
     sbatch_options: tuple[str, ...] = ()
     """More options of sbatch, as in --constraint=ib."""
     srun_options: tuple[str, ...] = ()
@@ -176,17 +223,34 @@ class ClusterConfig(Config):
                     f"shared_paths and scratch_path are mounted in the container, whose runtime splits {path!r} at its "
                     "commas and colons: use a folder of another name"
                 )
-        for option in self.sbatch_options:
-            name = option.removeprefix("--").partition("=")[0]
-            if not option.startswith("--") or name in _OWN_OPTIONS:
+        _refuse_own("sbatch_options", self.sbatch_options, _OWN_OF_SBATCH)
+        _refuse_own("srun_options", self.srun_options, _OWN_OF_SRUN)
+        for node in self.excluded_nodes:
+            if not re.fullmatch(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*", node):
                 raise ValueError(
-                    f"sbatch_options has {option!r}: write long options (--name=value) which the profile has no key for"
+                    f"excluded_nodes has {node!r}: write names of nodes, or Slurm's short form as in n[01-03]"
                 )
 
     @property
     def elastic(self) -> bool:
         """Whether runs go on with fewer nodes."""
         return self.min_nodes is not None
+
+
+def _refuse_own(key: str, options: Sequence[str], own: Mapping[str, str]) -> None:
+    """Refuse options of Slurm that are another way of saying what the script says already.
+
+    Raises:
+        ValueError: naming what sets it.
+    """
+    for option in options:
+        name = option.removeprefix("--").partition("=")[0]
+        if not option.startswith("--") or not name:
+            raise ValueError(f"{key} has {option!r}: write long options, as in --name=value")
+        # Slurm takes the first letters of an option for all of it.
+        meant = name if name in own else next((ours for ours in own if ours.startswith(name)), None)
+        if meant is not None:
+            raise ValueError(f"{key} has {option!r}, and --{meant} follows from {own[meant]}: remove it, and set that")
 
 
 def find_profile(name: str) -> Path:

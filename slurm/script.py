@@ -118,6 +118,7 @@ def directives(name: str, profile: ClusterConfig, submission: Submission, jobs: 
         "qos": profile.qos,
         "gpus-per-node": profile.gpus_per_node or None,
         "mem": profile.memory_per_node,
+        "exclude": ",".join(profile.excluded_nodes) or None,
     }
     options = {
         "job-name": name,

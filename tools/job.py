@@ -97,7 +97,10 @@ def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
     elif goes_on_in_place(jobs, folder, decision, _names(args.nodes), asked_to_stop=args.asked_to_stop):
         print("again")
     else:
-        print(_in_script(decision, _waiting_job(jobs)))
+        # A finished run may have left no record of its end, and wants no nodes.
+        ended, profile = folder.ended(), load_profile(jobs.profile)
+        found_bad = () if ended is None else ended.bad_nodes
+        print(_in_script(decision, found_bad, profile.excluded_nodes, _waiting_job(jobs)))
     return 0
 
 
@@ -113,10 +116,16 @@ def _names(nodes: str) -> list[str]:
     return [node for node in nodes.split(",") if node]
 
 
-def _in_script(decision: Decision, waiting: str) -> str:
-    changes = decision.delay_s > 0 or bool(decision.exclude)
+def _in_script(decision: Decision, found_bad: Sequence[str], never_used: Sequence[str], waiting: str) -> str:
+    """The verdict in words of the script.
+
+    A job that is requeued keeps the nodes that it must not have. A new one is told all of them, those of the profile
+    too: what sbatch is given beside a script takes the place of what the script says.
+    """
+    changes = decision.delay_s > 0 or bool(found_bad)
     action = "resubmit" if decision.action is Action.REQUEUE and changes else decision.action.value
-    return f"{action} {decision.delay_s:.0f} {','.join(decision.exclude) or 'none'} {waiting}"
+    exclude = ",".join((*never_used, *decision.exclude)) if action == "resubmit" else ""
+    return f"{action} {decision.delay_s:.0f} {exclude or 'none'} {waiting}"
 
 
 def _queued(jobs: JobsFolder, args: argparse.Namespace) -> int:

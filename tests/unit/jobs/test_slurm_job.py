@@ -15,8 +15,9 @@ from pretrain.folder import RunFolder
 from slurm.job import JobNow, begin, end, goes_on_in_place, seconds, usable_nodes
 from slurm.lead import lead_seconds
 from slurm.policy import Action, Cause
-from slurm.profile import ClusterConfig
+from slurm.profile import ClusterConfig, RetryConfig
 from slurm.records import Failure, JobsFolder, Submission
+from tools.job import main
 
 PROFILE = ClusterConfig(ranks_per_node=2, shared_paths=("/",), runs_path="/runs", lead_s=100)
 NODES = ("n1", "n2")
@@ -133,6 +134,29 @@ def test_nodes_that_were_found_bad_are_excluded(jobs: JobsFolder) -> None:
     decision = end(jobs, folder, 1, asked_to_stop=False, job=RUNNING)
     assert (decision.action, decision.exclude) == (Action.REQUEUE, ("n2",))
     assert "n2: its clock is +9.0 s off" in decision.reason
+
+
+def test_nodes_that_were_found_bad_are_never_forgotten(jobs: JobsFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """Crashes later, the job is queued anew: without them, and without those of the profile."""
+    jobs.profile.write_text(
+        to_yaml(replace(PROFILE, excluded_nodes=("n[7-9]",), retry=RetryConfig(starts_without_checkpoint=9)))
+    )
+    verdicts = []
+    for bad in ("n2", "", "", "n1"):
+        folder = start(jobs).folder
+        folder.log_of(0).touch()
+        if bad:
+            folder.write_bad_nodes({bad: "no GPU"})
+        words = ["end", str(jobs.path), str(folder.path), "--exit-code", "137", "--standing", "RUNNING None 0"]
+        assert main([*words, "--nodes", "n1,n2"]) == 0
+        verdicts.append(capsys.readouterr().out.splitlines()[-1])
+    assert verdicts == [
+        "resubmit 0 n[7-9],n2 none",
+        # The same job keeps what it was queued with.
+        "requeue 0 none none",
+        "resubmit 60 n[7-9],n2 none",
+        "resubmit 0 n[7-9],n1,n2 none",
+    ]
 
 
 def test_the_lead_is_that_of_the_slowest_save(jobs: JobsFolder) -> None:

@@ -126,6 +126,7 @@ NOT_IN_THE_SCRIPT = {"runs_path", "lead_s", "check", "retry", "nodes", "gpu_memo
         ("cpu_binding", "none"),
         ("memory_per_node", "5G"),
         ("exclusive", True),
+        ("excluded_nodes", ("n3",)),
         ("sbatch_options", ("--constraint=ib",)),
         ("srun_options", ("--mpi=none",)),
     ],
