@@ -16,16 +16,7 @@ from enum import IntEnum
 
 from torch.distributed import DistError
 
-# Raised as plain RuntimeErrors by collectives whose peer is gone.
-_PEER_ERROR_TEXTS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "gloo/transport",
-    "remote process exited",
-    "nccl communicator was aborted",
-)
+from parallel.peer_errors import says_peer_is_gone
 
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory?)",
@@ -120,7 +111,7 @@ def is_peer_error(error: BaseException) -> bool:
         seen.add(id(link))
         if isinstance(link, ConnectionError | DistError):
             return True
-        if isinstance(link, RuntimeError) and any(phrase in str(link).lower() for phrase in _PEER_ERROR_TEXTS):
+        if isinstance(link, RuntimeError) and says_peer_is_gone(str(link)):
             return True
         link = link.__cause__ or link.__context__
     return False

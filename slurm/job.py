@@ -11,6 +11,7 @@ from pretrain.config.stages import load_stages, stage_called
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, UserError
 from pretrain.history import now
+from slurm.first_failure import failed_node, first_failure
 from slurm.lead import last_step, lead_seconds
 from slurm.policy import Action, Attempt, Cause, Decision, Ended, cause_of, decide
 from slurm.profile import ClusterConfig, load_profile
@@ -217,13 +218,17 @@ def how_it_ended(
         return Ended(attempt, Cause.CANCELLED, saved, (), f"by {how}")
     if bad:
         return Ended(attempt, Cause.BAD_NODES, saved, tuple(sorted(bad)), _in_words(bad))
-    failure = folder.first_failure()
-    if failure is not None:
+    if (node := failed_node(folder)) is not None:
+        return Ended(attempt, Cause.LOST if exit_code is None else Cause.CRASHED, saved, (), f"node {node} failed")
+    recorded, found = folder.first_failure(), first_failure(folder)
+    # Of ranks that were told to stop, and of those of a script that was lost with them, srun's words say nothing new.
+    is_told = exit_code is not None and folder.any_rank_began() and not folder.stopped.exists()
+    if found is not None and (recorded is not None or is_told):
+        failure, detail = found
         cause = cause_of(failure.exit_code, asked_to_stop=asked_to_stop)
-        where = f"rank {failure.rank} on {failure.node} ended with exit code {failure.exit_code}"
-        said = folder.last_words(failure.rank)
-        nodes = (failure.node,) if cause is Cause.BAD_NODES else ()
-        return Ended(attempt, cause, saved, nodes, f"{where}: {said}" if said else where)
+        if cause is Cause.BAD_NODES and failure == recorded:
+            return Ended(attempt, cause, saved, (failure.node,), detail)
+        return Ended(attempt, _unless_bad(cause), saved, (), detail)
     if folder.stopped.exists():
         return Ended(attempt, Cause.STOPPED, saved, (), "it was asked to stop, and saved")
     if exit_code is None:
@@ -233,10 +238,13 @@ def how_it_ended(
         # A controller that did not answer, a node that was not ready: what srun says of it is in the job's log.
         detail = f"srun started no rank, and ended with exit code {exit_code}; see {jobs.log_of(attempt.job)}"
         return Ended(attempt, Cause.NOT_STARTED, saved, (), detail)
-    cause = cause_of(exit_code, asked_to_stop=asked_to_stop)
-    # Nobody knows which node it was.
-    cause = Cause.CRASHED if cause is Cause.BAD_NODES else cause
+    cause = _unless_bad(cause_of(exit_code, asked_to_stop=asked_to_stop))
     return Ended(attempt, cause, saved, (), f"srun ended with exit code {exit_code}; see {folder.path}")
+
+
+def _unless_bad(cause: Cause) -> Cause:
+    """The same, where nobody knows for sure which node is bad."""
+    return Cause.CRASHED if cause is Cause.BAD_NODES else cause
 
 
 def _in_words(bad: Mapping[str, str]) -> str:

@@ -187,6 +187,7 @@ class AttemptFolder:
         self.bad_nodes = path / "bad_nodes.json"
         self.rendezvous = path / "rendezvous.json"
         self._refused = path / "refused.txt"
+        self._srun = path / "srun.log"
 
     def attempt(self) -> Attempt:
         """What it began with.
@@ -240,6 +241,10 @@ class AttemptFolder:
     def refused(self) -> str:
         """What Slurm refused when the run was to be started again, with its reason; empty if it did not."""
         return self._refused.read_text(encoding="utf-8", errors="replace").strip() if self._refused.exists() else ""
+
+    def srun_words(self) -> str:
+        """What srun said of the ranks, in its order; empty if nothing."""
+        return self._srun.read_text(encoding="utf-8", errors="replace") if self._srun.exists() else ""
 
     def tell_failure(self, failure: Failure) -> None:
         """Record how a rank failed, unless another one was first."""

@@ -231,7 +231,7 @@ def _ranks(profile: ClusterConfig) -> Iterator[str]:
     options += [shell_word("srun_options", option) for option in profile.srun_options]
     yield "if [[ -z $asked ]]; then"
     yield f"  srun {_wrapped(options)} \\"
-    yield '    "${in_container[@]}" "${python[@]}" -m tools.job rank "$records" "$attempt" &'
+    yield '    "${in_container[@]}" "${python[@]}" -m tools.job rank "$records" "$attempt" 2>"$attempt/srun.log" &'
     yield "  ranks=$!"
     yield "fi"
 
@@ -312,6 +312,7 @@ if [[ $ranks != none ]]; then
   wait "$ranks"
   code=$?
   ranks=none
+  cat "$attempt/srun.log" >&2
 fi
 [[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 

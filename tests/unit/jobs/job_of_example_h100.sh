@@ -87,7 +87,7 @@ if [[ -z $asked ]]; then
   srun --nodes="$nodes" --ntasks="$((nodes * 8))" --ntasks-per-node=8 --cpus-per-task=12 \
     --cpu-bind=cores --kill-on-bad-exit=1 --wait=60 --output="$attempt/rank_%t.log" \
     --gpus-per-node=8 \
-    "${in_container[@]}" "${python[@]}" -m tools.job rank "$records" "$attempt" &
+    "${in_container[@]}" "${python[@]}" -m tools.job rank "$records" "$attempt" 2>"$attempt/srun.log" &
   ranks=$!
 fi
 
@@ -101,6 +101,7 @@ if [[ $ranks != none ]]; then
   wait "$ranks"
   code=$?
   ranks=none
+  cat "$attempt/srun.log" >&2
 fi
 [[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 

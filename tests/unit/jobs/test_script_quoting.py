@@ -87,7 +87,7 @@ def seen_by_bash(script: str) -> list[str]:
     head, _, rest = script.partition("nodes_of_job()")
     ranks = re.search(r"^if \[\[ -z \$asked \]\]; then\n.*?^fi$", rest, re.DOTALL | re.MULTILINE)
     assert ranks is not None
-    asking = STAND_INS + head + ASK_BASH.replace("RANKS", ranks[0])
+    asking = STAND_INS + head + ASK_BASH.replace("RANKS", ranks[0].replace(' 2>"$attempt/srun.log"', ""))
     result = subprocess.run(
         ["bash", "--norc"],
         input=asking,

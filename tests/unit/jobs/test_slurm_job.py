@@ -128,6 +128,26 @@ def test_ranks_of_which_one_began_have_crashed_and_nobody_knows_where(jobs: Jobs
     assert (ended.cause, ended.bad_nodes) == (Cause.CRASHED, ())
 
 
+def test_a_rank_that_was_killed_is_blamed_and_not_who_missed_it(jobs: JobsFolder) -> None:
+    folder = start(jobs).folder
+    folder.tell_failure(Failure(0, "n1", 1))
+    folder.log_of(0).write_text("RuntimeError: Connection reset by peer\n")
+    (folder.path / "srun.log").write_text("srun: error: n2: task 1: Killed\n")
+    decision = end(jobs, folder, 137, asked_to_stop=False, job=RUNNING)
+    assert decision.reason == "crashed: rank 1 on n2 was killed (srun: Killed)"
+    # Nor is the end of ranks whose script was lost with them a crash of theirs.
+    folder = start(jobs).folder
+    folder.log_of(0).touch()
+    (folder.path / "srun.log").write_text("srun: error: n1: task 0: Terminated\n")
+    with pytest.raises(ConfigError, match="the last one lost: nothing says how"):
+        start(jobs)
+    submit(jobs, 2)
+    folder = start(jobs).folder
+    (folder.path / "srun.log").write_text("srun: error: Node failure on n2\n")
+    start(jobs)
+    assert [ended.detail for ended in jobs.ended_attempts(2)] == ["node n2 failed"]
+
+
 def test_nodes_that_were_found_bad_are_excluded(jobs: JobsFolder) -> None:
     folder = start(jobs).folder
     folder.write_bad_nodes({"n2": "its clock is +9.0 s off"})
