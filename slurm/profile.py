@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Le
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,6 +18,7 @@ from slurm.quoting import refuse_unfit
 
 PROFILES = Path("configs") / "clusters"
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", re.ASCII)
+_SECRET = re.compile(r"(.*_)?(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE)
 # Where ranks are and what they share follows from these keys: in the script, in the checks, and in the ranks themselves.
 _LAYOUT = {
     **dict.fromkeys(("nodes", "nodefile", "use-min-nodes", "spread-job"), "nodes, or --nodes of `megamem submit`"),
@@ -93,10 +94,13 @@ class VariableEntry(Config):
 
     name: str
     """The variable."""
-    value: str
-    """Its value."""
     reason: str
     """Why it is set; stands beside it in the script."""
+    value: str | None = None
+    """Its value; not of a secret, as scripts and records are kept."""
+    file: str | None = None
+    """File whose content is the value, read by the job when it starts: for keys and passwords. All nodes see it, and nobody
+    else may read it (chmod 600)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,6 +109,13 @@ class VariableEntry(Config):
             raise ValueError(f"name is {self.name!r}, which is no name of an environment variable")
         if not self.reason.strip():
             raise ValueError(f"reason of {self.name} is {self.reason!r}: say in one line why it is set")
+        if (self.value is None) == (self.file is None):
+            raise ValueError(f"{self.name} needs either value or file")
+        if self.value and _SECRET.fullmatch(self.name):
+            raise ValueError(
+                f"the value of {self.name} would stand in scripts and records: put it into a file that you alone can read "
+                "(chmod 600), below shared_paths, and name that as file"
+            )
 
 
 @dataclass(frozen=True)
@@ -278,11 +289,17 @@ def load_profile(path: Path) -> ClusterConfig:
         ConfigError: naming key, value, line and fix of every problem.
     """
     profile = load_as(ClusterConfig, path)
-    named = {"shared_paths": tuple(map(_absolute, profile.shared_paths)), "runs_path": _absolute(profile.runs_path)}
+    named: dict[str, Any] = {
+        "shared_paths": tuple(map(_absolute, profile.shared_paths)),
+        "runs_path": _absolute(profile.runs_path),
+    }
+    named["environment"] = tuple(
+        entry if entry.file is None else replace(entry, file=_absolute(entry.file)) for entry in profile.environment
+    )
     if profile.virtual_environment is not None:
         named["virtual_environment"] = _absolute(profile.virtual_environment)
     try:
-        return replace(profile, **named)  # type: ignore[arg-type]
+        return replace(profile, **named)
     except ValueError as error:
         raise ConfigError(f"{path}, read in {Path.cwd()}: {error}") from error
 

@@ -5,6 +5,8 @@ What a job reads is written before it is queued, and a chain or an array is queu
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,10 +151,8 @@ def queue_array(jobs: Sequence[Job], name: str, folder: Path, at_once: int | Non
         write(job)
     script = folder / "array.sh"
     first = jobs[0]
-    script.write_text(
-        render_array(name, [job.records for job in jobs], first.profile, first.submission, folder, at_once),
-        encoding="utf-8",
-    )
+    records = [job.records for job in jobs]
+    _put(script, render_array(name, records, first.profile, first.submission, folder, at_once), 0o700)
     number = submit(script)
     for place, job in enumerate(jobs):
         job.records.add_job(f"{number}_{place}", "submitted")
@@ -171,7 +171,14 @@ def write(job: Job) -> None:
     if not run.config.exists():
         # So that `megamem status` finds a run that still waits.
         run.config.write_text(to_yaml(stages[0]), encoding="utf-8")
-    records.profile.write_text(to_yaml(job.profile), encoding="utf-8")
+    _put(records.profile, to_yaml(job.profile), 0o600)
     records.write_submission(job.submission)
-    records.script.write_text(job.script, encoding="utf-8")
-    records.script.chmod(0o755)
+    _put(records.script, job.script, 0o700)
+
+
+def _put(path: Path, text: str, mode: int) -> None:
+    """Write a file that is never open to more people than it is meant for, and that others see whole."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
+        stream.write(text)
+    temporary.replace(path)

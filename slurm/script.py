@@ -177,6 +177,11 @@ def _environment(stages: Sequence[RunConfig], profile: ClusterConfig) -> Iterato
         if name in _REASONS and name not in given:
             yield f"export {name}={shell_word(name, value)}  {comment(name, _REASONS[name])}"
     for entry in profile.environment:
+        if entry.file is not None:
+            # Two lines: `export` would hide that the file is not there.
+            yield f"{entry.name}=$(<{shell_word('file', entry.file)}) || exit  {comment('reason', entry.reason)}"
+            yield f"export {entry.name}"
+            continue
         yield f"export {entry.name}={shell_word(entry.name, entry.value)}  {comment('reason', entry.reason)}"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +187,7 @@ def check(job: Job) -> None:
     Raises:
         UserError: what it would fail for.
     """
+    _check_secrets(job.profile)
     # Rendered here so that what no script can hold is refused before anything is written.
     assert job.script
     check_seen_by_nodes(job.trained, job.records.run, job.profile)
@@ -192,6 +195,28 @@ def check(job: Job) -> None:
     gpu_bytes = None if profile.gpu_memory_gb is None else 1e9 * profile.gpu_memory_gb
     refuse_edited_past(job.stages, job.records.run)
     check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes)
+
+
+def _check_secrets(profile: ClusterConfig) -> None:
+    """Refuse files of secrets that are not there, or that others can read.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    for entry in profile.environment:
+        if entry.file is None:
+            continue
+        try:
+            mode = os.stat(entry.file).st_mode
+        except OSError as error:
+            raise ConfigError(
+                f"{entry.name} is to be read from {entry.file}: {error.strerror}. Write it there"
+            ) from error
+        if not stat.S_ISREG(mode) or mode & 0o077:
+            raise ConfigError(
+                f"{entry.name} is to be read from {entry.file}, which others than you can read, or is no file: "
+                f"chmod 600 {shlex.quote(entry.file)}"
+            )
 
 
 def _queued(job: Job, number: str) -> str:
@@ -286,6 +311,7 @@ def check_seen_by_nodes(stages: Sequence[RunConfig], folder: RunFolder, profile:
         ]
     if profile.virtual_environment is not None and profile.container is None:
         named.append(("virtual_environment of the profile", profile.virtual_environment))
+    named += [(f"file of {entry.name}", entry.file) for entry in profile.environment if entry.file is not None]
     for what, path in named:
         if not any(Path(path).is_relative_to(shared) for shared in profile.shared_paths):
             raise ConfigError(

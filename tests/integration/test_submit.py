@@ -79,6 +79,19 @@ def test_what_cannot_run_is_refused(
     assert said in result.output
 
 
+def test_a_secret_that_others_can_read_is_refused(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    here = profile(tmp_path, environment=[{"name": "WANDB_API_KEY", "file": str(file), "reason": "the report"}])
+    command = ("submit", config_file, "--cluster", here, "--dry-run", "train.micro_batch_size=2")
+    assert f"is to be read from {file}: No such file" in " ".join(megamem(*command).output.split())
+    file.touch(0o644)
+    refused = megamem(*command)
+    assert refused.code == 2
+    assert f"chmod 600 {file}" in " ".join(refused.output.split())
+    file.chmod(0o600)
+    assert megamem(*command).code == 0
+
+
 def test_another_model_in_the_run_folder_is_refused(
     megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path
 ) -> None:

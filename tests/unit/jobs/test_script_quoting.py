@@ -23,15 +23,21 @@ from slurm.script import render, render_array
 
 SUBMISSION = Submission(1, "here", 3, 2, "0123456789ab", 900, "2026-01-01T00:00:00+00:00")
 PROFILE = ClusterConfig(ranks_per_node=2, shared_paths=("/shared",), runs_path="/shared/runs")
+_UNPRINTABLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 # Dense in what one of the two grammars gives a meaning.
-TEXT = st.text(
-    alphabet=st.sampled_from(" \"'\\#$`;&|%=,:()<>[]{}*?~!-+@^/.aZ0é\u2013漢"), min_size=1, max_size=12
-) | st.text(alphabet=st.characters().filter(str.isprintable), min_size=1, max_size=12)
-NAME_IN_PATH = TEXT.filter(lambda text: not set(text) & set("%\\/") and text.strip("."))
-MOUNTED = TEXT.filter(lambda text: not set(text) & set(",:"))
-UNPRINTABLE = st.characters().filter(lambda letter: not letter.isprintable()) | st.sampled_from(
-    "\n\r\t\0\x1b\u2028\x85"
-)
+_SIGNS = " \"'\\#$`;&|%=,:()<>[]{}*?~!-+@^/.aZ0é\u2013漢"
+
+
+def text_without(letters: str = "") -> st.SearchStrategy[str]:
+    dense = st.sampled_from([sign for sign in _SIGNS if sign not in letters])
+    others = st.characters(exclude_categories=(*_UNPRINTABLE, "Zs"), exclude_characters=letters)
+    return st.text(dense, min_size=1, max_size=12) | st.text(others, min_size=1, max_size=12)
+
+
+TEXT = text_without()
+NAME_IN_PATH = text_without("%\\/").map(lambda text: f"a{text}")
+MOUNTED = text_without(",:")
+UNPRINTABLE = st.characters(categories=_UNPRINTABLE) | st.sampled_from("\n\r\t\0\x1b\u2028\x85\xa0")
 # bash has no commands of Slurm here. What they are given goes to stdout.
 STAND_INS = """\
 source() { :; }
@@ -113,7 +119,7 @@ def test_whatever_can_be_printed_arrives(tmp_path: Path, texts: list[str], folde
         qos=qos,
         sbatch_options=(f"--comment={comment}", "--contiguous"),
         srun_options=(f"--comment={srun_option}", "--last"),
-        environment=(VariableEntry("A_VARIABLE", value, reason + "x"),),
+        environment=(VariableEntry("A_VARIABLE", reason + "x", value),),
         modules=(module, "second"),
         virtual_environment=f"/shared/{python}",
         scratch_path=f"/tmp/{node_folder}",
@@ -198,7 +204,7 @@ def test_what_no_script_can_hold_is_refused_by_name(before: str, letter: str, af
     for wrong in ({"image": text, "mounts": ()}, {"image": "image", "mounts": (text,)}):
         with pytest.raises(ValueError, match="a batch script cannot hold the character"):
             ContainerConfig("pyxis", **wrong)  # type: ignore[arg-type]
-    for entry in (("A", text, "reason"), ("A", "value", text), (text, "value", "reason")):
+    for entry in (("A", text, "value"), ("A", "reason", text), (text, "reason", "value"), ("A", "reason", None, text)):
         with pytest.raises(ValueError, match="a batch script cannot hold the character"):
             VariableEntry(*entry)
     for config, submission, jobs in (
@@ -220,6 +226,18 @@ def test_patterns_of_slurm_are_refused_in_paths_of_logs(letter: str) -> None:
         render([RunConfig()], PROFILE, SUBMISSION, jobs, time="1")
     with pytest.raises(ConfigError, match=r"the folder of the sweep is .*reads"):
         render_array("mine", [jobs_in("run")], PROFILE, SUBMISSION, jobs.run.path, None)
+
+
+def test_a_secret_is_read_by_the_job_and_stands_nowhere_else(tmp_path: Path) -> None:
+    file = tmp_path / 'it\'s "mine" $HOME'
+    file.write_text("it's a\\secret $HOME\n")
+    profile = replace(PROFILE, environment=(VariableEntry("A_VARIABLE", "a reason", file=str(file)),))
+    script = render([RunConfig()], profile, SUBMISSION, jobs_in("run"), time="1")
+    assert "it's a\\secret $HOME" in seen_by_bash(script)
+    assert "a\\secret" not in script
+    file.unlink()
+    with pytest.raises(AssertionError, match="No such file or directory"):
+        seen_by_bash(script)
 
 
 def test_an_array_s_folder_arrives(tmp_path: Path) -> None:

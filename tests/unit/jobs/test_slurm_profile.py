@@ -50,6 +50,16 @@ def test_shipped_profiles_load(name: str) -> None:
         ({"srun_options": ["--cpu-bind=none"]}, "--cpu-bind follows from cpu_binding"),
         ({"srun_options": ["-n1"]}, "srun_options has '-n1': write long options"),
         ({"excluded_nodes": ["./file"]}, "excluded_nodes has './file'"),
+        (
+            {"environment": [{"name": "WANDB_API_KEY", "value": "abc", "reason": "x"}]},
+            "the value of WANDB_API_KEY would",
+        ),
+        (
+            {"environment": [{"name": "hf_token", "value": "abc", "reason": "x"}]},
+            "put it into a file that you alone can",
+        ),
+        ({"environment": [{"name": "A", "value": "1", "file": "x", "reason": "x"}]}, "A needs either value or file"),
+        ({"environment": [{"name": "A", "reason": "x"}]}, "A needs either value or file"),
         ({"environment": [{"name": "A B", "value": "1", "reason": "x"}]}, "name is 'A B'"),
         ({"environment": [{"name": "A", "value": "1", "reason": " "}]}, "say in one line why"),
         ({"environment": [{"name": "A", "value": "1"}]}, "environment.0.reason is missing"),

@@ -30,7 +30,8 @@ VARIANTS = {
     "elastic": replace(PLAIN, nodes=4, min_nodes=2),
     "one GPU per rank": replace(PLAIN, gpus_per_node=2, gpu_binding="single"),
     "host file": replace(PLAIN, srun_options=("--distribution=arbitrary",)),
-    "quotes": replace(PLAIN, environment=(VariableEntry("A", "it's $HOME", "a reason"),)),
+    "secret": replace(PLAIN, environment=(VariableEntry("WANDB_API_KEY", "a reason", file="/shared/it's mine"),)),
+    "quotes": replace(PLAIN, environment=(VariableEntry("A", "a reason", "it's $HOME"),)),
 }
 
 
@@ -97,7 +98,7 @@ def test_what_the_layout_needs_is_set_before_python_starts() -> None:
     start = script.index("-m tools.job rank")
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS=1", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "PYTORCH_CUDA_ALLOC_CONF"):
         assert script.index(f"export {name}") < start
-    own = replace(gpus, environment=(VariableEntry("CUDA_DEVICE_MAX_CONNECTIONS", "8", "tried"),))
+    own = replace(gpus, environment=(VariableEntry("CUDA_DEVICE_MAX_CONNECTIONS", "tried", "8"),))
     assert rendered(own, config).count("CUDA_DEVICE_MAX_CONNECTIONS=") == 1
 
 
@@ -114,7 +115,7 @@ NOT_IN_THE_SCRIPT = {"runs_path", "lead_s", "check", "retry", "nodes", "gpu_memo
         ("virtual_environment", "/shared/venv"),
         ("modules", ("cuda",)),
         ("container", ContainerConfig("apptainer", "i.sif")),
-        ("environment", (VariableEntry("A", "1", "why"),)),
+        ("environment", (VariableEntry("A", "why", "1"),)),
         ("partition", "gpu"),
         ("account", "us"),
         ("qos", "high"),

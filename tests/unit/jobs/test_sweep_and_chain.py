@@ -203,6 +203,15 @@ def test_an_array_runs_the_scripts_of_its_runs(tmp_path: Path, monkeypatch: pyte
     assert first.job_ids() == ["10_0"]
 
 
+def test_scripts_and_profiles_are_their_owner_s(links: list[Job]) -> None:
+    records = links[0].records
+    records.path.mkdir(parents=True)
+    # Of a version that was more open.
+    records.profile.touch(0o644)
+    queue.write(links[0])
+    assert [path.stat().st_mode & 0o777 for path in (records.script, records.profile)] == [0o700, 0o600]
+
+
 def test_the_stages_of_a_link_are_written_whole(links: list[Job], stages: tuple[RunConfig, ...]) -> None:
     queue.write(links[1])
     records = links[1].records
