@@ -86,8 +86,8 @@ def _partition(profile: ClusterConfig) -> Iterator[Finding]:
         return
     most_nodes = sum(int(row[1]) for row in rows)
     yield Finding(
-        f"{profile.nodes} nodes",
-        "" if most_nodes >= profile.nodes else f"are more than the {most_nodes} that there are",
+        f"{profile.nodes + profile.spare_nodes} nodes",
+        "" if most_nodes >= profile.nodes + profile.spare_nodes else f"are more than the {most_nodes} that there are",
     )
     needed = profile.cpus_per_rank * profile.ranks_per_node
     most_cpus = max(int(row[2].rstrip("+")) for row in rows)
@@ -106,7 +106,7 @@ def _account(profile: ClusterConfig) -> Iterator[Finding]:
         "qos": profile.qos,
         "partition": profile.partition,
         "time": profile.time,
-        "nodes": profile.nodes,
+        "nodes": profile.nodes + profile.spare_nodes,
         "ntasks-per-node": profile.ranks_per_node,
         "cpus-per-task": profile.cpus_per_rank,
         "gpus-per-node": profile.gpus_per_node or None,

@@ -21,6 +21,8 @@ _CANCELLED = "CANCELLED"
 # State of a job whose script still runs, but not for long.
 _BEING_ENDED = "COMPLETING"
 _TIMED_OUT = "TimeLimit"
+# What is left of the time limit must hold so many leads, or the ranks would be told to stop as soon as they train.
+_LEADS_LEFT = 2
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,21 @@ class JobNow:
         state: RUNNING, COMPLETING, ...
         reason: what ended it, where Slurm says so.
         restarts: how often it has been requeued, by now.
+        time_left: until its limit.
     """
 
     state: str = ""
     reason: str = ""
     restarts: int | None = None
+    time_left: str = ""
 
     @classmethod
     def read(cls, text: str) -> JobNow:
         """From the columns of squeue."""
         words = text.split()
-        if len(words) != 3 or not words[2].isdecimal():
+        if len(words) != 4 or not words[2].isdecimal():
             return cls()
-        return cls(words[0], words[1], int(words[2]))
+        return cls(words[0], words[1], int(words[2]), words[3])
 
     def is_started_again_by_slurm(self, attempt: Attempt) -> bool:
         """Whether it is queued already: a node died, it was preempted, or somebody requeued it."""
@@ -98,9 +102,9 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
     if submission.stage is not None and not _is_left_to_train(stages[0], saved_step or 0):
         print(f"stage {submission.stage} is done, and job {job} has nothing to do", file=sys.stderr)
         return None
-    bad = bad_nodes(jobs, submission.number) if profile.elastic else set()
+    bad = bad_nodes(jobs, submission.number) if profile.outlives_nodes else set()
     nodes = [node for node in nodes if node not in bad]
-    num_nodes = usable_nodes(stages, profile, len(nodes))
+    num_nodes = usable_nodes(stages, profile, len(nodes), submission.nodes)
     attempt = Attempt(
         submission=submission.number,
         job=job,
@@ -252,23 +256,38 @@ def _in_words(bad: Mapping[str, str]) -> str:
 
 
 def goes_on_in_place(
-    jobs: JobsFolder, folder: AttemptFolder, decision: Decision, live_nodes: Sequence[str], *, asked_to_stop: bool
+    jobs: JobsFolder,
+    folder: AttemptFolder,
+    decision: Decision,
+    live_nodes: Sequence[str],
+    *,
+    asked_to_stop: bool,
+    job: JobNow,
 ) -> bool:
-    """Whether an elastic run starts again at once, on those of the job's nodes that are left.
+    """Whether a run starts again at once in its job, on those of the job's nodes that are left.
+
+    An attempt that saved nothing leaves its nodes, unless some of them are to blame: others may do better. One that saved
+    something does not wait either, however often it failed.
 
     Args:
         live_nodes: of the job, that answer.
+        job: as it is.
     """
-    profile = load_profile(jobs.profile)
-    if not profile.elastic or asked_to_stop or decision.action is not Action.REQUEUE or decision.delay_s:
+    if asked_to_stop or decision.action is not Action.REQUEUE or job.is_started_again_by_slurm(folder.attempt()):
         return False
-    ended = folder.ended()
+    profile, ended = load_profile(jobs.profile), folder.ended()
     assert ended is not None
-    if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES, Cause.NOT_STARTED):
+    if ended.cause not in (Cause.CRASHED, Cause.BAD_NODES, Cause.NOT_STARTED) or job.state == _BEING_ENDED:
         return False
-    left = [node for node in live_nodes if node not in bad_nodes(jobs, ended.attempt.submission)]
+    left_s = seconds(job.time_left)
+    if left_s is not None and left_s < _LEADS_LEFT * lead_seconds(jobs.run.metrics, profile.lead_s):
+        return False
+    submission = _submission(jobs)
+    left = [node for node in live_nodes if node not in bad_nodes(jobs, submission.number)]
+    if not ended.made_progress and set(ended.attempt.nodes) <= set(left):
+        return False
     try:
-        usable_nodes(stages_of(jobs, _submission(jobs)), profile, len(left))
+        usable_nodes(stages_of(jobs, submission), profile, len(left), submission.nodes)
     except ConfigError:
         return False
     return True
@@ -279,15 +298,19 @@ def bad_nodes(jobs: JobsFolder, submission: int) -> set[str]:
     return {node for ended in jobs.ended_attempts(submission) for node in ended.bad_nodes}
 
 
-def usable_nodes(stages: Sequence[RunConfig], profile: ClusterConfig, num_nodes: int) -> int:
+def usable_nodes(stages: Sequence[RunConfig], profile: ClusterConfig, num_nodes: int, num_wanted: int) -> int:
     """The most of so many nodes on which layout and batch of the run, in all its stages, can be.
+
+    Args:
+        num_nodes: that there are.
+        num_wanted: for the whole run; more are to spare.
 
     Raises:
         ConfigError: there is no such number, or it is below what the profile allows.
     """
-    least = profile.min_nodes if profile.min_nodes is not None else num_nodes
+    least = profile.min_nodes if profile.min_nodes is not None else num_wanted
     reason = ConfigError(f"there are {num_nodes}")
-    for number in range(num_nodes, least - 1, -1):
+    for number in range(min(num_nodes, num_wanted), least - 1, -1):
         try:
             for config in stages:
                 validate(config, number * profile.ranks_per_node, on_this_machine=False)
@@ -296,7 +319,7 @@ def usable_nodes(stages: Sequence[RunConfig], profile: ClusterConfig, num_nodes:
         else:
             return number
     raise ConfigError(
-        f"no number of nodes from {least} to {num_nodes} can run this layout with {profile.ranks_per_node} ranks per "
+        f"no number of nodes from {least} to {num_wanted} can run this layout with {profile.ranks_per_node} ranks per "
         f"node: {reason}"
     )
 

@@ -177,6 +177,8 @@ class ClusterConfig(Config):
     min_nodes: PositiveInt | None = None
     """Elastic: fewest nodes on which a run goes on at once when others of its job are gone; the global batch stays. null:
     it is requeued, and waits until all nodes are there."""
+    spare_nodes: NonNegativeInt = 0
+    """Nodes that a job holds besides, idle: one of them takes the place of a node that dies or is found bad, at once."""
     time: str = "1-00:00:00"
     """Time limit of an attempt, as Slurm has it: days-hours:minutes:seconds."""
     gpus_per_node: NonNegativeInt = 0
@@ -243,9 +245,9 @@ class ClusterConfig(Config):
                 )
 
     @property
-    def elastic(self) -> bool:
-        """Whether runs go on with fewer nodes."""
-        return self.min_nodes is not None
+    def outlives_nodes(self) -> bool:
+        """Whether a job goes on when some of its nodes are gone."""
+        return self.min_nodes is not None or self.spare_nodes > 0
 
 
 def _refuse_own(key: str, options: Sequence[str], own: Mapping[str, str]) -> None:

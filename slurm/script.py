@@ -54,8 +54,9 @@ def render(
         list(_environment(stages, profile)),
         list(_python(profile, jobs)),
         _INSIST.splitlines(),
-        (_LIVE_NODES if profile.elastic else _ALL_NODES).splitlines(),
-        (_BEGIN if profile.elastic else _BEGIN.replace(" node_list ", " _ ")).splitlines(),
+        _LIVE_NODES.splitlines(),
+        [f"nodes_of_job() {{ {'live_nodes' if profile.outlives_nodes else 'scontrol show hostnames | paste -sd,'}; }}"],
+        (_BEGIN if profile.outlives_nodes else _BEGIN.replace(" node_list ", " _ ")).splitlines(),
         list(_ranks(profile)),
         _END.splitlines(),
     ]
@@ -123,7 +124,7 @@ def directives(name: str, profile: ClusterConfig, submission: Submission, jobs: 
     options = {
         "job-name": name,
         **{name: value for name, value in optional.items() if value is not None},
-        "nodes": submission.nodes,
+        "nodes": submission.nodes + profile.spare_nodes,
         "ntasks-per-node": submission.ranks_per_node,
         "cpus-per-task": profile.cpus_per_rank,
         "time": time,
@@ -138,7 +139,7 @@ def directives(name: str, profile: ClusterConfig, submission: Submission, jobs: 
     for name, value in options.items():
         yield directive(f"--{name}={value}")
     yield directive("--requeue")
-    if profile.elastic:
+    if profile.outlives_nodes:
         # The job outlives its nodes, except for the one on which this script runs.
         yield directive("--no-kill")
     if profile.exclusive:
@@ -218,7 +219,7 @@ def _python(profile: ClusterConfig, jobs: JobsFolder) -> Iterator[str]:
 def _ranks(profile: ClusterConfig) -> Iterator[str]:
     """One task per rank. What they say goes into the attempt's folder, a file each."""
     options = [
-        *(['--nodelist="$node_list"'] if profile.elastic else []),
+        *(['--nodelist="$node_list"'] if profile.outlives_nodes else []),
         '--nodes="$nodes"',
         f'--ntasks="$((nodes * {profile.ranks_per_node}))"',
         f"--ntasks-per-node={profile.ranks_per_node}",
@@ -281,12 +282,9 @@ say_in_slurm() {
   exit "$1"
 }"""
 
-_ALL_NODES = """\
-nodes_of_job() { scontrol show hostnames | paste -sd,; }"""
-
 _LIVE_NODES = """\
 # Those that answer: the controller takes minutes to notice that one has died.
-nodes_of_job() {
+live_nodes() {
   local node
   for node in $(scontrol show hostnames "$(squeue -h -j "$SLURM_JOB_ID" -o %N)"); do
     { timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null && echo "$node"; } &
@@ -321,10 +319,10 @@ if [[ $ranks != none ]]; then
 fi
 [[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 
-# Its state now, why, and how often Slurm has requeued it.
-insist squeue -h -j "$SLURM_JOB_ID" -O State:40,Reason:60,RestartCnt:20 || answer=''
+# Its state now, why, how often Slurm has requeued it, and how long it may go on; and, after a failure, its nodes.
+insist squeue -h -j "$SLURM_JOB_ID" -O State:40,Reason:60,RestartCnt:20,TimeLeft:20 || answer=''
 verdict=$("${once[@]}" -m tools.job end "$records" "$attempt" --exit-code "$code" $asked \\
-  --standing "$answer" --nodes "$(nodes_of_job)") || say_in_slurm $? "$verdict"
+  --standing "$answer" --nodes "$([[ -n $asked || $code == 0 ]] || live_nodes)") || say_in_slurm $? "$verdict"
 read -r action delay_s exclude next <<<"$verdict"
 case $action in
   done) exit 0 ;;

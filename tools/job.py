@@ -94,7 +94,9 @@ def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
     if decision.action is Action.REQUEUE and args.standing.is_started_again_by_slurm(folder.attempt()):
         _tell("Slurm itself starts this job again")
         print("leave")
-    elif goes_on_in_place(jobs, folder, decision, _names(args.nodes), asked_to_stop=args.asked_to_stop):
+    elif goes_on_in_place(
+        jobs, folder, decision, _names(args.nodes), asked_to_stop=args.asked_to_stop, job=args.standing
+    ):
         print("again")
     else:
         # A finished run may have left no record of its end, and wants no nodes.

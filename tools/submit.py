@@ -222,8 +222,9 @@ def _check_secrets(profile: ClusterConfig) -> None:
 def _queued(job: Job, number: str) -> str:
     asked = job.submission
     stage = "" if asked.stage is None else f", stage {asked.stage}"
+    spare = f" and {job.profile.spare_nodes} to spare" if job.profile.spare_nodes else ""
     return (
-        f"job {number}: {job.stages[0].name}{stage} on {asked.nodes} nodes, {asked.nodes * asked.ranks_per_node} ranks; "
+        f"job {number}: {job.stages[0].name}{stage} on {asked.nodes} nodes{spare}, {asked.nodes * asked.ranks_per_node} ranks; "
         f"told to save {asked.lead_s} s before its time limit"
     )
 

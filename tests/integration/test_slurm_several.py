@@ -56,9 +56,10 @@ def test_a_chain_of_stages_is_that_run_whatever_happens_to_its_jobs(
     node that is not rank 0's."""
     links = [JobsFolder(RunFolder(site.run), number) for number in (1, 2, 3)]
     chain = ("--chain", "--nodes", "third=1")
-    said = site.submit(
-        *chain, config=staged_file, ranks_per_node=1, retry={"starts_without_checkpoint": 4, "backoff_s": 1.0}
-    )
+    # With less than two leads left, an attempt does not start again in its job.
+    through_the_queue: dict[str, Any] = {"time": "30", "lead_s": 1000}
+    retry = {"starts_without_checkpoint": 4, "backoff_s": 1.0}
+    said = site.submit(*chain, config=staged_file, ranks_per_node=1, retry=retry, **through_the_queue)
     first, second, third = (link.job_ids()[0] for link in links)
     assert f"job {third}: tiny, stage third on 1 nodes, 1 ranks" in said
     assert cluster.job(second)["Dependency"].startswith(f"afterok:{first}")

@@ -69,6 +69,14 @@ say_in_slurm() {
   exit "$1"
 }
 
+# Those that answer: the controller takes minutes to notice that one has died.
+live_nodes() {
+  local node
+  for node in $(scontrol show hostnames "$(squeue -h -j "$SLURM_JOB_ID" -o %N)"); do
+    { timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null && echo "$node"; } &
+  done | sort -V | paste -sd,
+}
+
 nodes_of_job() { scontrol show hostnames | paste -sd,; }
 
 # An attempt of its own, or the reason why there must be none.
@@ -105,10 +113,10 @@ if [[ $ranks != none ]]; then
 fi
 [[ -z $timer ]] || { kill "$timer" && wait "$timer"; } 2>/dev/null
 
-# Its state now, why, and how often Slurm has requeued it.
-insist squeue -h -j "$SLURM_JOB_ID" -O State:40,Reason:60,RestartCnt:20 || answer=''
+# Its state now, why, how often Slurm has requeued it, and how long it may go on; and, after a failure, its nodes.
+insist squeue -h -j "$SLURM_JOB_ID" -O State:40,Reason:60,RestartCnt:20,TimeLeft:20 || answer=''
 verdict=$("${once[@]}" -m tools.job end "$records" "$attempt" --exit-code "$code" $asked \
-  --standing "$answer" --nodes "$(nodes_of_job)") || say_in_slurm $? "$verdict"
+  --standing "$answer" --nodes "$([[ -n $asked || $code == 0 ]] || live_nodes)") || say_in_slurm $? "$verdict"
 read -r action delay_s exclude next <<<"$verdict"
 case $action in
   done) exit 0 ;;

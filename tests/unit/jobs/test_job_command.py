@@ -20,15 +20,15 @@ from tools.job import main
 @pytest.mark.parametrize(
     ("min_nodes", "exit_code", "standing", "verdict"),
     [
-        (None, 0, "RUNNING None 0", "done 0 none none"),
-        (None, 137, "RUNNING None 0", "requeue 0 none none"),
+        (None, 0, "RUNNING None 0 1:00:00", "done 0 none none"),
+        (None, 137, "RUNNING None 0 1:00:00", "requeue 0 none none"),
         # Slurm requeues it; somebody cancels it, and a requeue would bring it back; its time was up.
-        (None, 137, "COMPLETING None 1", "leave"),
-        (None, 137, "COMPLETING None 0", "stop 0 none none"),
-        (None, 137, "COMPLETING TimeLimit 0", "requeue 0 none none"),
-        (None, 3, "COMPLETING None 1", "stop 0 none none"),
-        (1, 137, "RUNNING None 0", "again"),
-        (1, 137, "COMPLETING None 1", "leave"),
+        (None, 137, "COMPLETING None 1 1:00:00", "leave"),
+        (None, 137, "COMPLETING None 0 1:00:00", "stop 0 none none"),
+        (None, 137, "COMPLETING TimeLimit 0 1:00:00", "requeue 0 none none"),
+        (None, 3, "COMPLETING None 1 1:00:00", "stop 0 none none"),
+        (1, 137, "RUNNING None 0 1:00:00", "again"),
+        (1, 137, "COMPLETING None 1 1:00:00", "leave"),
     ],
 )
 def test_verdicts(
@@ -66,7 +66,15 @@ def test_nodes_that_were_found_bad_are_told(tmp_path: Path, capsys: pytest.Captu
     number, num_nodes, stop_after_s, nodes = capsys.readouterr().out.split()
     assert (num_nodes, stop_after_s, nodes) == ("2", "never", "n1,n2")
     jobs.attempt_folders()[0].write_bad_nodes({"n2": "no GPU"})
-    words = ["end", str(jobs.path), str(jobs.attempts / number), "--exit-code", "1", "--standing", "RUNNING None 0"]
+    words = [
+        "end",
+        str(jobs.path),
+        str(jobs.attempts / number),
+        "--exit-code",
+        "1",
+        "--standing",
+        "RUNNING None 0 1:00:00",
+    ]
     assert main([*words, "--nodes", "n1,n2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "resubmit 0 n2 none"
 
@@ -88,7 +96,7 @@ def test_a_full_disk_leaves_a_verdict(
         raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
 
     monkeypatch.setattr("slurm.records.atomic_write", no_space)
-    words = ["end", str(jobs.path), str(plan.folder.path), "--standing", "RUNNING None 0", "--nodes", "n1"]
+    words = ["end", str(jobs.path), str(plan.folder.path), "--standing", "RUNNING None 0 1:00:00", "--nodes", "n1"]
     with contextlib.suppress(OSError), open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr("sys.stderr", full)
         code = main([*words, "--exit-code", "137"])

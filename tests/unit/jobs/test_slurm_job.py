@@ -81,20 +81,20 @@ def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> No
 @pytest.mark.parametrize(
     ("failure", "srun", "standing", "cause", "action"),
     [
-        (None, 0, "RUNNING None 1", Cause.FINISHED, Action.DONE),
-        (Failure(3, "n2", 3), 137, "RUNNING None 1", Cause.MISTAKE, Action.STOP),
-        (Failure(3, "n2", 1), 137, "RUNNING None 1", Cause.CRASHED, Action.REQUEUE),
-        (Failure(3, "n2", 17), 17, "RUNNING None 1", Cause.BAD_NODES, Action.REQUEUE),
-        (None, 1, "RUNNING None 1", Cause.NOT_STARTED, Action.REQUEUE),
+        (None, 0, "RUNNING None 1 1:00:00", Cause.FINISHED, Action.DONE),
+        (Failure(3, "n2", 3), 137, "RUNNING None 1 1:00:00", Cause.MISTAKE, Action.STOP),
+        (Failure(3, "n2", 1), 137, "RUNNING None 1 1:00:00", Cause.CRASHED, Action.REQUEUE),
+        (Failure(3, "n2", 17), 17, "RUNNING None 1 1:00:00", Cause.BAD_NODES, Action.REQUEUE),
+        (None, 1, "RUNNING None 1 1:00:00", Cause.NOT_STARTED, Action.REQUEUE),
         # Of srun itself it is no word about the configuration.
-        (None, 2, "RUNNING None 1", Cause.NOT_STARTED, Action.REQUEUE),
-        (None, 137, "RUNNING None 1", Cause.CRASHED, Action.REQUEUE),
-        (None, 143, "CANCELLED None 1", Cause.CANCELLED, Action.STOP),
-        (None, 143, "COMPLETING None 1", Cause.CANCELLED, Action.STOP),
+        (None, 2, "RUNNING None 1 1:00:00", Cause.NOT_STARTED, Action.REQUEUE),
+        (None, 137, "RUNNING None 1 1:00:00", Cause.CRASHED, Action.REQUEUE),
+        (None, 143, "CANCELLED None 1 1:00:00", Cause.CANCELLED, Action.STOP),
+        (None, 143, "COMPLETING None 1 1:00:00", Cause.CANCELLED, Action.STOP),
         # Slurm itself starts it again: it was preempted, or lost a node.
-        (None, 143, "COMPLETING None 2", Cause.CRASHED, Action.REQUEUE),
+        (None, 143, "COMPLETING None 2 1:00:00", Cause.CRASHED, Action.REQUEUE),
         # Its time was up, and the signal before that came too late.
-        (None, 143, "COMPLETING TimeLimit 1", Cause.CRASHED, Action.REQUEUE),
+        (None, 143, "COMPLETING TimeLimit 1 1:00:00", Cause.CRASHED, Action.REQUEUE),
         # squeue gave no answer.
         (None, 143, "", Cause.CRASHED, Action.REQUEUE),
     ],
@@ -202,9 +202,9 @@ def test_an_elastic_run_takes_the_most_nodes_that_its_batch_allows() -> None:
     config = RunConfig()
     config = replace(config, train=replace(config.train, global_batch_size=16, micro_batch_size=2))
     elastic = replace(PROFILE, nodes=4, min_nodes=1)
-    assert [usable_nodes([config], elastic, number) for number in (4, 3, 2, 1)] == [4, 2, 2, 1]
+    assert [usable_nodes([config], elastic, number, 4) for number in (4, 3, 2, 1)] == [4, 2, 2, 1]
     with pytest.raises(ConfigError, match="no number of nodes from 3 to 3"):
-        usable_nodes([config], replace(PROFILE, nodes=3), 3)
+        usable_nodes([config], replace(PROFILE, nodes=3), 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_an_elastic_run_goes_on_in_its_job(
     folder = start(jobs).folder
     folder.log_of(0).touch()
     decision = end(jobs, folder, cause_code, asked_to_stop=asked, job=RUNNING)
-    assert goes_on_in_place(jobs, folder, decision, live, asked_to_stop=asked) is expected
+    assert goes_on_in_place(jobs, folder, decision, live, asked_to_stop=asked, job=RUNNING) is expected
 
 
 def test_a_node_that_was_found_bad_is_not_used_again(jobs: JobsFolder) -> None:
@@ -235,5 +235,51 @@ def test_a_node_that_was_found_bad_is_not_used_again(jobs: JobsFolder) -> None:
     folder = start(jobs).folder
     folder.write_bad_nodes({"n1": "no GPU"})
     decision = end(jobs, folder, 1, asked_to_stop=False, job=RUNNING)
-    assert goes_on_in_place(jobs, folder, decision, NODES, asked_to_stop=False)
+    assert goes_on_in_place(jobs, folder, decision, NODES, asked_to_stop=False, job=RUNNING)
     assert start(jobs).folder.attempt().nodes == ("n2",)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "left", "expected"),
+    [
+        # It saved something: the same nodes at once, without a queue.
+        (5, ["n1", "n2"], "1:00:00", True),
+        (5, ["n1", "n2"], "UNLIMITED", True),
+        # It did not: others may do better.
+        (None, ["n1", "n2"], "1:00:00", False),
+        (5, ["n1"], "1:00:00", False),
+        # It would be told to stop as soon as it trains: the lead is 100 s.
+        (5, ["n1", "n2"], "3:19", False),
+        (5, ["n1", "n2"], "3:20", True),
+    ],
+)
+def test_ranks_that_crash_start_again_in_their_job(
+    jobs: JobsFolder, monkeypatch: pytest.MonkeyPatch, saved: int | None, live: list[str], left: str, expected: bool
+) -> None:
+    folder = start(jobs).folder
+    folder.log_of(0).touch()
+    monkeypatch.setattr(JobsFolder, "newest_saved_step", lambda _: saved)
+    decision = end(jobs, folder, 137, asked_to_stop=False, job=RUNNING)
+    now = replace(RUNNING, time_left=left)
+    assert goes_on_in_place(jobs, folder, decision, live, asked_to_stop=False, job=now) is expected
+    assert not goes_on_in_place(jobs, folder, decision, live, asked_to_stop=False, job=replace(now, restarts=2))
+    assert not goes_on_in_place(jobs, folder, decision, live, asked_to_stop=False, job=replace(now, state="COMPLETING"))
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_gone(jobs: JobsFolder) -> None:
+    """The layout stays; without another spare one, the run leaves its job."""
+    jobs.profile.write_text(to_yaml(replace(PROFILE, nodes=2, spare_nodes=1)))
+    environ = {"SLURM_JOB_ID": "10", "SLURM_RESTART_COUNT": "1"}
+    first = begin(jobs, ("n1", "n2", "n3"), "1:00:00", environ)
+    assert first is not None
+    assert first.folder.attempt().nodes == ("n1", "n2")
+    first.folder.log_of(0).touch()
+    decision = end(jobs, first.folder, 137, asked_to_stop=False, job=RUNNING)
+    assert goes_on_in_place(jobs, first.folder, decision, ["n1", "n3"], asked_to_stop=False, job=RUNNING)
+    second = begin(jobs, ("n1", "n3"), "1:00:00", environ)
+    assert second is not None
+    assert second.folder.attempt().nodes == ("n1", "n3")
+    second.folder.write_bad_nodes({"n1": "no GPU"})
+    decision = end(jobs, second.folder, 1, asked_to_stop=False, job=RUNNING)
+    assert not goes_on_in_place(jobs, second.folder, decision, ["n1", "n3"], asked_to_stop=False, job=RUNNING)
+    assert decision.exclude == ("n1",)

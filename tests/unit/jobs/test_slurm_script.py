@@ -81,6 +81,11 @@ def test_variables_are_quoted_and_say_why() -> None:
 def test_what_a_variant_changes() -> None:
     assert "#SBATCH --nodes=64\n" in rendered(PLAIN)
     assert "#SBATCH --no-kill\n" in rendered(VARIANTS["elastic"])
+    spare = rendered(replace(PLAIN, spare_nodes=2))
+    assert "#SBATCH --nodes=66\n" in spare
+    assert "#SBATCH --no-kill\n" in spare
+    assert '--nodelist="$node_list"' in spare
+    assert "--no-kill" not in rendered(PLAIN)
     assert "module load cuda/12.8 nccl || exit" in rendered(VARIANTS["modules"])
     assert "--gpus-per-task=1" in rendered(VARIANTS["one GPU per rank"])
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in rendered(VARIANTS["one GPU per rank"])
@@ -120,6 +125,7 @@ NOT_IN_THE_SCRIPT = {"runs_path", "lead_s", "check", "retry", "nodes", "gpu_memo
         ("account", "us"),
         ("qos", "high"),
         ("min_nodes", 1),
+        ("spare_nodes", 1),
         ("time", "5"),
         ("gpus_per_node", 4),
         ("gpu_binding", "single"),

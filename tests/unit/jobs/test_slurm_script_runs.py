@@ -45,7 +45,7 @@ class Job:
         self.records.script.write_text(render([RunConfig(name="mine")], profile, SUBMISSION, self.records, time="5"))
         defaults: dict[str, str | list[str]] = {
             "job_begin": f"{self.attempt.name} 2 never n1,n2",
-            "squeue": "RUNNING None 0",
+            "squeue": "RUNNING None 0 1:00:00",
             "scontrol_ping": "Slurmctld(primary) at here is UP",
         }
         for name, answer in (defaults | answers).items():
@@ -96,7 +96,7 @@ def test_what_follows_is_what_the_verdict_says(job: Job, profile: ClusterConfig)
     code, calls = job.run(profile, job_end="requeue 0 none none", srun="exit 9")
     assert code == 0
     assert [call.split()[0] for call in calls] == ["job_begin", "srun", "job_end", "scontrol_requeue"]
-    assert "--exit-code 9 --standing RUNNING None 0" in calls[2]
+    assert "--exit-code 9 --standing RUNNING None 0 1:00:00" in calls[2]
     assert calls[3].endswith("requeue 7")
 
 
@@ -107,13 +107,13 @@ def test_a_controller_that_is_away_is_waited_for(job: Job, profile: ClusterConfi
         profile,
         job_end="requeue 0 none none",
         srun="exit 9",
-        squeue=["59:00", AWAY, AWAY, "RUNNING None 0"],
+        squeue=["59:00", AWAY, AWAY, "RUNNING None 0 1:00:00"],
         scontrol_requeue=[*[AWAY] * 22, "done"],
         scontrol_ping=[*["Slurmctld(primary) at here is DOWN"] * 24, up],
     )
     assert code == 0
     assert [call.split()[0] for call in calls] == ["job_begin", "srun", "job_end"] + 23 * ["scontrol_requeue"]
-    assert "--standing RUNNING None 0" in calls[2]
+    assert "--standing RUNNING None 0 1:00:00" in calls[2]
     assert job.calls.count("sleep 15") == 24
     assert "scontrol requeue 7: Unable to contact slurm controller" in job.said
     assert not (job.attempt / "refused.txt").exists()

@@ -45,7 +45,7 @@ def stages(tmp_path: Path) -> tuple[RunConfig, ...]:
 
 @pytest.fixture
 def links(tmp_path: Path, stages: tuple[RunConfig, ...]) -> list[Job]:
-    return links_of(stages, RunFolder(tmp_path / "run"), PROFILE, "here", ["decay=4", "3"], ["decay=2:00:00"])
+    return links_of(stages, RunFolder(tmp_path / "run"), PROFILE, "here", ["decay=4", "2"], ["decay=2:00:00"])
 
 
 def test_a_sweep_is_every_combination() -> None:
@@ -79,7 +79,7 @@ def test_runs_that_cannot_be_told_apart() -> None:
 
 def test_links_have_their_own_nodes_and_records(tmp_path: Path, links: list[Job]) -> None:
     assert [(link.submission.stage, link.profile.nodes, link.profile.time) for link in links] == [
-        ("warm", 3, PROFILE.time),
+        ("warm", 2, PROFILE.time),
         ("decay", 4, "2:00:00"),
     ]
     assert [link.records.path for link in links] == [tmp_path / "run" / "slurm" / "chain" / name for name in "12"]
@@ -166,7 +166,7 @@ def test_a_link_that_queues_itself_anew_tells_who_waits_for_it(
             "--exit-code",
             "1",
             "--standing",
-            "RUNNING None 0",
+            "RUNNING None 0 1:00:00",
         ]
         assert main([*words, "--nodes", "n1"]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"resubmit 0 n2 {waiting}"
