@@ -107,7 +107,11 @@ def seen_by_bash(script: str) -> list[str]:
     return result.stdout.split("\0")
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
 @given(texts=st.lists(TEXT, min_size=12, max_size=12), folder=NAME_IN_PATH, node_folder=NAME_IN_PATH)
 def test_whatever_can_be_printed_arrives(tmp_path: Path, texts: list[str], folder: str, node_folder: str) -> None:
     needs("sbatch")
