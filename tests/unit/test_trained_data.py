@@ -17,7 +17,8 @@ import torch
 
 from pretrain.checkpoint import folder as checkpoints
 from pretrain.checkpoint.folder import SavedState, read_state
-from pretrain.checkpoint.index import INDEX_FILE, pickled_index
+from pretrain.checkpoint.index import INDEX_FILE
+from pretrain.checkpoint.index_writer import pickled_index
 from pretrain.config.loader import load_config, to_dict
 from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, StageConfig
 from pretrain.config.stages import load_stages
