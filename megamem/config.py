@@ -84,7 +84,10 @@ class ModelConfig(Config):
     latent_attention: Annotated[LatentAttentionConfig | None, Role.IDENTITY] = None
     """Keys and values made of one latent per token (multi-head latent attention); null: projections of their own."""
     ffn_hidden_size: Annotated[
-        PositiveInt, Role.IDENTITY, EffectiveWhen(lambda c: c.moe is None, "model.moe is null")
+        PositiveInt,
+        Role.IDENTITY,
+        EffectiveWhen(lambda c: c.moe is None, "model.moe is null"),
+        EffectiveWhen(lambda c: c.num_ffn_blocks > 0, "model.memory.placement leaves a block with a feed-forward"),
     ] = 256
     """Inner width of the SwiGLU feed-forward (the true width, not the fused up + gate one)."""
     vocab_size: Annotated[PositiveInt | None, Role.IDENTITY] = None
@@ -144,12 +147,11 @@ class ModelConfig(Config):
                 f"{self.num_attention_heads}"
             )
         if self.memory is not None:
-            position = self.memory.placement.position
-            replaces_all = position != "beside" and self.num_memory_layers == self.num_layers
-            if self.moe is not None and self.memory.placement.spans is None and replaces_all:
+            if self.moe is not None and self.num_ffn_blocks == 0:
+                where = f"placement.position is {self.memory.placement.position}"
                 raise ValueError(
-                    f"model.memory.placement.position is {position} in every block, which leaves no feed-forward for "
-                    "model.moe: use position: beside, or fewer blocks"
+                    f"model.memory.{where if self.memory.slot is None else f'kind is {self.memory.kind}'} in every block, "
+                    "which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
                 )
             if (
                 self.memory.slot is Slot.BLOCK
@@ -222,6 +224,13 @@ class ModelConfig(Config):
     def memory_spans(self) -> tuple[Span, ...]:
         """The memory layers by memory index: where each reads, and where it adds."""
         return resolve_placement(self.memory.placement, self.num_layers) if self.memory is not None else ()
+
+    @property
+    def num_ffn_blocks(self) -> int:
+        """Blocks with a feed-forward, which memories in its place and inserted blocks do not have."""
+        if self.memory is None:
+            return self.num_layers
+        return self.num_layers - sum(not self.memory.slot_of(span).has_ffn for span in self.memory_spans)
 
     @property
     def num_memory_layers(self) -> int:

@@ -125,8 +125,13 @@ class FieldSpec:
 
     @property
     def effective(self) -> EffectiveWhen | None:
-        """When the field is read, if not always."""
-        return next((mark for mark in self.marks if isinstance(mark, EffectiveWhen)), None)
+        """When the field is read, if not always: where all that its marks say holds."""
+        marks = [mark for mark in self.marks if isinstance(mark, EffectiveWhen)]
+        if len(marks) < 2:
+            return marks[0] if marks else None
+        return EffectiveWhen(
+            lambda owner: all(mark.condition(owner) for mark in marks), " and ".join(mark.reason for mark in marks)
+        )
 
     @property
     def role(self) -> Role | None:

@@ -29,7 +29,7 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         ConfigError: naming every problem found, each with key, value and fix.
     """
     problems = [*layout_problems(config, world_size), *batch_problems(config, world_size), *_schedule(config)]
-    problems += [*_trained_layers(config), *_health(config), *_names(config)]
+    problems += [*_inserted_blocks(config), *_trained_layers(config), *_health(config), *_names(config)]
     if on_this_machine:
         problems += _packages(config)
     if world_size is not None and on_this_machine:
@@ -110,6 +110,21 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps {optimizer.warmup_steps}{decay} need {optimizer.warmup_steps + decay_steps} "
             f"steps, but {length} {num_steps}: shorten them or train longer"
+        )
+
+
+def _inserted_blocks(config: RunConfig) -> Iterator[str]:
+    """A block, at least, that the others are inserted beside."""
+    model = config.model
+    if model.memory is not None and model.memory.is_inserted and model.num_memory_layers == model.num_layers:
+        what = f"kind is {model.memory.kind}" if model.memory.slot is not None else "placement.position is inserted"
+        some = list(range(1, model.num_layers, 2)) or [0]
+        yield (
+            f"model.memory.{what}, and its placement makes inserted blocks, which have no feed-forward, of all "
+            f"{model.num_layers} blocks of the model (model.num_layers counts them too): there is nothing that they are "
+            f"inserted into. Name them, as model.memory.placement.blocks: {some}"
+            f"{'' if model.num_layers > 1 else ' with model.num_layers: 2'}, or let `megamem upscale` insert them into a "
+            "trained model"
         )
 
 

@@ -18,6 +18,7 @@ from pretrain.config.effective import RUN_RULES, ineffective_fields
 from pretrain.config.fields import all_keys
 from pretrain.config.loader import load_as, load_config, parse_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 
 SUFFIX = "remove it, or make that condition true"
@@ -181,6 +182,32 @@ def test_a_memory_with_a_place_of_its_own_is_not_placed_around_the_feed_forward(
     config = load_config(path)
     assert config.model.memory is not None
     assert config.model.memory_name(0) == "decoder.layers.1.self_attention.core_attention.memory"
+
+
+@pytest.mark.parametrize("memory", ["kind: midus", "kind: pkm, value_dim: 128, placement: {position: instead}"])
+def test_a_feed_forward_that_no_block_has_has_no_width(tmp_path: Path, memory: str) -> None:
+    path = write(tmp_path, "a.yaml", f"model: {{ffn_hidden_size: 96, memory: {{{memory}}}}}")
+    reason = "model.moe is null and model.memory.placement leaves a block with a feed-forward"
+    assert f"model.ffn_hidden_size has no effect unless {reason}: {SUFFIX}" in refusal(path)
+    assert load_config(path, ["model.memory.placement.every=2"]).model.ffn_hidden_size == 96
+
+
+@pytest.mark.parametrize(
+    ("memory", "what"),
+    [
+        ("kind: midus", "model.memory.kind is midus"),
+        ("kind: pkm, value_dim: 128, placement: {position: inserted}", "model.memory.placement.position is inserted"),
+    ],
+)
+def test_blocks_are_inserted_beside_others(tmp_path: Path, memory: str, what: str) -> None:
+    path = write(tmp_path, "a.yaml", f"model: {{memory: {{{memory}}}}}")
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(path), 1)
+    assert f"{what}, and its placement makes inserted blocks" in str(caught.value)
+    assert "Name them, as model.memory.placement.blocks: [1, 3], or let `megamem upscale` insert them" in str(
+        caught.value
+    )
+    validate(load_config(path, ["model.memory.placement.blocks=[1, 3]"]), 1)
 
 
 def test_every_cross_section_rule_names_a_key() -> None:

@@ -60,7 +60,12 @@ PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
 
 MOVE: dict[str, Any] = {"model__memory__kind": "move", "model__memory__num_gate_heads": 4}
-MIDUS: dict[str, Any] = {"model__memory__kind": "midus", "model__memory__top_k": 1, "model__memory__num_heads": 4}
+MIDUS: dict[str, Any] = {
+    "model__memory__kind": "midus",
+    "model__memory__top_k": 1,
+    "model__memory__num_heads": 4,
+    "model__memory__placement__blocks": [1],
+}
 SKIPPING: dict[str, Any] = {"health__spikes__action": "skip"}
 STAGE: dict[str, Any] = {"stage__name": "x"}
 
