@@ -13,6 +13,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from parallel.devices import keep_cuda_out_of_this_process
@@ -58,6 +59,8 @@ TWO_WORD_COMMANDS = (
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 _USAGE_ERROR = 2
+# Words for what may be a path and is kept as text.
+_PATHS = ("CONFIG", "DIR", "FILE", "INPUT", "OTHER", "PROFILE", "RUN", "SPEC")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,10 +149,15 @@ def _version(package: str) -> str:
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """Names the nearest command or option in its errors, and takes `key=value` on either side of the options."""
+    """Names the nearest command or option in its errors, takes `key=value` on either side of the options, and a leading
+    `~` of a path for the home folder, which a shell does not expand in quotes and behind `=`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        is_path = action.type is Path or action.metavar in _PATHS
+        return super()._get_value(action, os.path.expanduser(arg_string) if is_path else arg_string)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but settles here what is left over, because the options of this command are known here."""

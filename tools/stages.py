@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.data.blend import domain_names
 from pretrain.position import batch_size_of_run, levels, steps_before, steps_for_tokens, tokens_of_run
 from pretrain.schedule import group_settings
 from tools.words import count_in_millions
@@ -61,7 +62,8 @@ def _data(config: RunConfig) -> str:
     entries = config.data.datasets
     total = sum(entry.weight for entry in entries)
     return " + ".join(
-        entry.path if len(entries) == 1 else f"{100 * entry.weight / total:.3g}% {entry.path}" for entry in entries
+        name if len(entries) == 1 else f"{100 * entry.weight / total:.3g}% {name}"
+        for entry, name in zip(entries, domain_names(entries), strict=True)
     )
 
 

@@ -57,7 +57,7 @@ def _base_paths(path: Path, node: Node) -> list[Path]:
             raise ConfigError(
                 f"{entry.origin}: base is {kind_of(entry)}, expected the path of a configuration file or a list of them"
             )
-        paths.append(Path(os.path.normpath(path.parent / entry.value)))
+        paths.append(Path(os.path.normpath(path.parent / os.path.expanduser(entry.value))))
     return paths
 
 

@@ -5,12 +5,13 @@ See `megamem.config_base` for limits and conditional fields, and `megamem.identi
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Le, Lt
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from kernels.implementations import Implementation
 from megamem.config import ModelConfig
@@ -22,6 +23,8 @@ Seed = Annotated[
     NonNegativeInt, Lt(2**31), Advice("seeds of ranks and layers are derived by adding to it, and have 31 bits")
 ]
 Beta = Annotated[NonNegativeFloat, Lt(1)]
+FolderPath = Annotated[str, AfterValidator(lambda path: path and os.path.abspath(os.path.expanduser(path)))]
+"""A folder, found from anywhere once the configuration is read: not resolved, as a link may lead elsewhere on nodes."""
 Origin = Literal["stage", "run"]
 Shuffle = Literal["documents", "samples"]
 PLAIN_NAME = re.compile(r"[\w.+=-]+")
@@ -215,7 +218,7 @@ class OptimizerConfig(Config):
 class DatasetEntry(Config):
     """One prepared data set of a blend."""
 
-    path: str
+    path: FolderPath
     """Folder written by `megamem data prepare`."""
     weight: Annotated[
         PositiveFloat,
@@ -257,7 +260,7 @@ class DataConfig(Config):
 class EvaluationEntry(Config):
     """One prepared data set to evaluate on."""
 
-    path: str
+    path: FolderPath
     """Folder written by `megamem data prepare`, with the tokenizer of the training data. Its held-out documents are
     read, or all of them if it was prepared without any."""
     name: str | None = None

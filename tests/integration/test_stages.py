@@ -321,7 +321,7 @@ def test_what_is_wrong_with_the_last_stage_is_told_before_the_first(
     for override, code, told in (
         ("stages.long.train.global_batch_size=3", 2, "stage long: train.global_batch_size is 3"),
         ("stages.long.parallel.context=4", 2, "stage long: "),
-        ("stages.long.data.datasets.0.path=nowhere", 3, "stage long: nowhere"),
+        ("stages.long.data.datasets.0.path=/nowhere", 3, "stage long: /nowhere"),
         ("stages.long.model.hidden_size=64", 2, "stage long has another model than stage pretrain"),
         ("stages.lang.train.global_batch_size=4", 2, "there is no stage lang: the stages are pretrain, decay, long"),
     ):

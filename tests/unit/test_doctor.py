@@ -101,7 +101,7 @@ def test_a_configuration_is_looked_at_too(tmp_path: Path, capsys: pytest.Capture
     path.write_text("train: {num_steps: 7}\ndata: {datasets: [{path: nowhere}]}")
     assert cli.main(["doctor", str(path)]) == 2
     said = capsys.readouterr().out
-    assert f"lacks  {path}: cannot run here\n       -> nowhere: no such data set." in said
+    assert f"lacks  {path}: cannot run here\n       -> {Path('nowhere').absolute()}: no such data set." in said
     assert said.endswith("1 thing to mend.\n")
     assert cli.main(["doctor", "--ranks", "2"]) == 2
     assert "name one, or leave --ranks out" in capsys.readouterr().err

@@ -41,7 +41,7 @@ CONFIG = RunConfig(
     seed=3,
     model=ModelConfig(vocab_size_multiple=16, memory=UltraMemV2Config(num_keys=16)),
     train=TrainConfig(num_steps=20, global_batch_size=8, micro_batch_size=2, sequence_length=32),
-    data=DataConfig(datasets=(DatasetEntry("some"),)),
+    data=DataConfig(datasets=(DatasetEntry("/some"),)),
     evaluation=EvaluationConfig(max_sequences=5),
 )
 STATE = RunState(step=6, consumed_samples=100, consumed_tokens=3200, num_updates=4, num_skipped=2, num_skipped_in_row=1)
@@ -175,11 +175,11 @@ class Parts:
 
 
 DATASET: Any = SimpleNamespace(
-    path="some",
+    path="/some",
     tokenizer=SimpleNamespace(vocab_size=257, fingerprint="tokenizer"),
     manifest=SimpleNamespace(content_fingerprint="tokens"),
 )
-READ = (DataRead(str(Path("some").absolute()), "tokens"),)
+READ = (DataRead("/some", "tokens"),)
 
 
 @pytest.fixture

@@ -225,3 +225,22 @@ def test_a_closed_pipe_is_quiet() -> None:
     )
     os.close(writer)
     assert (finished.returncode, finished.stderr) == (cli.EXIT_BROKEN_PIPE, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["train", "~/a.yaml"], "config", "/home/me/a.yaml"),
+        (["train", "a.yaml", "--run-dir=~/runs/x"], "run_dir", Path("/home/me/runs/x")),
+        (["eval", "~/runs/x", "--data", "~/data/b"], "data", ["/home/me/data/b"]),
+        (["data", "prepare", "~/texts", "--output", "out", "--tokenizer=~/t.json"], "tokenizer", "/home/me/t.json"),
+        (["data", "prepare", "~/texts", "--output", "out"], "inputs", ["/home/me/texts"]),
+        (["generate", "runs/x", "--prompt", "~/a"], "prompt", "~/a"),
+        (["eval", "runs/a~b"], "run", Path("runs/a~b")),
+    ],
+)
+def test_a_tilde_in_quotes_is_the_home_folder_where_a_path_is_given(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], name: str, value: object
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert getattr(cli.build_parser().parse_args(words), name) == value

@@ -56,13 +56,13 @@ def test_what_yaml_1_1_would_convert_stays_text(tmp_path: Path, text: str) -> No
         ("evaluation.max_sequences=null", "evaluation", "max_sequences", None),
         ("evaluation.max_sequences=", "evaluation", "max_sequences", None),
         (
-            "data.datasets=[{path: x}, {path: y, weight: 2}]",
+            "data.datasets=[{path: /x}, {path: /y, weight: 2}]",
             "data",
             "datasets",
-            (DatasetEntry("x"), DatasetEntry("y", 2.0)),
+            (DatasetEntry("/x"), DatasetEntry("/y", 2.0)),
         ),
         ("data.datasets=[]", "data", "datasets", ()),
-        ("data.datasets.0.path=a=b", "data", "datasets", (DatasetEntry("a=b"),)),
+        ("data.datasets.0.path=/a=b", "data", "datasets", (DatasetEntry("/a=b"),)),
     ],
 )
 def test_an_override_is_yaml(tmp_path: Path, override: str, section: str, field: str, value: Any) -> None:
@@ -74,9 +74,33 @@ def test_an_override_is_yaml(tmp_path: Path, override: str, section: str, field:
 
 
 def test_overrides_reach_into_lists_and_append(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.yaml", "data: {datasets: [{path: x}, {path: y}]}")
-    config = load_config(path, ["data.datasets.1.weight=3", "data.datasets.2.path=z"])
-    assert config.data.datasets == (DatasetEntry("x"), DatasetEntry("y", 3.0), DatasetEntry("z"))
+    path = write(tmp_path, "a.yaml", "data: {datasets: [{path: /x}, {path: /y}]}")
+    config = load_config(path, ["data.datasets.1.weight=3", "data.datasets.2.path=/z"])
+    assert config.data.datasets == (DatasetEntry("/x"), DatasetEntry("/y", 3.0), DatasetEntry("/z"))
+
+
+@pytest.mark.parametrize("section", ["data", "evaluation"])
+@pytest.mark.parametrize(
+    ("named", "path"), [("~/x", "/home/me/x"), ("x/../y", "/work/here/y"), ("/z", "/z"), ("a~b", "/work/here/a~b")]
+)
+def test_folders_are_found_from_anywhere_once_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, named: str, path: str
+) -> None:
+    """In a file and in an override, and so in what is written of it."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr("os.getcwd", lambda: "/work/here")
+    file = write(tmp_path, "a.yaml", f"{section}: {{datasets: [{{path: {named!r}}}]}}")
+    for overrides in ([], [f"{section}.datasets.0.path={named}"]):
+        config = load_config(file, overrides)
+        (entry,) = getattr(config, section).datasets
+        assert entry.path == path
+        assert from_dict(to_dict(config)) == config
+
+
+def test_a_base_may_stand_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write(tmp_path, "home/b.yaml", "seed: 4")
+    assert load_config(write(tmp_path, "a.yaml", "base: ~/b.yaml")).seed == 4
 
 
 def test_later_overrides_win(tmp_path: Path) -> None:
@@ -91,13 +115,13 @@ def test_bases_merge_mappings_and_replace_lists(tmp_path: Path) -> None:
     )
     write(tmp_path, "sub/middle.yaml", "base: ../root.yaml\nmodel: {memory: {num_keys: 32}}")
     path = write(
-        tmp_path, "leaf.yaml", "base: sub/middle.yaml\ndata: {datasets: [{path: c}]}\nmodel: {hidden_size: 64}"
+        tmp_path, "leaf.yaml", "base: sub/middle.yaml\ndata: {datasets: [{path: /c}]}\nmodel: {hidden_size: 64}"
     )
     config = load_config(path)
     assert (config.seed, config.model.num_layers, config.model.hidden_size) == (7, 8, 64)
     assert config.model.memory is not None
     assert (config.model.memory.top_k, config.model.memory.num_keys) == (4, 32)
-    assert config.data.datasets == (DatasetEntry("c"),)
+    assert config.data.datasets == (DatasetEntry("/c"),)
 
 
 def test_several_bases_later_wins(tmp_path: Path) -> None:
@@ -128,8 +152,8 @@ def test_null_removes_a_section_and_a_mapping_over_null_starts_afresh(tmp_path: 
 
 
 def test_an_alias_repeats_a_value(tmp_path: Path) -> None:
-    text = "data:\n  datasets:\n  - &first {path: x, weight: 2}\n  - *first"
-    assert load_config(write(tmp_path, "a.yaml", text)).data.datasets == (DatasetEntry("x", 2.0),) * 2
+    text = "data:\n  datasets:\n  - &first {path: /x, weight: 2}\n  - *first"
+    assert load_config(write(tmp_path, "a.yaml", text)).data.datasets == (DatasetEntry("/x", 2.0),) * 2
 
 
 def test_stored_configurations_come_back_equal(tmp_path: Path) -> None:

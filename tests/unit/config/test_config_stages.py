@@ -22,14 +22,14 @@ name: three
 train: {global_batch_size: 8, micro_batch_size: 4, sequence_length: 32}
 optimizer: {schedule: cosine, min_lr: 1e-5, lr: 1e-3}
 model: {rotary_scaling: {kind: yarn, factor: 4.0}}
-data: {datasets: [{path: a}]}
+data: {datasets: [{path: /a}]}
 stages:
   - name: first
     num_steps: 10
     optimizer: {schedule: constant}
   - name: second
     num_tokens: 1000
-    data: {datasets: [{path: b, weight: 2}, {path: a}]}
+    data: {datasets: [{path: /b, weight: 2}, {path: /a}]}
   - name: third
     num_steps: 5
     optimizer_state: reset
@@ -55,7 +55,7 @@ def test_every_stage_is_a_whole_configuration(three: Path) -> None:
     assert (first.optimizer.min_lr, second.optimizer.min_lr) == (1e-4, 1e-5)
     assert [config.model.rotary_base for config in (first, second, third, last)] == [10000, 10000, 500000, 10000]
     assert (first.model.rotary_scaling is None, third.model.rotary_scaling is None) == (False, True)
-    assert [entry.path for entry in second.data.datasets] == ["b", "a"]
+    assert [entry.path for entry in second.data.datasets] == ["/b", "/a"]
     assert [config.name for config in (first, second, third, last)] == ["three"] * 4
     assert load_config(three) == first
 
