@@ -240,8 +240,12 @@ class ModelConfig(Config):
 
     @property
     def memory_plan(self) -> SharingPlan:
-        """The banks of all memory layers, and what each sees of which; empty without a memory."""
-        return self.memory.plan(self.num_memory_layers) if self.memory is not None else SharingPlan((), ())
+        """The banks of all memory layers, and what each sees of which; empty without a memory. Where tables are as large
+        as the vocabulary and `vocab_size` is left to a tokenizer, they have no rows yet."""
+        if self.memory is None:
+            return SharingPlan((), ())
+        memory = self.memory if self.vocab_size is None else self.memory.sized(self.vocab_size)
+        return memory.plan(self.num_memory_layers)
 
     def memory_name(self, index: int) -> str:
         """The global name of a memory layer, which stands in the block that it reads in."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
@@ -199,6 +199,10 @@ class MemoryConfig(Config, ABC):
         Raises:
             ValueError: with key, value and fix.
         """
+
+    def sized(self, vocab_size: int) -> Self:
+        """This memory for so many token ids, where its tables' sizes are left to them."""
+        return self
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse a tokenizer with ids that this memory cannot read.

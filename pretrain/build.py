@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -77,12 +78,12 @@ def build_unset_chunks(
         ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
         ConfigError: this machine cannot run the memory kernels that were asked for.
     """
-    layout, model = config.parallel, config.model
-    if model.memory is not None:
-        try:
-            model.memory.check_vocabulary(vocab_size)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    layout = config.parallel
+    try:
+        # Tables may be as large as the vocabulary.
+        model = replace(config.model, vocab_size=vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     dtype = dtype or parameter_dtype(config)
     megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
     kernels = kernels or memory_kernels(config, groups.device.type)

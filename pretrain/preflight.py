@@ -59,8 +59,8 @@ def naming_stage(config: RunConfig) -> Iterator[None]:
 
 def check_start(
     config: RunConfig, num_ranks: int, folder: RunFolder, *, local: bool, start: SavedState | None = None
-) -> None:
-    """Look at data, run folder and memory as a run would meet them.
+) -> RunConfig:
+    """Look at data, run folder and memory as a run would meet them. Returns the configuration with the data's vocabulary.
 
     Args:
         config: of the run, valid in itself.
@@ -78,8 +78,8 @@ def check_start(
         raise ConfigError(
             f"this machine has GPUs that cannot be used: {built_without_cuda()}. To leave them idle, add --device cpu"
         )
+    sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
     if local:
-        sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
         if not num_visible_gpus():
             _check_memory(sized.model, config, num_ranks)
         elif gpu_bytes := smallest_gpu_bytes():
@@ -92,6 +92,7 @@ def check_start(
             check_resumable(config, saved)
         if (saved := saved or start) is not None:
             _check_same_data(config, saved, datasets)
+    return sized
 
 
 def check_submission(

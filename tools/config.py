@@ -183,13 +183,14 @@ def run_check(args: argparse.Namespace) -> int:
     stages = load_stages(args.config, args.overrides)
     num_ranks = args.ranks if args.elsewhere else args.ranks or ranks_for_stages(stages)
     folder = RunFolder(args.run_dir or Path("runs") / stages[0].name)
+    checked = []
     for config in stages:
         with naming_stage(config):
             validate(config, num_ranks)
             if args.gpu_memory is not None:
                 check_gpu_memory(config, args.ranks, int(args.gpu_memory * 1e9))
-            if not args.elsewhere:
-                check_start(config, num_ranks, folder, local=True)
+            # What is held is counted with the data's vocabulary where the data is here.
+            checked.append(config if args.elsewhere else check_start(config, num_ranks, folder, local=True))
     if not args.elsewhere:
         folder.check_writable()
     where = "" if num_ranks is None else f" on {plural(num_ranks, 'rank')}"
@@ -197,7 +198,7 @@ def run_check(args: argparse.Namespace) -> int:
         print(f"note: {sentence}", file=sys.stderr)
     print(f"{args.config} can run{where}{'' if args.elsewhere else ' here'}.")
     if num_ranks is not None:
-        held = max((held_bytes(config, num_ranks) for config in stages), key=lambda held: held.total)
+        held = max((held_bytes(config, num_ranks) for config in checked), key=lambda held: held.total)
         print(
             f"Each rank holds {gigabytes(held.model)} of weights and gradients and {gigabytes(held.optimizer)} of the "
             "optimizer's state; activations come on top."
@@ -329,7 +330,9 @@ def _model_section(config: RunConfig) -> Section:
     lines = [f"{name}: {count:,}" for name, count in counts.parts.items()]
     lines += [f"total: {counts.total:,}", f"active per token: {counts.active:,}"]
     if model.vocab_size is None:
-        lines.append("(without embedding and output projection: model.vocab_size is left to the tokenizer)")
+        lines.append(
+            "(without embedding, output projection and tables of token ids: model.vocab_size is left to the tokenizer)"
+        )
     lines.append(f"forward MFLOPs per token: {forward_flops_per_token(model, train.sequence_length) / 1e6:,.2f}")
     if model.memory is not None:
         lines.append(f"bytes of table read per token: {counts.read_values * train.element_bytes:,}")

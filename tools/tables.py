@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,13 @@ def run_tables(args: argparse.Namespace) -> int:
     form = form_of(args.form, memory)
     if args.output.exists():
         raise ConfigError(f"--output is {args.output}, which is there: name a folder that is not")
+    from pretrain.data.blend import model_vocab_size
+    from pretrain.data.manifest import open_saved_tokenizer
     from pretrain.stored_tables import write_tables
 
+    if config.model.vocab_size is None:
+        vocab_size = model_vocab_size(config.model, open_saved_tokenizer(RunFolder(args.run).tokenizer))
+        config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     try:
         num_bytes = write_tables(saved.path, config, memory, form, args.output)
     except OSError as error:
@@ -112,7 +118,7 @@ def bytes_of(form: TableForm, config: RunConfig, memory: TokenTableConfig) -> in
 def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str], as_json: bool) -> None:
     """What one rank of `megamem eval --tables` does: the model with its tables in one form after the other."""
     from pretrain.callbacks import evaluation_row
-    from pretrain.data.blend import check_blend
+    from pretrain.data.blend import check_blend, model_vocab_size
     from pretrain.data.held_out import HeldOutDataset
     from pretrain.evaluate import evaluate
     from pretrain.restore import restore_model
@@ -122,6 +128,8 @@ def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str
     memory = token_tables(config, "--tables")
     with session(config) as groups:
         tokenizer = check_blend(config.evaluated)
+        vocab_size = model_vocab_size(config.model, tokenizer)
+        sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
         separate = config.data.documents == "separate"
         held_out = HeldOutDataset(config.evaluated, config.train.sequence_length, separate_documents=separate)
         found: dict[str, dict[str, Any]] = {}
@@ -136,7 +144,7 @@ def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str
                 pipeline=config.parallel.pipeline,
                 progress=not as_json,
             )
-            found[word] = {"table_bytes": bytes_of(tables.form, config, memory), **evaluation_row(evaluation)}
+            found[word] = {"table_bytes": bytes_of(tables.form, sized, memory), **evaluation_row(evaluation)}
         if groups.is_main:
             content = {"checkpoint": str(checkpoint), "tables": found}
             print(json.dumps(content) if as_json else _comparison(checkpoint, found), flush=True)

@@ -10,5 +10,5 @@ from pretrain.config.schema import RunConfig
 def with_vocabulary(config: RunConfig, num_ids: int) -> RunConfig:
     """The configuration with a vocabulary: its own, or that of its memory of tokens, or else so many ids."""
     model = config.model
-    vocab_size = model.vocab_size or getattr(model.memory, "vocab_size", num_ids)
+    vocab_size = model.vocab_size or getattr(model.memory, "vocab_size", None) or num_ids
     return replace(config, model=replace(model, vocab_size=vocab_size))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
@@ -24,8 +24,8 @@ class TokenTableConfig(MemoryConfig):
     reads_tokens: ClassVar[bool] = True
     """Their ids are the rows."""
 
-    vocab_size: PositiveInt = 50_257
-    """Token ids that have rows; model.vocab_size, or, where that is null, at least what the tokenizer has."""
+    vocab_size: PositiveInt | None = None
+    """Token ids that have rows; null: all, as many as model.vocab_size says, or the tokenizer of the data set has."""
     value_dim: PositiveInt = 128
     """V: columns of a row."""
 
@@ -40,22 +40,21 @@ class TokenTableConfig(MemoryConfig):
 
     @property
     def num_rows(self) -> int:
-        """Rows of a bank."""
-        return self.vocab_size * self.rows_per_token
+        """Rows of a bank; 0 where they are left to a vocabulary that is not known (`sized`)."""
+        return (self.vocab_size or 0) * self.rows_per_token
+
+    def sized(self, vocab_size: int) -> Self:
+        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
     def check_backbone(self, backbone: Backbone) -> None:
-        vocab_size = backbone.vocab_size
-        if vocab_size is not None and vocab_size != self.vocab_size:
-            raise ValueError(
-                f"model.memory.vocab_size is {self.vocab_size}, but model.vocab_size is {vocab_size}: every token id "
-                f"has rows of its own, set model.memory.vocab_size: {vocab_size}"
-            )
+        if backbone.vocab_size is not None:
+            self.check_vocabulary(backbone.vocab_size)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        if vocab_size > self.vocab_size:
+        if self.vocab_size is not None and vocab_size > self.vocab_size:
             raise ValueError(
-                f"model.memory.vocab_size is {self.vocab_size}, but there are {vocab_size} token ids: "
-                f"set model.memory.vocab_size: {vocab_size}"
+                f"model.memory.vocab_size is {self.vocab_size}, but there are {vocab_size} token ids, and each has rows of "
+                "its own: set model.memory.vocab_size: null, and it follows"
             )
 
 

@@ -120,9 +120,14 @@ def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """Token ids of the embedding before padding.
 
     Raises:
-        ConfigError: model.vocab_size is set and smaller than the tokenizer's.
+        ConfigError: model.vocab_size is set and smaller than the tokenizer's, or a memory has no rows for some ids.
     """
     if model.vocab_size is None:
+        if model.memory is not None:
+            try:
+                model.memory.check_vocabulary(tokenizer.vocab_size)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         return tokenizer.vocab_size
     if model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(

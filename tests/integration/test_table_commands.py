@@ -32,7 +32,7 @@ def dense_file(tmp_path_factory: pytest.TempPathFactory, config_file: Path) -> P
 
 
 def train(megamem: Megamem, config_file: Path, run: Path, kind: str, *options: str) -> Path:
-    memory = (f"model.memory.kind={kind}", "model.memory.vocab_size=257", *MEMORIES[kind])
+    memory = (f"model.memory.kind={kind}", *MEMORIES[kind])
     fixed = ("model.num_layers=2", "train.num_steps=8", "checkpoint.every_steps=4", "optimizer.lr=1e-2")
     result = megamem("train", config_file, "--run-dir", run, *memory, *fixed, *options)
     assert result.code == 0, result.output

@@ -80,6 +80,32 @@ def test_what_cannot_run_is_told(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+TOKENS = {
+    "tide": ("value_dim=128", "num_tables=2"),
+    "move": ("value_dim=128", "num_gate_heads=4"),
+    "lave": ("value_dim=128", "num_gate_heads=4"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_tables_of_token_ids_follow_the_tokenizer(
+    config_file: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 257 ids here; a table may have rows for more, and not for fewer."""
+    words = [f"model.memory.{word}" for word in (f"kind={kind}", *TOKENS[kind])]
+    assert check(config_file, *words) == 0
+    left_to_it = capsys.readouterr().out
+    assert check(config_file, *words, "model.vocab_size=257", "model.memory.vocab_size=257") == 0
+    assert capsys.readouterr().out == left_to_it
+    assert check(config_file, *words, "model.memory.vocab_size=100000") == 0
+    assert capsys.readouterr().out != left_to_it
+    for more in ((), ("model.vocab_size=257",)):
+        assert check(config_file, *words, "model.memory.vocab_size=256", *more) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "model.memory.vocab_size is 256, but there are 257 token ids" in said
+        assert "set model.memory.vocab_size: null, and it follows" in said
+
+
 def test_another_machine_decides_for_itself(config_file: Path) -> None:
     assert check(config_file, "--elsewhere", "data.datasets=[]") == 0
     assert check(config_file, "--elsewhere", "model.memory.num_keys=1000000") == 0

@@ -103,7 +103,8 @@ class Shape:
 def shape_of(config: RunConfig, memory: TokenTableConfig) -> Shape:
     """The shape of a model's tables."""
     record_bytes = memory.value_dim * config.train.element_bytes
-    return Shape(len(config.model.memory_plan.banks), memory.vocab_size, memory.rows_per_token, record_bytes)
+    banks = config.model.memory_plan.banks
+    return Shape(len(banks), banks[0].num_rows // memory.rows_per_token, memory.rows_per_token, record_bytes)
 
 
 def check_sizes(config: RunConfig, memory: TokenTableConfig, sizes: Sequence[int], folder: Path) -> None:
