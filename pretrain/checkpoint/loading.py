@@ -65,12 +65,20 @@ def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
     assert targets is not None
     shortfall = next((text for target in targets if (text := _shortfall(target, index))), None)
     _agree(
-        shortfall
-        and f"the checkpoint {folder} does not hold what this model needs: {shortfall}. "
-        "Use the version of the package that wrote it, or remove it to use an earlier one"
+        shortfall and f"the checkpoint {folder} does not hold what this model needs: {shortfall}. {_remedy(shortfall)}"
     )
     problem = _fill(folder, index, targets)
     _agree(problem and f"the checkpoint {folder} cannot be read: {problem}. Remove it to use an earlier one")
+
+
+def _remedy(shortfall: str) -> str:
+    """What to do about a checkpoint that does not fit the model. One of another shape follows from keys or data."""
+    if " has the shape " in shortfall:
+        return (
+            "Shapes follow from the model's keys and from the vocabulary of the data's tokenizer: use those that it was "
+            "trained with"
+        )
+    return "Use the version of the package that wrote it, or remove it to use an earlier one"
 
 
 def _agree(problem: str | None) -> None:
