@@ -128,8 +128,10 @@ MAY_CHANGE = (
     "rotary_scaling.high_frequency_factor",
     "implementation",
     "moe.balance_loss_weight",
+    "moe.balance_sequences",
     "moe.z_loss_weight",
     "memory.key_balance_weight",
+    "memory.key_balance_sequences",
     "memory.tucker_penalty_weight",
     "memory.tucker_penalty_margin",
 )
