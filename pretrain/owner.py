@@ -39,6 +39,10 @@ LAPSE_S = 60.0
 """Seconds without a beat after which an owner that cannot be looked for counts as dead."""
 _WATCH_EVERY_S = 1.0
 _ENDED = "ended"
+_IN_USE = (
+    "{folder} is in use by {owner}: two runs would overwrite each other's checkpoints. Wait until it has ended, stop it, "
+    "or use another --run-dir"
+)
 
 
 @dataclass(frozen=True)
@@ -203,30 +207,30 @@ class Owner:
 
 
 @contextlib.contextmanager
-def owned(folder: RunFolder) -> Iterator[Owner]:
+def owned(folder: RunFolder, refusal: str = _IN_USE) -> Iterator[Owner]:
     """Own a folder, which is made if it is missing, until the block ends.
+
+    Args:
+        refusal: what is said where somebody else owns it; {owner} and {folder} stand for them.
 
     Raises:
         ConfigError: somebody who is alive owns it, or it cannot be written.
     """
     folder.make()
     folder.owner.mkdir(exist_ok=True)
-    owner = _claim(folder.owner)
+    owner = _claim(folder.owner, refusal)
     try:
         yield owner
     finally:
         owner.release()
 
 
-def _claim(claims: Path) -> Owner:
+def _claim(claims: Path, refusal: str) -> Owner:
     mine = Claim.of_this_process()
     while True:
         theirs = _highest(claims)
         if theirs and theirs.is_alive(mine):
-            raise ConfigError(
-                f"{claims.parent} is in use by {theirs.claim or 'somebody'}: two runs would overwrite each other's "
-                "checkpoints. Wait until it has ended, stop it, or use another --run-dir"
-            )
+            raise ConfigError(refusal.format(owner=theirs.claim or "somebody", folder=claims.parent))
         path = claims / f"{_number(theirs.path) + 1 if theirs else 1:06d}.json"
         if not _put_down(path, mine):
             continue

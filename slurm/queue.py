@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import stage_called, to_entries
 from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
 from pretrain.history import now
-from pretrain.owner import look
+from pretrain.owner import look, owned
 from slurm.commands import cancel, job_state, release, submit
 from slurm.lead import lead_seconds
 from slurm.profile import ClusterConfig
@@ -97,6 +99,20 @@ def check_free(jobs: Sequence[JobsFolder]) -> None:
         presence = look(run)
         if presence is not None and not presence.ended and presence.alive:
             raise ConfigError(f"{run.path} is in use by {presence.claim}: stop it, or use another --run-dir")
+
+
+@contextmanager
+def submitting(run: RunFolder) -> Iterator[None]:
+    """Be the only one who submits a run, until the block ends.
+
+    Raises:
+        ConfigError: somebody else does, and is named.
+    """
+    # A claim of its own: that of the run is for the job, which may begin before this block ends.
+    with owned(
+        RunFolder(run.path / "slurm"), "{folder} is being submitted by {owner}: `megamem status` tells of its job"
+    ):
+        yield
 
 
 def queue_job(job: Job) -> str:

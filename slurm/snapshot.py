@@ -41,5 +41,11 @@ def take_snapshot(folder: Path) -> str:
         for path in code_files(_ROOT):
             (partial / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(_ROOT / path, partial / path)
-        os.replace(partial, target)
+        try:
+            os.replace(partial, target)
+        except OSError:
+            # Somebody else had the same code to copy, and was first.
+            if not target.exists():
+                raise
+            shutil.rmtree(partial)
     return name

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import stat
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from pretrain.folder import RunFolder
 from pretrain.preflight import check_submission
 from pretrain.trained_stages import refuse_edited_past
 from slurm.profile import ClusterConfig, find_profile, load_profile
-from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job
+from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job, submitting
 from slurm.records import JobsFolder, jobs_folders
 from slurm.script import render_array
 from tools.parsers import add_command, add_config
@@ -98,8 +99,10 @@ def run_submit(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(job.script, end="")
         return 0
-    check_free(jobs_folders(run))
-    print(_queued(job, queue_job(job)))
+    with submitting(run):
+        check_free(jobs_folders(run))
+        number = queue_job(job)
+    print(_queued(job, number))
     print(_what_next(run.path, job))
     return 0
 
@@ -111,8 +114,10 @@ def _submit_chain(args: argparse.Namespace, links: Sequence[Job]) -> int:
         print("\n".join(link.script for link in links), end="")
         return 0
     run = links[0].records.run
-    check_free(jobs_folders(run))
-    for link, number in zip(links, queue_chain(links), strict=True):
+    with submitting(run):
+        check_free(jobs_folders(run))
+        numbers = queue_chain(links)
+    for link, number in zip(links, numbers, strict=True):
         print(_queued(link, number))
     print(_what_next(run.path, links[0]))
     return 0
@@ -156,8 +161,14 @@ def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str
     for point in grid(args.sweep):
         name = f"{swept}-{point.name}"
         stages = load_absolute(args.config, [*args.overrides, *point.overrides, f"name={name}"])
-        jobs.append(job_of_run(JobsFolder(RunFolder(base / name)), stages, profile, cluster))
-        check(jobs[-1])
+        job = job_of_run(JobsFolder(RunFolder(base / name)), stages, profile, cluster)
+        if _is_finished(job):
+            print(f"{job.records.run.path} is finished, and left out", file=sys.stderr)
+            continue
+        jobs.append(job)
+        check(job)
+    if not jobs:
+        raise ConfigError(f"all runs of {base} are finished: raise train.num_steps, or use another --run-dir")
     # They are one script to Slurm.
     lead_s = max(job.submission.lead_s for job in jobs)
     jobs = [replace(job, submission=replace(job.submission, lead_s=lead_s)) for job in jobs]
@@ -188,6 +199,7 @@ def check(job: Job) -> None:
         UserError: what it would fail for.
     """
     _check_secrets(job.profile)
+    _check_unfinished(job)
     # Rendered here so that what no script can hold is refused before anything is written.
     assert job.script
     check_seen_by_nodes(job.trained, job.records.run, job.profile)
@@ -195,6 +207,25 @@ def check(job: Job) -> None:
     gpu_bytes = None if profile.gpu_memory_gb is None else 1e9 * profile.gpu_memory_gb
     refuse_edited_past(job.stages, job.records.run)
     check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes)
+
+
+def _is_finished(job: Job) -> bool:
+    return (job.records.newest_saved_step() or 0) >= job.stages[0].run_steps
+
+
+def _check_unfinished(job: Job) -> None:
+    """Refuse a run whose steps are all done: its job would do nothing.
+
+    Raises:
+        ConfigError: saying so, and how to go on.
+    """
+    if _is_finished(job):
+        saved_step, run_steps = job.records.newest_saved_step(), job.stages[0].run_steps
+        longer = "raise train.num_steps" if job.stages[0].stage is None else "add a stage"
+        raise ConfigError(
+            f"{job.records.run.path} is finished: {saved_step} of {run_steps} steps are done. To go on, {longer}; to start "
+            "anew, use another --run-dir"
+        )
 
 
 def _check_secrets(profile: ClusterConfig) -> None:

@@ -97,6 +97,9 @@ def test_another_model_in_the_run_folder_is_refused(
 ) -> None:
     options = ("--cluster", profile(tmp_path), "--run-dir", saved_run, "--dry-run", "train.micro_batch_size=2")
     assert megamem("submit", config_file, *options).code == 0
+    finished = megamem("submit", config_file, *options, "train.num_steps=6")
+    assert finished.code == 2
+    assert f"{saved_run} is finished: 6 of 6 steps are done" in " ".join(finished.output.split())
     result = megamem("submit", config_file, *options, "seed=7")
     assert result.code == 4, result.output
     assert "is of another run: seed" in result.output

@@ -203,6 +203,18 @@ def test_an_array_runs_the_scripts_of_its_runs(tmp_path: Path, monkeypatch: pyte
     assert first.job_ids() == ["10_0"]
 
 
+def test_one_of_two_submissions_at_once_is_told_of_the_other(links: list[Job]) -> None:
+    run = links[0].records.run
+    with (
+        queue.submitting(run),
+        pytest.raises(ConfigError, match=r"is being submitted by process .* on"),
+        queue.submitting(run),
+    ):
+        pass
+    with queue.submitting(run):
+        pass
+
+
 def test_scripts_and_profiles_are_their_owner_s(links: list[Job]) -> None:
     records = links[0].records
     records.path.mkdir(parents=True)
