@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,8 +28,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        # Of a name that is too long there is nothing to remove, which is refused too.
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
+            # The name that people know.
+            error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -17,6 +17,7 @@ from enum import IntEnum
 from torch.distributed import DistError
 
 from parallel.peer_errors import says_peer_is_gone
+from parallel.refusals import in_words, refusal
 
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory?)",
@@ -57,7 +58,8 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
-        """Describe what a rank raised. An integer `exit_code` marks a user's error, `SystemExit` keeps its code."""
+        """Describe what a rank raised. An integer `exit_code`, or what the system refuses, marks a user's error; `SystemExit`
+        keeps its code."""
         exit_code, is_user_error = 1, False
         if isinstance(error, SystemExit):
             # sys.exit("text") is Python's own way to say: print this, exit with 1.
@@ -65,9 +67,11 @@ class Failure:
             is_user_error = isinstance(error.code, str)
         elif type(code := getattr(error, "exit_code", None)) is int:
             exit_code, is_user_error = code or 1, True
+        elif (refused := refusal(error)) is not None:
+            exit_code, is_user_error = refused.exit_code, True
         kind = FailureKind.PEER if is_peer_error(error) else FailureKind.ERROR
         type_name = type(error).__name__
-        message = str(error) or type_name
+        message = in_words(error)
         return cls(
             rank=rank,
             kind=FailureKind.STOPPED if exit_code == os.EX_TEMPFAIL else kind,

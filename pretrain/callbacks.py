@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
+from parallel.refusals import naming
 from pretrain.build import unwrap
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.loader import to_dict
-from pretrain.errors import UserError
 from pretrain.evaluate import Evaluation, evaluate
 from pretrain.health.memories import NUM_OBSERVED, course, findings, in_words
 from pretrain.history import End, Incident, Start, now, write_event
@@ -122,13 +122,11 @@ class MetricsFile(RowWriter):
 
     def write(self, row: Row) -> None:
         try:
-            with open(self._path, "a", encoding="utf-8") as stream:
+            with naming(self._path), open(self._path, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(_finite(self._of_stage | row), allow_nan=False) + "\n")
         except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be written: {error}. Free some space; checkpoints are intact, "
-                "and the run goes on from the newest one"
-            ) from error
+            error.add_note("Checkpoints are intact, and the run goes on from the newest one")
+            raise
 
 
 def evaluation_row(evaluation: Evaluation) -> Row:

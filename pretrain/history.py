@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import BinaryIO, TypeAlias
 
-from pretrain.errors import ConfigError, UserError
+from parallel.refusals import naming
+from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 
 
@@ -74,16 +75,13 @@ def write_event(folder: RunFolder, event: Event) -> None:
     """Add a line.
 
     Raises:
-        UserError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     name = next(name for name, cls in _NAMES.items() if isinstance(event, cls))
-    try:
-        with open(folder.history, "a+b") as stream:
-            # A line that a killed process left half-written stays one of its own.
-            torn = stream.tell() > 0 and _last_byte(stream) != b"\n"
-            stream.write(b"\n" * torn + json.dumps({"event": name, **asdict(event)}).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"{folder.history} cannot be written: {error}. Free some space, and start again") from error
+    with naming(folder.history), open(folder.history, "a+b") as stream:
+        # A line that a killed process left half-written stays one of its own.
+        torn = stream.tell() > 0 and _last_byte(stream) != b"\n"
+        stream.write(b"\n" * torn + json.dumps({"event": name, **asdict(event)}).encode() + b"\n")
 
 
 def _last_byte(stream: BinaryIO) -> bytes:

@@ -32,8 +32,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run_cancel(args: argparse.Namespace) -> int:
     """Cancels every job that is not over, of all stages and of all runs below the folder."""
-    records = {path: jobs_folders(RunFolder(path)) for path in find_runs(args.run)}
-    if not any(records.values()):
+    unreadable: list[str] = []
+    records = {path: jobs_folders(RunFolder(path)) for path in find_runs(args.run, unreadable)}
+    if not any(records.values()) and not unreadable:
         raise ConfigError(f"{args.run} has no Slurm jobs: `megamem status {args.run}` says what it does")
     for path, folders in records.items():
         for jobs in folders:
@@ -47,4 +48,6 @@ def run_cancel(args: argparse.Namespace) -> int:
             print(f"cancelled job {job} of {path}")
         if folders and not live:
             print(f"no job of {path} is left")
+    if unreadable:
+        raise ConfigError(f"jobs of runs that cannot be seen were not cancelled: {'; '.join(unreadable)}")
     return 0

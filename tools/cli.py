@@ -16,11 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from parallel.devices import keep_cuda_out_of_this_process
-from pretrain.errors import UserError
-from pretrain.quiet import quiet_engine
-from tools.ranks import end_ranks_that_wait
-from tools.words import ending
+from tools.packages import hidden_packages
 
 COMMAND_MODULES = (
     "tools.train",
@@ -61,6 +57,7 @@ EXIT_BROKEN_PIPE = 141
 _USAGE_ERROR = 2
 # Words for what may be a path and is kept as text.
 _PATHS = ("CONFIG", "DIR", "FILE", "INPUT", "OTHER", "PROFILE", "RUN", "SPEC")
+_CLOSED_STDOUT = "standard output is closed: send it to a file (> FILE), or nowhere (> /dev/null)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,20 +67,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; those of this process if None.
 
     Returns:
-        The exit code: 0 finished, 2 configuration or usage, 3 data, 4 checkpoint, 75 stopped early, 130 interrupted,
-        1 a defect.
+        The exit code: 0 finished, 2 configuration or usage, or what the system refuses, 3 data, 4 checkpoint, 75 stopped
+        early, 130 interrupted, 1 a defect.
     """
+    if hidden := hidden_packages():
+        print(f"megamem: error: {hidden}", file=sys.stderr)
+        return _USAGE_ERROR
+    return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    # Ours are imported when it is known that they are ours.
+    from parallel.devices import keep_cuda_out_of_this_process
+    from parallel.refusals import refusal
+    from pretrain.errors import UserError
+    from pretrain.quiet import quiet_engine
+    from tools.ranks import end_ranks_that_wait
+    from tools.words import ending
+
+    if _without_stdout():
+        print(f"megamem: error: {_CLOSED_STDOUT}", file=sys.stderr)
+        return _USAGE_ERROR
     quiet_engine()
     keep_cuda_out_of_this_process()
     args = argparse.Namespace()
     try:
-        args = build_parser().parse_args(argv)
-        code = int(args.func(args) or 0)
+        try:
+            args = build_parser().parse_args(argv)
+            code = int(args.func(args) or 0)
+        except SystemExit as request:
+            # From argparse, which exits with a number.
+            code = int(request.code or 0)
         sys.stdout.flush()
         return code
-    except SystemExit as request:
-        # From argparse, which exits with a number.
-        return int(request.code or 0)
     except UserError as error:
         print(ending(error, error.exit_code), file=sys.stderr)
         end_ranks_that_wait(args, error)
@@ -92,11 +108,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("megamem: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+        if isinstance(error, BrokenPipeError) and _reader_went_away():
             return EXIT_BROKEN_PIPE
-        traceback.print_exc()
+        refused = refusal(error)
+        if refused is None:
+            traceback.print_exc()
+        else:
+            print(ending(refused.message, refused.exit_code), file=sys.stderr)
         end_ranks_that_wait(args, error)
-        return 1
+        return 1 if refused is None else refused.exit_code
+    finally:
+        _leave_what_stdout_refuses()
+
+
+def _without_stdout() -> bool:
+    """Whether standard output was closed before this process began (`>&-`), where Python's `print` says nothing at all.
+
+    What is closed of the other two goes nowhere from here on. Else the next file that is opened would be in its place,
+    and whatever is printed would go there.
+    """
+    for descriptor in (0, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, descriptor)
+            if opened != descriptor:
+                os.close(opened)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    return sys.stdout is None
 
 
 def _join_two_words(argv: Sequence[str]) -> list[str]:
@@ -105,7 +146,7 @@ def _join_two_words(argv: Sequence[str]) -> list[str]:
     return [" ".join(words[:2]), *words[2:]] if " ".join(words[:2]) in TWO_WORD_COMMANDS else words
 
 
-def _stdout_is_closed() -> bool:
+def _reader_went_away() -> bool:
     """Whether the reader of our output went away (`| head`), as opposed to some other pipe that broke."""
     try:
         descriptor = sys.stdout.fileno()
@@ -113,11 +154,17 @@ def _stdout_is_closed() -> bool:
         return False
     poll = select.poll()
     poll.register(descriptor, 0)
-    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
-        return False
-    # Python flushes once more at exit and would complain about it.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return True
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _leave_what_stdout_refuses() -> None:
+    """Python writes what is left once more at exit, and would complain about it."""
+    from parallel.refusals import stdout_refuses
+
+    if sys.stdout is not None and stdout_refuses():
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -171,6 +218,10 @@ class SuggestingParser(argparse.ArgumentParser):
         if extras:
             self.error("unrecognized arguments: " + " ".join(extras))
         return parsed, []
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # As argparse does, which keeps to itself that nobody could be told.
+        (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
         """Prints the message with the nearest valid word, and exits with 2."""

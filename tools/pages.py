@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.refusals import check_can_write
 from pretrain.errors import ConfigError
 
 
@@ -35,6 +36,7 @@ class Page:
 
         Raises:
             ConfigError: the file is there and lacks the marks.
+            OSError: it could not be written.
         """
         begin, end = self.marks
         if self.path.suffix != ".md":
@@ -44,6 +46,8 @@ class Page:
                 f"--report is {self.path}, which is there and has no lines {begin} and {end} to write between: put "
                 "them in, or name another file"
             )
+        for file in (self.path, self.plot):
+            check_can_write(file)
 
     def write(self, text: str, svg: str) -> None:
         """Put the text between the marks (or make a page of it) and the plot beside the page."""

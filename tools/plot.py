@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel.refusals import naming
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.health.memories import in_words
@@ -62,9 +63,10 @@ def run_plot(args: argparse.Namespace) -> int:
     output: Path = args.output or (first if first.is_dir() else first.parent) / "plot.png"
     figure = draw(runs)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=150)
-    except (OSError, ValueError) as error:
+        with naming(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(output, dpi=150)
+    except ValueError as error:
         raise ConfigError(f"--output is {output}, which cannot be written: {error}") from error
     print(f"picture: {output}", flush=True)
     for name, run in runs.items():

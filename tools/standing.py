@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from parallel.refusals import in_words
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.history import End, Start, read_history
@@ -127,22 +128,25 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def find_runs(path: Path) -> list[Path]:
+def find_runs(path: Path, problems: list[str]) -> list[Path]:
     """The run folders at a path: itself, or all below it that are in no other run, by name.
+
+    Folders that cannot be read are told of in `problems`: there may be runs in them.
 
     Raises:
         ConfigError: there is no such folder, or no run in it.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder. Name run folders of `megamem train`, or a folder that holds some")
-    found = sorted(_runs_below(path))
-    if not found:
+    num_before = len(problems)
+    found = sorted(_runs_below(path, problems))
+    if not found and len(problems) == num_before:
         raise ConfigError(f"{path} holds no run: a run's folder has config.yaml, which `megamem train` writes")
     return found
 
 
-def _runs_below(path: Path) -> Iterator[Path]:
-    for folder, inner, files in os.walk(path):
+def _runs_below(path: Path, problems: list[str]) -> Iterator[Path]:
+    for folder, inner, files in os.walk(path, onerror=lambda error: problems.append(in_words(error))):
         if RunFolder(path).config.name in files:
             # What a run keeps of its own (replays, checkpoints) is no run beside it.
             inner.clear()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import yaml
 
+from parallel.refusals import in_words as error_in_words
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
@@ -42,6 +43,7 @@ read: an evaluation from before them is not shown.
 TAIL_BYTES = 2 << 20
 """How much of a file of metrics is looked at, from its end."""
 _BLOCK_BYTES = 64 << 10
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -98,16 +100,32 @@ def add_parser(subparsers: Any) -> None:
 
 def run_status(args: argparse.Namespace) -> int:
     """Looks, and prints."""
-    if args.attempts:
-        return _print_attempts([path for named in args.runs for path in find_runs(named)], as_json=args.json)
-    lines: list[Line] = []
     problems: list[str] = []
-    for path in [path for named in args.runs for path in find_runs(named)]:
+    paths = [path for named in args.runs for path in find_runs(named, problems)]
+    if args.attempts:
+        of_paths = _of_each(paths, lambda path: [(path, each) for each in attempt_times(RunFolder(path))], problems)
+        _print_attempts([each for of_path in of_paths for each in of_path], as_json=args.json)
+    else:
+        _print_lines(_of_each(paths, line_of, problems), as_json=args.json)
+    if problems:
+        # After the others, which one damaged run must not hide.
+        raise ConfigError("; ".join(problems))
+    return 0
+
+
+def _of_each(paths: Sequence[Path], look: Callable[[Path], _Found], problems: list[str]) -> list[_Found]:
+    """What a look at each of the runs tells; of those that cannot be looked at, why goes into `problems`."""
+    found = []
+    for path in paths:
         try:
-            lines.append(line_of(path))
-        except ConfigError as error:
-            problems.append(str(error))
-    if args.json:
+            found.append(look(path))
+        except (ConfigError, OSError) as error:
+            problems.append(error_in_words(error))
+    return found
+
+
+def _print_lines(lines: Sequence[Line], *, as_json: bool) -> None:
+    if as_json:
         for line in lines:
             print(json.dumps(asdict(line)))
     elif lines:
@@ -115,21 +133,15 @@ def run_status(args: argparse.Namespace) -> int:
         for line in lines:
             for sentence in line.dropped_out:
                 print(f"{line.run}: {sentence}")
-    if problems:
-        # After the others, which one damaged run must not hide.
-        raise ConfigError("; ".join(problems))
-    return 0
 
 
-def _print_attempts(paths: Sequence[Path], *, as_json: bool) -> int:
-    found = [(path, each) for path in paths for each in attempt_times(RunFolder(path))]
+def _print_attempts(found: Sequence[tuple[Path, AttemptTimes]], *, as_json: bool) -> None:
     if as_json:
         for path, each in found:
             print(json.dumps({"run": str(path), **asdict(each)}))
     else:
         head = ("run", "attempt", "job", "nodes", "ended", "waited", "to first step", "without steps", "steps lost")
         print(_aligned([head, *(_attempt_cells(path, each) for path, each in found)]))
-    return 0
 
 
 def _attempt_cells(path: Path, times: AttemptTimes) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.form import TABLES_FILE, TableForm, parse_form
+from parallel.refusals import check_can_write, in_words
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
@@ -50,12 +51,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run_tables(args: argparse.Namespace) -> int:
     """Writes, and says how many bytes."""
+    if args.output.exists():
+        raise ConfigError(f"--output is {args.output}, which is there: name a folder that is not")
+    check_can_write(args.output)
     saved = find_checkpoint(RunFolder(args.run), args.step, pass_over=False)
     config = saved_config(saved, ParallelConfig())
     memory = token_tables(config, "megamem tables")
     form = form_of(args.form, memory)
-    if args.output.exists():
-        raise ConfigError(f"--output is {args.output}, which is there: name a folder that is not")
     from pretrain.data.blend import model_vocab_size
     from pretrain.data.manifest import open_saved_tokenizer
     from pretrain.stored_tables import write_tables
@@ -66,7 +68,7 @@ def run_tables(args: argparse.Namespace) -> int:
     try:
         num_bytes = write_tables(saved.path, config, memory, form, args.output)
     except OSError as error:
-        raise CheckpointError(f"{args.output} cannot be written: {error}") from error
+        raise CheckpointError(f"{args.output} was not made: {in_words(error)}") from error
     full = bytes_of(parse_form("full"), config, memory)
     print(f"{args.output}: {size_in_words(num_bytes)}, {num_bytes / full:.3f} of the {size_in_words(full)} as they are")
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.atomic_write import atomic_write
+from parallel.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig
 from pretrain.config.source import dump_yaml
 from pretrain.growth.placement import PLACEMENTS
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from tools.checkpoint.phases import Phases
 
     resources = Resources(args.workers, args.max_memory)
+    check_can_write(args.output / TRAINING_FILE)
     base = opened(args.base, args.step)
     before = base.config.model
     blocks = grown_blocks(args.insert, num_layers=before.num_layers, num_inserted=args.blocks, placement=args.placement)

@@ -144,7 +144,8 @@ def read_state(path: Path) -> SavedState:
         name_of_step = step_folder(path.parent, saved.step).name
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: its {STATE_FILE} cannot be read ({error})"
+            f"{path} is not a complete checkpoint: its {STATE_FILE} cannot be read "
+            f"({(isinstance(error, OSError) and error.strerror) or error})"
         ) from error
     if format_version not in _READABLE_FORMATS:
         raise CheckpointError(

@@ -74,6 +74,7 @@ class HashedFile:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
+            error.filename = str(self._path)
             self._failure = error
             raise
         self.num_bytes += total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +92,10 @@ def _is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint of ours, by its contents or by its name and place: what it holds may be damaged."""
     whole = path.resolve()
     place = RunFolder(whole.parent.parent).checkpoints
-    return (path / STATE_FILE).is_file() or (whole.is_dir() and whole.parent == place and step_named(whole) is not None)
+    # As `os.path` sees it: whatever may not be looked into is none.
+    if os.path.isfile(path / STATE_FILE):
+        return True
+    return os.path.isdir(whole) and whole.parent == place and step_named(whole) is not None
 
 
 def _facts(saved: SavedState) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.refusals import in_words
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.hashes import RecordedFile
 from pretrain.checkpoint.index import INDEX_FILE
@@ -325,13 +326,13 @@ def _agree(path: Path, failure: BaseException | None) -> None:
         # For what failed on another rank, which says so.
         failure = None
     of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, None if failure is None else str(failure) or type(failure).__name__)
+    dist.all_gather_object(of_all, None if failure is None else in_words(failure))
     failed = {rank: text for rank, text in enumerate(of_all) if text is not None}
     if failure is not None and not isinstance(failure, OSError):
         raise failure
     if failed:
         rank, text = next(iter(failed.items()))
         raise CheckpointError(
-            f"the checkpoint cannot be written to {path}: rank {rank}: {text}. "
-            "Free some space or choose another --run-dir; earlier checkpoints are intact"
+            f"the checkpoint {path.name.removeprefix('.writing_')} cannot be saved: rank {rank}: {text}. Earlier "
+            "checkpoints are intact"
         ) from failure

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
+from parallel.refusals import check_can_write
 from pretrain.errors import DataError
 
 _MOST_ROUNDS = 100
@@ -26,18 +27,16 @@ def quantise_file(images: Path, output: Path, *, patch: int, num_codes: int) -> 
     """Codes [N, L] of the images of an .npz file, written to another one with their classes [N] and the means [K, d].
 
     Raises:
-        DataError: arrays that are no images, a patch that does not divide them, fewer kinds of patches than codes, or an
-            output that cannot be written.
+        DataError: arrays that are no images, a patch that does not divide them, or fewer kinds of patches than codes.
+        OSError: the output cannot be written, which is seen before the codes are looked for.
     """
     pixels, classes = _read(images)
+    check_can_write(output)
     parts = patches(pixels, patch)
     means = k_means(parts.reshape(-1, parts.shape[2]), num_codes)
     codes = nearest(parts.reshape(-1, parts.shape[2]), means).reshape(parts.shape[:2])
-    try:
-        with atomic_write(output) as stream:
-            np.savez(stream, codes=codes, classes=classes, means=means)
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written ({error.strerror}). Choose another place.") from error
+    with atomic_write(output) as stream:
+        np.savez(stream, codes=codes, classes=classes, means=means)
     return codes
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parallel.atomic_write import sync
+from parallel.refusals import in_words
 from pretrain.errors import DataError
 
 LOCK_FILE = ".lock"
@@ -57,8 +58,7 @@ def staged_folder(output: Path, *, can_go_on: Callable[[Path], bool] = lambda _:
                 raise
     except OSError as error:
         raise DataError(
-            f"{output}: the data set cannot be written ({error.strerror or error}). "
-            f"Free space there or choose another --output; nothing that was there before has changed."
+            f"{output}: the data set was not made: {in_words(error)}. Nothing that was there before has changed."
         ) from error
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
+from parallel.refusals import check_can_write, in_words
 from pretrain.errors import DataError
 from pretrain.progress import Progress
 
@@ -316,15 +317,17 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    try:
+        check_can_write(output)
+    except OSError as error:
+        raise DataError(f"the tokenizer is not made: {in_words(error)}.") from error
     backend.train_from_iterator(_with_progress(documents, total_bytes), trainer=trainer)
     definition = backend.to_str(pretty=True)
     try:
         with atomic_write(output) as stream:
             stream.write(definition.encode())
     except OSError as error:
-        raise DataError(
-            f"{output}: the tokenizer cannot be written ({error.strerror}). Free space or choose another place."
-        ) from error
+        raise DataError(f"the tokenizer is not made: {in_words(error)}.") from error
     return HuggingFaceTokenizer(definition, _BPE_END_OF_DOCUMENT, origin=str(output))
 
 

@@ -408,7 +408,7 @@ def _written(path: Path, rows: list[dict[str, Any]]) -> Path:
         (["started.jsonl"], "has no row of a step yet"),
         (["bad.jsonl"], "bad.jsonl, line 2, is no row of a run"),
         (["list.jsonl"], "list.jsonl, line 1, is no row of a run"),
-        (["good.jsonl", "--output", "good.jsonl/page.html"], "good.jsonl/page.html, which cannot be written"),
+        (["good.jsonl", "--output", "good.jsonl/page.html"], "good.jsonl cannot be made (File exists)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

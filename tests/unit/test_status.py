@@ -186,8 +186,10 @@ def test_runs_are_found_wherever_they_are_below(make: Callable[..., RunFolder], 
     inner = RunFolder(made[0].path / "replay" / "run")
     inner.make()
     inner.config.touch()
-    assert find_runs(tmp_path) == sorted(folder.path for folder in made)
-    assert find_runs(made[0].path) == [made[0].path]
+    problems: list[str] = []
+    assert find_runs(tmp_path, problems) == sorted(folder.path for folder in made)
+    assert find_runs(made[0].path, problems) == [made[0].path]
+    assert not problems
 
 
 def test_a_table_and_json_of_the_runs_that_are_there(

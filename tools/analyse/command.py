@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel.atomic_write import atomic_write
 from parallel.devices import num_visible_gpus
+from parallel.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.analyse.measures import MEASURES, Analysed, deciles_of
-from tools.analyse.pages import write_page
+from tools.analyse.pages import table_and_page
 from tools.evaluate import check_data
 from tools.parsers import add_command
 from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
@@ -122,7 +124,8 @@ def run_analysis(name: str, args: argparse.Namespace) -> int:
             "ranks that were started elsewhere look at one run: name one, or start the ranks with --nproc"
         )
     first: Deciles | None = None
-    files = []
+    files: list[Path] = []
+    page = args.runs[0] / f"{args.name}.html"
     for path in args.runs:
         folder = RunFolder(path)
         saved = find_checkpoint(folder, args.step)
@@ -148,13 +151,17 @@ def run_analysis(name: str, args: argparse.Namespace) -> int:
             )
         first = deciles
         files.append(path / f"{args.name}.json")
+        for file in (files[-1], *([page] if path == args.runs[0] else ())):
+            check_can_write(file)
         analysed = Analysed(config, folder, saved.path, deciles, args, files[-1])
         if code := run_on_ranks(partial(MEASURES[name], analysed), num_ranks):
             return code
     if current_rank_is_first():
         found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        page = args.runs[0] / f"{args.name}.html"
-        print(write_page(name, found, page))
+        table, text = table_and_page(name, found)
+        print(table, flush=True)
+        with atomic_write(page) as stream:
+            stream.write(text.encode())
         print(f"\nfigures: {', '.join(map(str, files))}\npage: {page}", flush=True)
     return 0
 

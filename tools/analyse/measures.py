@@ -65,8 +65,14 @@ def _restored(run: Analysed) -> Iterator[tuple[Sequence[MemoryGPTModel], HeldOut
 def _write(run: Analysed, groups: ParallelGroups, **found: Any) -> None:
     if groups.is_main:
         about = {"name": run.folder.path.resolve().name, "checkpoint": str(run.checkpoint)}
-        with atomic_write(run.file) as stream:
-            stream.write(f"{json.dumps({**about, **found}, indent=1)}\n".encode())
+        text = json.dumps({**about, **found}, indent=1)
+        try:
+            with atomic_write(run.file) as stream:
+                stream.write(f"{text}\n".encode())
+        except OSError:
+            # What was measured takes long.
+            print(text, flush=True)
+            raise
 
 
 def measure_frequency(run: Analysed) -> None:

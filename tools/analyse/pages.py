@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from parallel.atomic_write import atomic_write
 from tools.drawing import model_colours, svg
 from tools.report.style import STYLE
 
@@ -20,10 +18,9 @@ Found: TypeAlias = Mapping[str, Any]
 """What was found of a run: the content of its file."""
 
 
-def write_page(name: str, found: Sequence[Found], path: Path) -> str:
-    """Write the page of an analysis; returns its table as text."""
+def table_and_page(name: str, found: Sequence[Found]) -> tuple[str, str]:
+    """The table of an analysis as text, and its page."""
     title, head, rows, figure = _PAGES[name](found)
-    path.parent.mkdir(parents=True, exist_ok=True)
     cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     names = ", ".join(str(of_run["name"]) for of_run in found)
     text = (
@@ -34,12 +31,9 @@ def write_page(name: str, found: Sequence[Found], path: Path) -> str:
         f'<h2>Figures</h2><div class="scroll"><table><tr>{"".join(f"<th>{escape(cell)}</th>" for cell in head)}</tr>'
         f"{cells}</table></div></main></body></html>\n"
     )
-    with atomic_write(path) as stream:
-        stream.write(text.encode())
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    )
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
+    return "\n".join(lines), text
 
 
 def _inline(text: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.devices import num_visible_gpus
+from parallel.refusals import check_can_write
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
@@ -234,6 +235,8 @@ def run_bench_hardware(args: argparse.Namespace) -> int:
     num_ranks = started_world_size() or args.nproc or num_visible_gpus() or 1
     from tools.bench.hardware import bench_hardware_rank
 
+    if args.write is not None:
+        check_can_write(args.write)
     return run_on_ranks(lambda: bench_hardware_rank(args.write, str(like.resolve()), args.rounds), num_ranks)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from parallel.refusals import in_words
 from pretrain.checkpoint.folder import list_checkpoints
 from pretrain.checkpoint.formats.convert import Resources
 from pretrain.checkpoint.formats.format import OpenedCheckpoint
@@ -29,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     for path in of_run:
         try:
             _verify(opened(path), resources, finite=args.finite)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             # A damaged one must not hide the others.
-            print(error, flush=True)
+            print(in_words(error), flush=True)
             damaged.append(path)
     if damaged:
         raise CheckpointError(

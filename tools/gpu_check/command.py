@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.devices import num_visible_gpus
+from parallel.refusals import check_can_write
 from pretrain.config.loader import to_yaml
 from pretrain.errors import ConfigError, UserError
 from tools.metrics import read_metrics
@@ -72,6 +73,7 @@ def run_gpu_check(args: argparse.Namespace) -> int:
             "this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it: `megamem doctor` says what there is. To try the "
             "check itself on the CPU, add --device cpu"
         )
+    check_can_write(args.output)
     from tools.gpu_check.plan import full_plan
 
     return Check(full_plan(), args.output, num_gpus=num_visible_gpus(), minutes=args.minutes).run()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import atomic_write
+from parallel.refusals import check_can_write
 from pretrain.config.compose import read_with_bases
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
@@ -67,6 +68,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.gpus < 1 or args.top < 1:
         raise ConfigError(f"--gpus is {args.gpus} and --top {args.top}: both must be at least 1")
     hardware = load_hardware(args.gpu)
+    for file in filter(None, (args.write, args.plot)):
+        check_can_write(file)
     if args.write is not None and args.overrides:
         raise ConfigError("--write builds on CONFIG as it is: put the overrides into a file of its own, and plan that")
     if args.write is not None and args.stage is None:

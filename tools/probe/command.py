@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.devices import num_visible_gpus
+from parallel.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.manifest import open_saved_tokenizer
@@ -104,16 +105,22 @@ def run_probe(args: argparse.Namespace) -> int:
         _check(config, plan, num_ranks, own_layout=args.own_layout)
         check_data(config, folder, saved, moved=True)
         written.append(path / f"{args.name}.json")
+        for file in (written[-1], *([_picture(paths, args)] if path == paths[0] else ())):
+            check_can_write(file)
         asked = _Asked(config, folder, saved.path, plan, tuple(overrides), written[-1])
         if code := run_on_ranks(asked.on_rank, num_ranks):
             return code
     if current_rank_is_first():
         found = [Answers.read(path) for path in written]
         print("\n\n".join(map(table, found)))
-        picture = paths[0] / f"{args.name}.png"
+        picture = _picture(paths, args)
         draw(found, picture)
         print(f"\nanswers: {', '.join(map(str, written))}\npicture: {picture}", flush=True)
     return 0
+
+
+def _picture(paths: Sequence[Path], args: argparse.Namespace) -> Path:
+    return paths[0] / f"{args.name}.png"
 
 
 def _overrides(words: Sequence[str]) -> list[str]:
@@ -190,7 +197,12 @@ class _Asked:
             if groups.is_main:
                 name = self.folder.path.resolve().name
                 answers = Answers(name, str(self.checkpoint), self.overrides, plan.seed, plan.num_wrong, tuple(found))
-                answers.write(self.file)
+                try:
+                    answers.write(self.file)
+                except OSError:
+                    # What was asked for takes long.
+                    print(table(answers), flush=True)
+                    raise
 
     def _cells(self, chunks: Any, groups: Any) -> list[Cell]:
         from contextlib import nullcontext

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.errors import ConfigError
+from parallel.refusals import naming
 from pretrain.suite.plan import Answers, Cell
 
 if TYPE_CHECKING:
@@ -38,12 +38,10 @@ def draw(answers: Sequence[Answers], path: Path) -> None:
     """Write the picture.
 
     Raises:
-        ConfigError: it cannot be written.
+        OSError: it cannot be written.
     """
-    try:
+    with naming(path):
         picture(answers).savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 def picture(answers: Sequence[Answers]) -> Figure:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import atomic_write
-from pretrain.errors import ConfigError
 from tools.parsers import add_command
 from tools.words import size_in_words
 
@@ -43,11 +42,7 @@ def run_report(args: argparse.Namespace) -> int:
     first: Path = args.runs[0]
     output: Path = args.output or (first if first.is_dir() else first.parent) / "report.html"
     text = page(runs).encode()
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(output) as stream:
-            stream.write(text)
-    except OSError as error:
-        raise ConfigError(f"--output is {output}, which cannot be written: {error}") from error
+    with atomic_write(output) as stream:
+        stream.write(text)
     print(f"report: {output} ({size_in_words(len(text))})", flush=True)
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import sync
+from parallel.refusals import in_words
 from pretrain.checkpoint.folder import STATE_FILE, naming_older_ones, refuse_damage
 from pretrain.checkpoint.formats.compare import Counter, Difference, differences
 from pretrain.checkpoint.formats.format import CheckpointFormat, OpenedCheckpoint, Target, as_values
@@ -128,8 +129,7 @@ def convert(
                 raise CheckpointError(_unequal(destination, found))
     except OSError as error:
         raise CheckpointError(
-            f"{destination} cannot be written: {error.strerror or error}. Free some space and start the same command "
-            "again: it goes on where it was"
+            f"{destination} was not made: {in_words(error)}. The same command goes on where it was"
         ) from error
     return Converted(destination, len(tensors), num_bytes, num_kept)
 

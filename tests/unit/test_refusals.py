@@ -1,0 +1,190 @@
+"""What the system refuses is one line with the thing, the reason and the fix, from a command and from a rank alike."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel.atomic_write import atomic_write
+from parallel.rank_errors import Failure, FailureKind
+from parallel.refusals import check_can_write, in_words, naming, refusal
+from tests.every_command import commands_of
+from tools import cli
+from tools.packages import PACKAGES, hidden_packages
+
+REPOSITORY = Path(__file__).parents[2]
+COMMANDS = sorted(commands_of(cli.build_parser()))
+
+
+def refused_by_system(number: int, path: Path | None) -> OSError:
+    return OSError(number, os.strerror(number)) if path is None else OSError(number, os.strerror(number), str(path))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "fix"),
+    [
+        (errno.ENOSPC, 2, "free some space there"),
+        (errno.EDQUOT, 2, "free some of your space"),
+        (errno.EROFS, 2, "name another place"),
+        (errno.EACCES, 2, "ask its owner"),
+        (errno.ENAMETOOLONG, 2, "give a shorter name"),
+        (errno.ENOENT, 2, "see that it is there"),
+        (errno.ENOTDIR, 2, "a file stands where a folder is meant"),
+        (errno.EMFILE, 2, "ulimit -n"),
+        (errno.EIO, 1, "start again"),
+        (errno.ESTALE, 1, "start again"),
+    ],
+    ids=lambda value: errno.errorcode.get(value, "") if isinstance(value, int) else "",
+)
+def test_the_line_names_the_thing_the_reason_and_the_fix(tmp_path: Path, number: int, code: int, fix: str) -> None:
+    path = tmp_path / "thing"
+    error = refused_by_system(number, path)
+    found = refusal(error)
+    assert found is not None
+    assert found.exit_code == code
+    assert found.message.startswith(f"{path} ")
+    assert os.strerror(number) in found.message
+    assert fix in found.message
+    assert ("space" in found.message) == (number in (errno.ENOSPC, errno.EDQUOT))
+    failure = Failure.from_exception(3, error)
+    assert (failure.message, failure.exit_code, failure.is_user_error) == (found.message, code, True)
+    assert failure.kind is FailureKind.ERROR
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError(errno.ECONNRESET, "reset"), OSError(errno.EINVAL, "bad"), OSError("words"), ValueError("x")],
+    ids=str,
+)
+def test_other_errors_stay_defects(error: Exception) -> None:
+    assert refusal(error) is None
+    assert in_words(error) == str(error)
+    assert not Failure.from_exception(0, error).is_user_error
+
+
+def test_a_permission_that_is_of_no_file_stays_a_defect() -> None:
+    assert refusal(refused_by_system(errno.EPERM, None)) is None
+
+
+def test_a_dangling_link_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    with pytest.raises(OSError, match=r"No such file|exists") as caught:
+        (tmp_path / "link" / "file").write_text("x")
+    assert f"is a link to {tmp_path / 'away'}, which is not there" in in_words(caught.value)
+
+
+def test_a_write_that_fails_is_of_the_file_that_was_open() -> None:
+    with pytest.raises(OSError, match="No space") as caught:
+        Path("/dev/full").write_text("x")
+    assert caught.value.filename is None
+    assert in_words(caught.value).startswith("/dev/full cannot be written (No space left on device)")
+
+
+def test_names_are_given_and_kept() -> None:
+    with pytest.raises(OSError, match="No space") as caught, naming("mine"):
+        raise refused_by_system(errno.ENOSPC, None)
+    assert in_words(caught.value).startswith("mine cannot be written")
+    with pytest.raises(OSError, match="No space") as caught, naming("mine"):
+        raise refused_by_system(errno.ENOSPC, Path("theirs"))
+    assert in_words(caught.value).startswith("theirs cannot be written")
+    caught.value.add_note("All is well")
+    assert in_words(caught.value).endswith("or name another place. All is well")
+
+
+def test_an_atomic_write_names_what_it_was_to_be(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 300)
+    with pytest.raises(OSError, match="too long") as caught, atomic_write(path):
+        pass
+    assert caught.value.filename == str(path)
+    assert "(File name too long): give a shorter name" in in_words(caught.value)
+    assert len(in_words(caught.value)) < 300
+
+
+def test_a_check_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    check_can_write(tmp_path / "there")
+    check_can_write(tmp_path / "new" / "folder" / "file")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").read_text() == "mine"
+    with pytest.raises(IsADirectoryError):
+        check_can_write(tmp_path)
+    with pytest.raises(OSError, match="too long"):
+        check_can_write(tmp_path / ("n" * 300))
+    with pytest.raises(NotADirectoryError):
+        check_can_write(tmp_path / "there" / "file")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_that_stdout_is_full(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept = os.dup(1)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    try:
+        with open(1, "w", closefd=False) as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert cli.main([*command.split(), "--help"]) == 2
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(full)
+    assert capfd.readouterr().err == (
+        "megamem: error: standard output cannot be written (No space left on device): free some space there, or name "
+        "another place\n"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_that_stdout_is_closed(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(command.split()) == 2
+    monkeypatch.undo()
+    assert capsys.readouterr().err.startswith("megamem: error: standard output is closed: ")
+
+
+def test_a_closed_stdout_leaves_no_traceback_at_the_end() -> None:
+    command = [sys.executable, "-m", "tools.cli", "cluster", "keys"]
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&- 2>&1', "sh", *command], cwd=REPOSITORY, capture_output=True, check=False
+    )
+    assert ended.returncode == 2
+    full = subprocess.run(
+        ["sh", "-c", 'exec "$@" >/dev/full', "sh", *command], cwd=REPOSITORY, capture_output=True, check=False
+    )
+    assert full.returncode == 2
+    assert full.stderr.count(b"\n") == 1
+
+
+def test_the_packages_are_all_that_there_are() -> None:
+    there = {path.parent.name for path in REPOSITORY.glob("*/__init__.py")} - {"tests"}
+    assert set(PACKAGES) == there
+    assert not hidden_packages()
+
+
+@pytest.mark.parametrize("stray", ["parallel.py", "kernels/__init__.py"])
+def test_a_stray_file_of_a_packages_name_is_named(tmp_path: Path, stray: str) -> None:
+    (tmp_path / stray).parent.mkdir(exist_ok=True)
+    (tmp_path / stray).write_text("")
+    path = f"{tmp_path}{os.pathsep}{REPOSITORY}"
+    code = "import sys; from tools.cli import main; sys.exit(main(['--version']))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    name = stray.partition("/")[0].removesuffix(".py")
+    assert ended.returncode == 2, ended.stderr
+    assert f"hides our package {name}" in ended.stderr
+    assert str(tmp_path) in ended.stderr
+    assert "Traceback" not in ended.stderr
