@@ -121,17 +121,32 @@ def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None
     """The one configuration of a run without stages, or that of a stage.
 
     Args:
-        path, overrides: see `load_stages`.
+        path: see `load_stages`.
+        overrides: see there; of a stage that is named, they also set what its entry says itself.
         name: of the stage; None in a run without.
 
     Raises:
         ConfigError: see `load_stages`; or there is no such stage, or there are several and none is named.
     """
-    stages = load_stages(path, overrides)
+    stages = load_stages(path, overrides if name is None else _set_in_stage(path, overrides, name))
     names = names_of(stages)
     if name is None and names:
         raise ConfigError(f"{path}: one of its stages is asked for: name one with --stage: {', '.join(names)}")
     return stages[0] if name is None else stage_called(stages, name)
+
+
+def _set_in_stage(path: str | Path, overrides: Sequence[str], name: str) -> list[str]:
+    """The overrides, of which those that a stage's own entry would outdo are given to the entry."""
+    listed = find(read_with_bases(Path(path)), [STAGES_KEY])
+    entries = listed.value if listed is not None and isinstance(listed.value, list) else []
+    entry = next((each for each in entries if (said := find(each, ["name"])) is not None and said.value == name), None)
+
+    def is_outdone(key: str) -> bool:
+        return entry is not None and key != "name" and find(entry, key.split(".")) is not None
+
+    return [
+        f"{STAGES_KEY}.{name}.{text}" if is_outdone(text.partition("=")[0].strip()) else text for text in overrides
+    ]
 
 
 def names_of(stages: Sequence[RunConfig]) -> list[str]:

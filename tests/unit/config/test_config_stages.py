@@ -149,6 +149,14 @@ def test_overrides_are_the_runs_or_a_stages(three: Path) -> None:
     assert stages[3].train.num_steps == 19 + 9
 
 
+def test_an_override_of_a_named_stage_outdoes_its_entry(three: Path) -> None:
+    overrides = ("train.micro_batch_size=1", "train.global_batch_size=16")
+    assert [each.train.micro_batch_size for each in load_stages(three, overrides)] == [1, 1, 2, 1]
+    third = load_stage(three, overrides, "third")
+    assert (third.train.micro_batch_size, third.train.global_batch_size) == (1, 16)
+    assert third.model.rotary_base == 500000
+
+
 def test_what_is_shown_loads_again(three: Path, tmp_path: Path) -> None:
     stages = load_stages(three)
     (tmp_path / "shown.yaml").write_text(dump_yaml(to_entries(stages)))
