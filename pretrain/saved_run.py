@@ -30,6 +30,7 @@ from pretrain.config.fields import role_of
 from pretrain.config.loader import from_dict, load_config
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.stages import StartingPoint
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.folder import RunFolder
 from pretrain.state import RunState
@@ -63,7 +64,8 @@ def find_checkpoint(
     """
     if not folder.path.is_dir():
         raise CheckpointError(
-            f"{folder.path}: no such run folder. Train one with `megamem train CONFIG --run-dir {folder.path}`"
+            f"{folder.path}: no such run folder{did_you_mean_path(folder.path)} Train one with `megamem train CONFIG "
+            f"--run-dir {folder.path}`"
         )
     damage = partial(_damage, with_optimizer=with_optimizer) if check_hashes else no_damage
     if step is not None:
@@ -179,7 +181,7 @@ def _stage_name(config: RunConfig) -> str | None:
     return None if config.stage is None else config.stage.name
 
 
-def starting_checkpoint(path: Path | None, folder: RunFolder) -> SavedState | None:
+def starting_checkpoint(path: Path | None, folder: RunFolder, *, check_hashes: bool = True) -> SavedState | None:
     """The checkpoint that a run goes on from in a folder of its own; None if it starts anew.
 
     Once the run has a checkpoint, what its folder says of the other one is enough: that may be gone.
@@ -187,6 +189,7 @@ def starting_checkpoint(path: Path | None, folder: RunFolder) -> SavedState | No
     Args:
         path: a run's folder, whose newest whole checkpoint it is, or a checkpoint's; None: what the folder says.
         folder: of the run that goes on.
+        check_hashes: hold its contents against their hashes, as whoever reads them does.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -199,19 +202,20 @@ def starting_checkpoint(path: Path | None, folder: RunFolder) -> SavedState | No
                 f"{folder.path} holds a run that did not start from a checkpoint: leave --from out to go on with it, or "
                 "use another --run-dir"
             )
-        return None if path is None else _checkpoint_at(path)
+        return None if path is None else _checkpoint_at(path, check_hashes)
     if path is not None and path.resolve() not in (recorded.path.parent.parent, recorded.path):
         raise ConfigError(
             f"{folder.path} holds a run that started from {recorded.path}, and --from is {path}: leave --from out to go "
             "on with it, or use another --run-dir"
         )
-    return recorded if is_started else _checkpoint_at(recorded.path)
+    return recorded if is_started else _checkpoint_at(recorded.path, check_hashes)
 
 
-def _checkpoint_at(path: Path) -> SavedState:
+def _checkpoint_at(path: Path, check_hashes: bool) -> SavedState:
     """The checkpoint of a folder that has the name of one, or the newest one of a run's folder."""
     step = step_named(path.resolve())
-    return find_checkpoint(RunFolder(path if step is None else path.resolve().parent.parent), step, with_optimizer=True)
+    folder = RunFolder(path if step is None else path.resolve().parent.parent)
+    return find_checkpoint(folder, step, with_optimizer=True, check_hashes=check_hashes)
 
 
 def recorded_start(folder: RunFolder) -> SavedState | None:

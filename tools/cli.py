@@ -57,6 +57,8 @@ EXIT_BROKEN_PIPE = 141
 _USAGE_ERROR = 2
 # Words for what may be a path and is kept as text.
 _PATHS = ("CONFIG", "DIR", "FILE", "INPUT", "OTHER", "PROFILE", "RUN", "SPEC")
+# By what Python says of text that is none.
+_NUMBERS = {"invalid literal for int()": "a whole number", "could not convert string to float": "a number"}
 _CLOSED_STDOUT = "standard output is closed: send it to a file (> FILE), or nowhere (> /dev/null)"
 
 
@@ -204,7 +206,14 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         is_path = action.type is Path or action.metavar in _PATHS
-        return super()._get_value(action, os.path.expanduser(arg_string) if is_path else arg_string)
+        try:
+            return super()._get_value(action, os.path.expanduser(arg_string) if is_path else arg_string)
+        except argparse.ArgumentError as error:
+            # argparse names the function that reads the value, which is no word for a person.
+            wanted = _NUMBERS.get(str(error.__context__).partition(":")[0].partition(" with ")[0])
+            if wanted is None:
+                raise
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not {wanted}") from error
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but settles here what is left over, because the options of this command are known here."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.refusals import naming
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.health.memories import in_words
@@ -84,7 +85,7 @@ def _read(path: Path) -> Curves:
     file = RunFolder(path).metrics if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
-            f"{path} is no run: name a folder of `megamem train`, or the file {RunFolder(path).metrics.name} of one"
+            f"{path} is no run{did_you_mean_path(path)} Name a folder of `megamem train`, or the file {RunFolder(path).metrics.name} of one"
         )
     try:
         return curves(read_metrics(file))

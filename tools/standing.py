@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from parallel.refusals import in_words
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.history import End, Start, read_history
@@ -137,7 +138,9 @@ def find_runs(path: Path, problems: list[str]) -> list[Path]:
         ConfigError: there is no such folder, or no run in it.
     """
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder. Name run folders of `megamem train`, or a folder that holds some")
+        raise ConfigError(
+            f"{path}: no such folder{did_you_mean_path(path)} Name run folders of `megamem train`, or a folder that holds some"
+        )
     num_before = len(problems)
     found = sorted(_runs_below(path, problems))
     if not found and len(problems) == num_before:

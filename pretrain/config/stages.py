@@ -144,9 +144,7 @@ def _set_in_stage(path: str | Path, overrides: Sequence[str], name: str) -> list
     def is_outdone(key: str) -> bool:
         return entry is not None and key != "name" and find(entry, key.split(".")) is not None
 
-    return [
-        f"{STAGES_KEY}.{name}.{text}" if is_outdone(text.partition("=")[0].strip()) else text for text in overrides
-    ]
+    return [f"{STAGES_KEY}.{name}.{text}" if is_outdone(text.partition("=")[0].strip()) else text for text in overrides]
 
 
 def names_of(stages: Sequence[RunConfig]) -> list[str]:

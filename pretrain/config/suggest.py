@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from pretrain.config.fields import ELEMENT
 
@@ -54,6 +56,15 @@ def did_you_mean(value: object, choices: Iterable[object]) -> str:
     """`: did you mean X?`, or nothing where no choice is alike."""
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
     return f": did you mean {close[0]}?" if close else ""
+
+
+def did_you_mean_path(path: Path) -> str:
+    """`: did you mean X?` by the names beside a path that is not there, or a full stop where none is alike."""
+    try:
+        beside = [path.parent / name for name in os.listdir(path.parent)]
+    except OSError:
+        beside = []
+    return did_you_mean(path, beside) or "."
 
 
 def nearest_multiples(value: int, unit: int) -> str:

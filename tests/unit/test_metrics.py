@@ -92,7 +92,7 @@ def test_a_picture_of_a_folder_and_a_file(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["nowhere"], "is no run: name a folder"),
+        (["nowhere"], "is no run. Name a folder"),
         (["bad.jsonl"], "does not hold the rows of a run"),
         (["list.jsonl"], "does not hold the rows of a run"),
         (["good.jsonl", "again/good.jsonl"], "have one name"),

@@ -155,6 +155,17 @@ def test_what_does_not_fit_on_eight_gpus_is_said_and_what_does_is_found(
     assert "table gradients" in picture.read_text(encoding="utf-8")
 
 
+def test_the_page_names_the_fastest_layout_on_eight_gpus() -> None:
+    page = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    named = re.search(r"the fastest with TP (\d+), PP (\d+), DP (\d+), G (\d+)", page)
+    assert named is not None
+    hardware, config = load_hardware("h100-80g"), load_config(SMALL)
+    fitting = [each for each in all_estimates(config, 8, hardware) if each.fits(hardware)]
+    fastest = min(fitting, key=lambda each: each.time.total_s).config.parallel
+    data = 8 // (fastest.tensor * fastest.pipeline * fastest.context)
+    assert tuple(map(int, named.groups())) == (fastest.tensor, fastest.pipeline, data, fastest.memory)
+
+
 def test_the_plan_as_json_has_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(LARGE), "--gpus", "64", "--gpu", "h200-141g", "--top", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -18,6 +18,7 @@ import numpy as np
 
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.costs.formulas import ParameterCounts, count_parameters
 from pretrain.data.blend import model_vocab_size
 from pretrain.data.manifest import open_saved_tokenizer
@@ -137,7 +138,9 @@ def read_run(path: Path) -> RunRecord:
     if path.is_file():
         return RunRecord(path.stem, read_metrics_file(path))
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder. Name a run's folder of `megamem train`, or a metrics.jsonl file")
+        raise ConfigError(
+            f"{path}: no such folder{did_you_mean_path(path)} Name a run's folder of `megamem train`, or a metrics.jsonl file"
+        )
     folder = RunFolder(path)
     if not folder.metrics.is_file():
         raise ConfigError(

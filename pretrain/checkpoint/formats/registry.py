@@ -11,6 +11,7 @@ from pretrain.checkpoint.formats.names import RELEASED
 from pretrain.checkpoint.formats.native import NativeFormat
 from pretrain.checkpoint.formats.released import ReleasedFormat
 from pretrain.config.schema import RunConfig
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError
 
 _EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), MegatronRanksFormat(), ReleasedFormat())
@@ -30,7 +31,7 @@ def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | Non
         ConfigError: it needs a configuration that was not given, or has its own.
     """
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
+        raise CheckpointError(f"{path}: no such file or folder{did_you_mean_path(path)}")
     for each in FORMATS.values():
         if each.is_at(path):
             if config is not None and each.name != RELEASED:

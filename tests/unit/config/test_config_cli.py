@@ -126,7 +126,7 @@ def test_errors_of_the_configuration_are_one_paragraph(config_file: Path, capsys
         (["config", "show", "a.yaml", "--optimizer.lr=3"], ["did you mean optimizer.lr=3?"]),
         (["config", "show", "a.yaml", "--key"], ["unrecognized arguments: --key"]),
         (["config", "check"], ["the following arguments are required: CONFIG. `"]),
-        (["config", "check", "a.yaml", "--ranks", "x"], ["argument --ranks: invalid int value: 'x'"]),
+        (["config", "check", "a.yaml", "--ranks", "x"], ["argument --ranks: 'x' is not a whole number"]),
         ([], ["the following arguments are required: COMMAND"]),
         (["--qqqqqq"], ["the following arguments are required: COMMAND"]),
     ],
@@ -196,6 +196,33 @@ def test_every_error_has_its_exit_code(
     shown: Any = capsys.readouterr().err
     assert shown.startswith(text)
     assert ("Traceback" in shown) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("train", "a.yaml", "--nproc", "two"), "argument --nproc: 'two' is not a whole number"),
+        (("train", "a.yaml", "--nproc", "0"), "0 ranks cannot be started: give 1 or more"),
+        (("config", "ffn-width", "a.yaml", "--target", "big"), "argument --target: 'big' is not a number"),
+    ],
+)
+def test_a_number_that_is_none_is_told_in_words(
+    argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in usage_error(capsys, *argv)
+
+
+def test_a_mistyped_run_gets_the_nearest_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "dense"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    for command in (["status"], ["report"], ["plot"], ["eval"], ["checkpoint", "inspect"]):
+        assert cli.main([*command, "runs/quikstart"]) != 0
+        assert ": did you mean runs/quickstart?" in " ".join(capsys.readouterr().err.split()), command
+        assert cli.main([*command, "runs/xyz"]) != 0
+        assert "did you mean" not in capsys.readouterr().err, command
 
 
 def test_show_imports_no_torch() -> None:
