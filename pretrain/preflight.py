@@ -96,7 +96,11 @@ def check_start(
 
 
 def check_submission(
-    stages: Sequence[RunConfig], num_ranks: int, folder: RunFolder, gpu_bytes: float | None = None
+    stages: Sequence[RunConfig],
+    num_ranks: int,
+    folder: RunFolder,
+    gpu_bytes: float | None = None,
+    start: SavedState | None = None,
 ) -> None:
     """Look at data, run folder and checkpoint of a run that is to start on other machines, which see the same folders.
 
@@ -105,6 +109,7 @@ def check_submission(
         num_ranks: of the run.
         folder: of the run.
         gpu_bytes: of a rank's GPU there; None: not known, or ranks use CPUs.
+        start: the checkpoint that it goes on from while it has none of its own.
 
     Raises:
         DataError: a data set is missing or damaged, they do not go together, or the checkpoint was trained on other data.
@@ -124,6 +129,9 @@ def check_submission(
     newest, _ = newest_complete(folder.checkpoints)
     if newest is not None:
         check_resumable(stages[stage_of_step(stages, newest.step)], newest)
+    elif start is not None:
+        check_resumable(stages[0], start, as_new_run=True)
+    if (newest := newest or start) is not None:
         for config, datasets in zip(stages, opened, strict=True):
             with naming_stage(config):
                 _check_same_data(config, newest, datasets)

@@ -11,6 +11,7 @@ from pretrain.config.stages import load_stages, stage_called
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, UserError
 from pretrain.history import now
+from pretrain.saved_run import recorded_start, starting_point
 from slurm.first_failure import failed_node, first_failure
 from slurm.lead import last_step, lead_seconds
 from slurm.policy import Action, Attempt, Cause, Decision, Ended, cause_of, decide
@@ -99,7 +100,7 @@ def begin(jobs: JobsFolder, nodes: Sequence[str], time_left: str, environ: Mappi
     _conclude_lost(jobs, submission, profile)
     stages = stages_of(jobs, submission)
     saved_step = jobs.newest_saved_step()
-    if submission.stage is not None and not _is_left_to_train(stages[0], saved_step or 0):
+    if submission.stage is not None and not _is_left_to_train(stages[0], _reached_step(jobs)):
         print(f"stage {submission.stage} is done, and job {job} has nothing to do", file=sys.stderr)
         return None
     bad = bad_nodes(jobs, submission.number) if profile.outlives_nodes else set()
@@ -128,8 +129,16 @@ def job_of(environ: Mapping[str, str]) -> str:
 
 def stages_of(jobs: JobsFolder, submission: Submission) -> tuple[RunConfig, ...]:
     """The stages that a job trains: one of a chain, or all."""
-    stages = load_stages(jobs.config)
+    start = recorded_start(jobs.run)
+    stages = load_stages(jobs.config, (), None if start is None else starting_point(start))
     return stages if submission.stage is None else (stage_called(stages, submission.stage),)
+
+
+def _reached_step(jobs: JobsFolder) -> int:
+    """Steps of the newest checkpoint, or of the one that the run goes on from while it has none of its own."""
+    if (saved_step := jobs.newest_saved_step()) is not None:
+        return saved_step
+    return 0 if (start := recorded_start(jobs.run)) is None else start.run.step
 
 
 def _is_left_to_train(stage: RunConfig, saved_step: int) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain.checkpoint.folder import SavedState
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
@@ -20,6 +21,7 @@ from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.history import now
 from pretrain.owner import look, owned
+from pretrain.saved_run import record_start
 from slurm.commands import cancel, job_state, release, submit
 from slurm.lead import lead_seconds
 from slurm.profile import ClusterConfig
@@ -37,12 +39,14 @@ class Job:
         stages: of the whole run, or its one configuration.
         profile: of the cluster, with the job's own nodes and time limit.
         submission: what is asked for.
+        start: the checkpoint that the run goes on from while it has none of its own.
     """
 
     records: JobsFolder
     stages: tuple[RunConfig, ...]
     profile: ClusterConfig
     submission: Submission
+    start: SavedState | None = None
 
     @property
     def trained(self) -> tuple[RunConfig, ...]:
@@ -57,12 +61,18 @@ class Job:
 
 
 def job_of_run(
-    records: JobsFolder, stages: Sequence[RunConfig], profile: ClusterConfig, cluster: str, stage: str | None = None
+    records: JobsFolder,
+    stages: Sequence[RunConfig],
+    profile: ClusterConfig,
+    cluster: str,
+    stage: str | None = None,
+    start: SavedState | None = None,
 ) -> Job:
     """The next job of a run, or of one of its stages.
 
     Args:
         cluster: name of the profile.
+        start: see `Job`.
     """
     before = [submission.number for jobs in jobs_folders(records.run) if (submission := jobs.submission()) is not None]
     submission = Submission(
@@ -75,7 +85,7 @@ def job_of_run(
         at=now(),
         stage=stage,
     )
-    return Job(records, tuple(stages), profile, submission)
+    return Job(records, tuple(stages), profile, submission, start)
 
 
 def check_free(jobs: Sequence[JobsFolder]) -> None:
@@ -184,6 +194,9 @@ def write(job: Job) -> None:
     take_snapshot(records.code)
     staged = stages[0].stage is not None
     records.config.write_text(dump_yaml(to_entries(stages)) if staged else to_yaml(stages[0]), encoding="utf-8")
+    if job.start is not None and not run.start.exists():
+        # By which the ranks know it, and every later submission.
+        record_start(run, job.start)
     if not run.config.exists():
         # So that `megamem status` finds a run that still waits.
         run.config.write_text(to_yaml(stages[0]), encoding="utf-8")

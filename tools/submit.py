@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.checkpoint.folder import SavedState
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages, name_of_run, names_of
 from pretrain.errors import ConfigError
 from pretrain.folder import RunFolder
 from pretrain.preflight import check_submission
+from pretrain.saved_run import starting_checkpoint, starting_point
 from pretrain.trained_stages import refuse_edited_past
 from slurm.profile import ClusterConfig, find_profile, load_profile
 from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job, submitting
@@ -62,6 +64,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="the run's folder (default: <name> in the profile's runs_path)"
     )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="start a new run from the weights, moments and counters of a checkpoint, as `megamem train --from` does",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the script, queue nothing")
     several = parser.add_mutually_exclusive_group()
     several.add_argument(
@@ -90,11 +99,11 @@ def run_submit(args: argparse.Namespace) -> int:
     base = (args.run_dir or Path(profile.runs_path) / name_of_run(args.config, args.overrides)).absolute()
     if args.sweep:
         return _submit_sweep(args, profile, cluster, base)
-    stages = load_absolute(args.config, args.overrides)
     run = RunFolder(base)
+    stages, start = _stages_and_start(args, run)
     if args.chain:
-        return _submit_chain(args, links_of(stages, run, profile, cluster, args.nodes, args.time))
-    job = job_of_run(JobsFolder(run), stages, asked_for(profile, args.nodes, args.time), cluster)
+        return _submit_chain(args, links_of(stages, run, profile, cluster, args.nodes, args.time, start))
+    job = job_of_run(JobsFolder(run), stages, asked_for(profile, args.nodes, args.time), cluster, start=start)
     check(job)
     if args.dry_run:
         print(job.script, end="")
@@ -130,6 +139,7 @@ def links_of(
     cluster: str,
     nodes: Sequence[str],
     time: Sequence[str],
+    start: SavedState | None = None,
 ) -> list[Job]:
     """The jobs of a chain: of the stages that are not done.
 
@@ -141,7 +151,7 @@ def links_of(
         raise ConfigError("--chain queues a job for each stage, and the run has no `stages`: leave it out")
     saved_step = JobsFolder(run).newest_saved_step() or 0
     links = [
-        job_of_run(JobsFolder(run, number), stages, asked_for(profile, nodes, time, name, names), cluster, name)
+        job_of_run(JobsFolder(run, number), stages, asked_for(profile, nodes, time, name, names), cluster, name, start)
         for number, (name, config) in enumerate(zip(names, stages, strict=True), start=1)
         if saved_step < config.train.num_steps
     ]
@@ -160,8 +170,9 @@ def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str
     jobs = []
     for point in grid(args.sweep):
         name = f"{swept}-{point.name}"
-        stages = load_absolute(args.config, [*args.overrides, *point.overrides, f"name={name}"])
-        job = job_of_run(JobsFolder(RunFolder(base / name)), stages, profile, cluster)
+        run = RunFolder(base / name)
+        stages, start = _stages_and_start(args, run, [*point.overrides, f"name={name}"])
+        job = job_of_run(JobsFolder(run), stages, profile, cluster, start=start)
         if _is_finished(job):
             print(f"{job.records.run.path} is finished, and left out", file=sys.stderr)
             continue
@@ -187,9 +198,15 @@ def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str
     return 0
 
 
-def load_absolute(config: str, overrides: Sequence[str]) -> tuple[RunConfig, ...]:
-    """The stages of a run, with data sets that are found from any folder."""
-    return tuple(absolute_data(stage) for stage in load_stages(config, overrides))
+def _stages_and_start(
+    args: argparse.Namespace, run: RunFolder, overrides: Sequence[str] = ()
+) -> tuple[tuple[RunConfig, ...], SavedState | None]:
+    """The stages of a run, with data sets that are found from any folder, and the checkpoint that it goes on from."""
+    # The ranks hold its contents against their hashes, together.
+    start = starting_checkpoint(args.start, run, check_hashes=False)
+    point = None if start is None else starting_point(start)
+    stages = load_stages(args.config, [*args.overrides, *overrides], point)
+    return tuple(absolute_data(stage) for stage in stages), start
 
 
 def check(job: Job) -> None:
@@ -202,11 +219,11 @@ def check(job: Job) -> None:
     _check_unfinished(job)
     # Rendered here so that what no script can hold is refused before anything is written.
     assert job.script
-    check_seen_by_nodes(job.trained, job.records.run, job.profile)
+    check_seen_by_nodes(job.trained, job.records.run, job.profile, job.start)
     profile = job.profile
     gpu_bytes = None if profile.gpu_memory_gb is None else 1e9 * profile.gpu_memory_gb
     refuse_edited_past(job.stages, job.records.run)
-    check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes)
+    check_submission(job.trained, profile.nodes * profile.ranks_per_node, job.records.run, gpu_bytes, job.start)
 
 
 def _is_finished(job: Job) -> bool:
@@ -328,13 +345,17 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if path else ""
 
 
-def check_seen_by_nodes(stages: Sequence[RunConfig], folder: RunFolder, profile: ClusterConfig) -> None:
+def check_seen_by_nodes(
+    stages: Sequence[RunConfig], folder: RunFolder, profile: ClusterConfig, start: SavedState | None = None
+) -> None:
     """Refuse what lies outside of the folders that all nodes see.
 
     Raises:
         ConfigError: naming it, and the folders.
     """
     named = [("the run folder", str(folder.path))]
+    if start is not None:
+        named.append(("--from", str(start.path.resolve())))
     for config in stages:
         named += [(f"data.datasets.{number}.path", entry.path) for number, entry in enumerate(config.data.datasets)]
         named += [

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import Megamem
+from commands import Megamem, steps
+
+from pretrain.config.stages import load_stages
+from pretrain.folder import RunFolder
+from pretrain.saved_run import starting_checkpoint, starting_point
+from slurm import queue
+from slurm.job import stages_of
+from slurm.profile import load_profile
+from slurm.queue import job_of_run
+from slurm.records import JobsFolder
 
 
 def profile(folder: Path, **changes: Any) -> Path:
@@ -103,6 +112,39 @@ def test_another_model_in_the_run_folder_is_refused(
     result = megamem("submit", config_file, *options, "seed=7")
     assert result.code == 4, result.output
     assert "is of another run: seed" in result.output
+
+
+def test_a_run_goes_on_from_another_ones_checkpoint(
+    megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    """What is written for the job, and what its ranks make of it: the same as `megamem train --from`."""
+    longer = ("train.num_steps=2", "train.micro_batch_size=2", "optimizer.warmup_steps=1")
+    options = ("--cluster", profile(tmp_path, nodes=1), "--from", saved_run, *longer)
+    dry = megamem("submit", config_file, *options, "--dry-run")
+    assert dry.code == 0, dry.output
+    here = load_profile(profile(tmp_path, nodes=1))
+    start = starting_checkpoint(saved_run, RunFolder(tmp_path / "run"))
+    assert start is not None
+    stages = load_stages(config_file, longer, starting_point(start))
+    job = job_of_run(JobsFolder(RunFolder(tmp_path / "run")), stages, here, "here", start=start)
+    queue.write(job)
+    (stage,) = stages_of(job.records, job.submission)
+    assert stage.stage is not None
+    assert (stage.stage.steps_before, stage.train.num_steps) == (6, 8)
+    for name, words in {"run": (job.records.config,), "own": (config_file, *longer, "--from", saved_run)}.items():
+        trained = megamem("train", *words, "--run-dir", tmp_path / name, "--nproc", 2)
+        assert trained.code == 0, trained.output
+    assert [row["step"] for row in steps(tmp_path / "run")] == [7, 8]
+    assert steps(tmp_path / "run") == steps(tmp_path / "own")
+
+
+def test_the_checkpoint_to_go_on_from_must_be_seen_by_all_nodes(
+    megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    here = profile(tmp_path, shared_paths=[str(tmp_path)])
+    result = megamem("submit", config_file, "--cluster", here, "--from", saved_run, "train.micro_batch_size=2")
+    assert result.code == 2, result.output
+    assert f"--from is {saved_run}" in result.output
 
 
 def test_a_profile_names_what_is_missing(megamem: Megamem, tmp_path: Path) -> None:
