@@ -201,12 +201,11 @@ def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str
 def _stages_and_start(
     args: argparse.Namespace, run: RunFolder, overrides: Sequence[str] = ()
 ) -> tuple[tuple[RunConfig, ...], SavedState | None]:
-    """The stages of a run, with data sets that are found from any folder, and the checkpoint that it goes on from."""
+    """The stages of a run, and the checkpoint that it goes on from."""
     # The ranks hold its contents against their hashes, together.
     start = starting_checkpoint(args.start, run, check_hashes=False)
     point = None if start is None else starting_point(start)
-    stages = load_stages(args.config, [*args.overrides, *overrides], point)
-    return tuple(absolute_data(stage) for stage in stages), start
+    return load_stages(args.config, [*args.overrides, *overrides], point), start
 
 
 def check(job: Job) -> None:
@@ -329,20 +328,6 @@ def _of_stage(option: str, given: Sequence[str], stage: str | None, names: Seque
         elif name == stage:
             for_it = value
     return for_it if for_it is not None else for_all
-
-
-def absolute_data(config: RunConfig) -> RunConfig:
-    """The configuration with data sets that are found from any folder."""
-    data = tuple(replace(entry, path=_absolute(entry.path)) for entry in config.data.datasets)
-    evaluated = tuple(replace(entry, path=_absolute(entry.path)) for entry in config.evaluation.datasets)
-    return replace(
-        config, data=replace(config.data, datasets=data), evaluation=replace(config.evaluation, datasets=evaluated)
-    )
-
-
-def _absolute(path: str) -> str:
-    # Of an empty path, validation speaks.
-    return str(Path(path).absolute()) if path else ""
 
 
 def check_seen_by_nodes(
