@@ -5,6 +5,7 @@ that differ are told.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from pretrain.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_byt
 from pretrain.costs.sent import stages_sent
 from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
 from pretrain.costs.traffic import attention_bytes, exchanged_bytes
+from pretrain.dryrun.parts import named_modules, part_of_module
 from pretrain.errors import ConfigError
 from tests.deadline import launch_within
 
@@ -358,3 +360,13 @@ def test_what_a_dry_run_cannot_follow_is_refused() -> None:
         return str(caught.value)
 
     assert "set it" in launch_within(main, 1, timeout_s=60)[0]
+
+
+def test_every_module_that_decides_a_part_is_there() -> None:
+    """A module that was moved would put its bytes under OTHER."""
+    assert [name for name in named_modules() if find_spec(name) is None] == []
+    assert part_of_module("megamem.layers.layer") is MemoryPart.MEMORY
+    assert part_of_module("megamem.model") is MemoryPart.LOSS
+    assert part_of_module("megamem.model_layer") is None
+    assert part_of_module("torch.autograd") is part_of_module("torch.autograd.graph") is MemoryPart.BACKWARD
+    assert part_of_module("torch.autograd.function") is None
