@@ -10,8 +10,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages, stage_called
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, UserError
-from pretrain.history import now
-from pretrain.saved_run import recorded_start, starting_point
+from pretrain.run.history import now
+from pretrain.run.saved_run import recorded_start, starting_point
 from slurm.first_failure import failed_node, first_failure
 from slurm.lead import last_step, lead_seconds
 from slurm.policy import Action, Attempt, Cause, Decision, Ended, cause_of, decide

@@ -18,10 +18,10 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import stage_called, to_entries
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.history import now
-from pretrain.owner import look, owned
-from pretrain.saved_run import record_start
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import now
+from pretrain.run.owner import look, owned
+from pretrain.run.saved_run import record_start
 from slurm.commands import cancel, job_state, release, submit
 from slurm.lead import lead_seconds
 from slurm.profile import ClusterConfig

@@ -22,8 +22,8 @@ from typing import Any
 from parallel.atomic_write import atomic_write
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.history import now
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import now
 from slurm.policy import Action, Attempt, Cause, Decision, Ended
 
 _CHAIN = "chain"

@@ -9,8 +9,8 @@ from datetime import datetime
 from enum import StrEnum
 
 from pretrain.errors import UserError
-from pretrain.folder import RunFolder
-from pretrain.history import Start, read_history
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Start, read_history
 from slurm.commands import JobState, is_there, job_state
 from slurm.policy import Action
 from slurm.records import AttemptFolder, JobsFolder, submitted_last

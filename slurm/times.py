@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from pretrain.folder import RunFolder
-from pretrain.history import Start, read_history
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Start, read_history
 from slurm.records import AttemptFolder, JobsFolder, jobs_folders
 
 

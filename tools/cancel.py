@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.commands import cancel, job_state
 from slurm.records import jobs_folders
 from tools.parsers import add_command

@@ -15,14 +15,14 @@ from parallel.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
 from pretrain.config.validate import validate
-from pretrain.costs.memory import stage_bytes
-from pretrain.costs.sent import stages_sent
+from pretrain.planning.costs.memory import stage_bytes
+from pretrain.planning.costs.sent import stages_sent
 from tools.parsers import add_command
 from tools.vocabulary import with_vocabulary
 from tools.words import plural
 
 if TYPE_CHECKING:
-    from pretrain.dryrun.agreement import Figure
+    from pretrain.planning.dryrun.agreement import Figure
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # What has no model by itself: bases of other files, and files of other kinds.
@@ -125,8 +125,8 @@ def compare(config: RunConfig, num_ranks: int) -> Iterator[Figure]:
         ConfigError: the configuration is not valid on so many ranks.
     """
     validate(replace(config, train=replace(config.train, kernels="auto")), num_ranks, on_this_machine=False)
-    from pretrain.dryrun.agreement import figures
-    from pretrain.dryrun.rank import dry_run, first_ranks_of_stages
+    from pretrain.planning.dryrun.agreement import figures
+    from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
 
     firsts = first_ranks_of_stages(config, num_ranks)
     held, sent = stage_bytes(config, num_ranks), stages_sent(config, num_ranks)

@@ -18,21 +18,21 @@ from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.advice import advice
+from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
 from pretrain.config.loader import load_config, to_dict, to_yaml
+from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.stages import StageEntry, load_stage, load_stages, to_entries
 from pretrain.config.validate import validate
-from pretrain.costs.context import WAYS, context_way, heads_problem, run_costs
-from pretrain.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token
-from pretrain.costs.held import held_bytes
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.position import tokens_of_run
-from pretrain.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
+from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
+from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.planning.costs.held import held_bytes
+from pretrain.run.folder import RunFolder
+from pretrain.run.preflight import check_gpu_memory, check_start, gigabytes, naming_stage
 from tools.parameter_table import parameter_tables
 from tools.parsers import add_config, add_stage
 from tools.ranks import add_device, ranks_for_stages

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError, DataError
-from pretrain.suite.tasks import TASKS
+from pretrain.evaluation.suite.tasks import TASKS
 from tools.parsers import add_command
 from tools.words import plural
 
@@ -345,7 +345,7 @@ def _verified(dataset: PreparedDataset) -> str:
 
 def run_synthetic(args: argparse.Namespace) -> int:
     """`megamem data synthetic`. Raises DataError, or ConfigError for a length that is too short."""
-    from pretrain.suite.documents import prepare_documents
+    from pretrain.evaluation.suite.documents import prepare_documents
 
     tasks = tuple(dict.fromkeys(args.tasks.split(",")))
     if unknown := [task for task in tasks if task not in TASKS]:

@@ -22,8 +22,8 @@ from parallel.devices import num_visible_gpus, why_gpus_are_unusable
 from parallel.environment import local_cache_folder
 from pretrain.config.stages import load_stages
 from pretrain.errors import ConfigError, UserError
-from pretrain.folder import RunFolder
-from pretrain.preflight import check_stages, machine_memory_bytes
+from pretrain.run.folder import RunFolder
+from pretrain.run.preflight import check_stages, machine_memory_bytes
 from tools.parsers import add_command, add_config
 from tools.ranks import add_device, ranks_for_stages
 from tools.words import plural

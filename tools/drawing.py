@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from pretrain.health.memories import COLLAPSED
+from pretrain.train.health.memories import COLLAPSED
 from tools.metrics import Curves, Point, binned, means
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from parallel.devices import hide_gpus
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
-from pretrain.costs.memory import StageBytes, stage_bytes
 from pretrain.errors import ConfigError
-from pretrain.preflight import gigabytes
+from pretrain.planning.costs.memory import StageBytes, stage_bytes
+from pretrain.run.preflight import gigabytes
 from tools.parsers import add_command, add_config, add_stage
 
 if TYPE_CHECKING:
-    from pretrain.dryrun.rank import RankReport
-    from pretrain.dryrun.recorder import Snapshot
+    from pretrain.planning.dryrun.rank import RankReport
+    from pretrain.planning.dryrun.recorder import Snapshot
 
 _EPILOG = """\
 examples:
@@ -62,8 +62,8 @@ def run_dryrun(args: argparse.Namespace) -> int:
     validate(config, args.world_size)
     # The stand-in for CUDA wants a machine without, and nothing is computed.
     hide_gpus()
-    from pretrain.dryrun.peers import mismatches
-    from pretrain.dryrun.rank import dry_run, first_ranks_of_stages
+    from pretrain.planning.dryrun.peers import mismatches
+    from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
 
     ranks = first_ranks_of_stages(config, args.world_size) if args.all_stages else [args.rank]
     reports, predicted = [], stage_bytes(config, args.world_size)

@@ -15,9 +15,9 @@ from pretrain.config.validate import validate
 from pretrain.data.blend import check_blend, open_blend
 from pretrain.data.manifest import VALIDATION
 from pretrain.errors import ConfigError, DataError
-from pretrain.folder import RunFolder
-from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
-from pretrain.trained_data import how_to_prepare, tokenizer_of
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
+from pretrain.run.trained_data import how_to_prepare, tokenizer_of
 from tools.ranks import add_nproc, fewest_ranks, run_on_ranks, started_world_size
 from tools.tables import compare_tables_rank, form_of, token_tables
 
@@ -147,11 +147,11 @@ def check_data(config: RunConfig, folder: RunFolder, saved: SavedState, *, moved
 
 def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[bool], as_json: bool) -> None:
     """What one rank does; `with_memory` are the settings of the memory to evaluate, the one after the other."""
-    from pretrain.callbacks import evaluation_row
     from pretrain.data.held_out import HeldOutDataset, compression_baselines
-    from pretrain.evaluate import evaluate
-    from pretrain.restore import restore_model
-    from pretrain.session import session
+    from pretrain.engine.session import session
+    from pretrain.evaluation.evaluate import evaluate
+    from pretrain.evaluation.restore import restore_model
+    from pretrain.train.callbacks import evaluation_row
 
     with session(config) as groups:
         tokenizer = check_blend(config.evaluated)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.costs.attention import cached_bytes_per_token, expanded_bytes
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.sampling import Sampling
-from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
-from pretrain.trained_data import tokenizer_of
+from pretrain.evaluation.sampling import Sampling
+from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_bytes
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
+from pretrain.run.trained_data import tokenizer_of
 from tools.pace import Pace
 from tools.ranks import add_nproc, run_on_ranks, started_world_size
 from tools.tables import form_of, token_tables
@@ -179,10 +179,10 @@ def _read_prompt(file: str) -> str:
 
 def generate_rank(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path, request: Request) -> None:
     """What one rank does. All of them get the same ids, and so end every sample at the same one."""
-    from pretrain.generate import generate
-    from pretrain.restore import restore_model
-    from pretrain.session import session
-    from pretrain.stored_tables import open_tables
+    from pretrain.engine.session import session
+    from pretrain.evaluation.generate import generate
+    from pretrain.evaluation.restore import restore_model
+    from pretrain.evaluation.stored_tables import open_tables
 
     with session(config) as groups:
         tables = None

@@ -14,7 +14,7 @@ from parallel.atomic_write import atomic_write
 from parallel.devices import hide_gpus
 from parallel.ranks import RankEnvironment, current_ranks
 from pretrain.errors import StoppedEarly, UserError
-from pretrain.stop import StopRequest
+from pretrain.run.stop import StopRequest
 from slurm.job import JobNow, begin, end, goes_on_in_place
 from slurm.policy import Action, Decision
 from slurm.profile import ClusterConfig, load_profile

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from pretrain.health.memories import Finding, course, findings
+from pretrain.train.health.memories import Finding, course, findings
 
 Point: TypeAlias = tuple[float, float]
 

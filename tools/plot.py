@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from parallel.refusals import naming
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.health.memories import in_words
+from pretrain.run.folder import RunFolder
+from pretrain.train.health.memories import in_words
 from tools.drawing import draw_collapse, draw_losses, draw_usage, token_axes
 from tools.metrics import Curves, Point, curves, read_metrics
 

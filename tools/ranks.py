@@ -111,7 +111,8 @@ def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
 def import_engine() -> None:
     """Import what ranks need, once, before they are forked: each would take seconds to import it by itself."""
     with unseen_gpus():
-        from pretrain import callbacks, generate, loop, restore, stages  # noqa: F401
+        from pretrain.evaluation import generate, restore  # noqa: F401
+        from pretrain.train import callbacks, loop, stages  # noqa: F401
 
 
 def run_on_ranks(main: Callable[[], None], num_ranks: int, *, log_dir: Path | None = None) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pretrain.config.schema import DataConfig, DatasetEntry, ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.facts import GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from tools.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
 from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures
 from tools.compare.runs import RunStopped, Trainer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from pretrain.checkpoint.folder import SavedState
-    from pretrain.recall import Recall
+    from pretrain.evaluation.recall import Recall
 
 Recalls: TypeAlias = dict[str, dict[int, "Recall"]]
 """By model and number of facts."""
@@ -140,8 +140,8 @@ def _prepare(folder: Path, number: int, config: RunConfig) -> None:
 def _ask(folder: Path, number: int, seed: int, num_ranks: int) -> Recall:
     """What the finished run in a folder knows; kept beside its checkpoint."""
     from parallel.launch import launch_ranks
-    from pretrain.recall import Recall
-    from pretrain.saved_run import find_checkpoint
+    from pretrain.evaluation.recall import Recall
+    from pretrain.run.saved_run import find_checkpoint
 
     saved = find_checkpoint(RunFolder(folder), None)
     kept = folder / "recall.json"
@@ -158,10 +158,10 @@ def _ask(folder: Path, number: int, seed: int, num_ranks: int) -> Recall:
 def ask_rank(saved: SavedState, facts: Sequence[str]) -> Recall:
     """What one rank does."""
     from pretrain.data.tokenizer import ByteTokenizer
-    from pretrain.recall import recall
-    from pretrain.restore import restore_model
-    from pretrain.saved_run import saved_config
-    from pretrain.session import session
+    from pretrain.engine.session import session
+    from pretrain.evaluation.recall import recall
+    from pretrain.evaluation.restore import restore_model
+    from pretrain.run.saved_run import saved_config
 
     config = saved_config(saved, ParallelConfig())
     with session(config) as groups:

@@ -15,7 +15,7 @@ from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import CheckpointError
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from tools.metrics import read_metrics
 from tools.ranks import add_nproc, default_num_ranks, run_on_ranks, started_world_size
 
@@ -78,7 +78,7 @@ def _start(folder: RunFolder, step: int | None, last_step: int) -> SavedState:
     Raises:
         CheckpointError: there is none, or no step of the run follows it.
     """
-    from pretrain.saved_run import find_checkpoint
+    from pretrain.run.saved_run import find_checkpoint
 
     saved = find_checkpoint(folder, step, before=last_step, with_optimizer=True)
     if saved.step >= last_step:
@@ -97,9 +97,9 @@ def replay_rank(config: RunConfig, folder: RunFolder, start: SavedState, losses:
         start: the checkpoint to go on from.
         losses: of the run, by step.
     """
-    from pretrain.loop import take_step
-    from pretrain.run import open_run
-    from pretrain.session import session
+    from pretrain.engine.session import session
+    from pretrain.train.loop import take_step
+    from pretrain.train.run import open_run
 
     with session(config) as groups:
         run = open_run(config, RunFolder(folder.path / "replay"), groups, start)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from pretrain.config.position import batch_size_of_run, levels, steps_before, steps_for_tokens, tokens_of_run
+from pretrain.config.schedule import group_settings
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.data.blend import domain_names
-from pretrain.position import batch_size_of_run, levels, steps_before, steps_for_tokens, tokens_of_run
-from pretrain.schedule import group_settings
 from tools.words import count_in_millions
 
 _COLUMNS = 72

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 from parallel.refusals import in_words
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.history import End, Start, read_history
-from pretrain.owner import LAPSE_S, Presence, look
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import End, Start, read_history
+from pretrain.run.owner import LAPSE_S, Presence, look
 from slurm.standing import JobsStanding, Phase
 
 State: TypeAlias = Literal[

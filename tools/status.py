@@ -17,8 +17,8 @@ import yaml
 from parallel.refusals import in_words as error_in_words
 from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.health.memories import NUM_OBSERVED, course, findings, in_words
+from pretrain.run.folder import RunFolder
+from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
 from slurm.standing import jobs_standing
 from slurm.times import AttemptTimes, attempt_times
 from tools.parsers import add_command

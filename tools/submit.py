@@ -16,10 +16,10 @@ from pretrain.checkpoint.folder import SavedState
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages, name_of_run, names_of
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.preflight import check_submission
-from pretrain.saved_run import starting_checkpoint, starting_point
-from pretrain.trained_stages import refuse_edited_past
+from pretrain.run.folder import RunFolder
+from pretrain.run.preflight import check_submission
+from pretrain.run.saved_run import starting_checkpoint, starting_point
+from pretrain.run.trained_stages import refuse_edited_past
 from slurm.profile import ClusterConfig, find_profile, load_profile
 from slurm.queue import Job, check_free, job_of_run, queue_array, queue_chain, queue_job, submitting
 from slurm.records import JobsFolder, jobs_folders

@@ -16,8 +16,8 @@ from megamem.token_tables.form import TABLES_FILE, TableForm, parse_form
 from parallel.refusals import check_can_write, in_words
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.folder import RunFolder
-from pretrain.saved_run import find_checkpoint, saved_config
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import find_checkpoint, saved_config
 from tools.parsers import add_command
 from tools.words import size_in_words
 
@@ -60,7 +60,7 @@ def run_tables(args: argparse.Namespace) -> int:
     form = form_of(args.form, memory)
     from pretrain.data.blend import model_vocab_size
     from pretrain.data.manifest import open_saved_tokenizer
-    from pretrain.stored_tables import write_tables
+    from pretrain.evaluation.stored_tables import write_tables
 
     if config.model.vocab_size is None:
         vocab_size = model_vocab_size(config.model, open_saved_tokenizer(RunFolder(args.run).tokenizer))
@@ -119,13 +119,13 @@ def bytes_of(form: TableForm, config: RunConfig, memory: TokenTableConfig) -> in
 
 def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str], as_json: bool) -> None:
     """What one rank of `megamem eval --tables` does: the model with its tables in one form after the other."""
-    from pretrain.callbacks import evaluation_row
     from pretrain.data.blend import check_blend, model_vocab_size
     from pretrain.data.held_out import HeldOutDataset
-    from pretrain.evaluate import evaluate
-    from pretrain.restore import restore_model
-    from pretrain.session import session
-    from pretrain.stored_tables import open_tables
+    from pretrain.engine.session import session
+    from pretrain.evaluation.evaluate import evaluate
+    from pretrain.evaluation.restore import restore_model
+    from pretrain.evaluation.stored_tables import open_tables
+    from pretrain.train.callbacks import evaluation_row
 
     memory = token_tables(config, "--tables")
     with session(config) as groups:

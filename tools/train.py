@@ -17,12 +17,12 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import load_stages, name_of_run, names_of, stage_called, to_entries
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.health.memories import in_words
-from pretrain.preflight import check_stages
-from pretrain.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
-from pretrain.stop import StopRequest
-from pretrain.trained_stages import refuse_edited_past
+from pretrain.run.folder import RunFolder
+from pretrain.run.preflight import check_stages
+from pretrain.run.saved_run import check_resumable, record_start, starting_checkpoint, starting_point
+from pretrain.run.stop import StopRequest
+from pretrain.run.trained_stages import refuse_edited_past
+from pretrain.train.health.memories import in_words
 from tools.metrics import curves, read_metrics
 from tools.parsers import add_config, add_stage
 from tools.ranks import add_nproc, current_rank_is_first, ranks_for_stages, run_on_ranks, started_world_size
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from pretrain.checkpoint.folder import SavedState
-    from pretrain.run import Run
+    from pretrain.train.run import Run
 
 _EPILOG = """\
 examples:
@@ -127,11 +127,11 @@ def train_rank(
     # Importing Megatron from a busy disk and loading a large checkpoint take minutes, in which a run can be asked to
     # stop too. In a Slurm job somebody has listened since Python started.
     stop = StopRequest(heed_earlier=True)
-    from pretrain.callbacks import default_callbacks
-    from pretrain.loop import train
-    from pretrain.run import owning
-    from pretrain.session import session
-    from pretrain.stages import train_stages
+    from pretrain.engine.session import session
+    from pretrain.train.callbacks import default_callbacks
+    from pretrain.train.loop import train
+    from pretrain.train.run import owning
+    from pretrain.train.stages import train_stages
 
     trained = trained or stages
     with session(*trained) as groups, owning(folder, groups) as owner:
@@ -181,8 +181,8 @@ def _headline(run: Run) -> str:
     """The run in two lines, what `auto` chose, and who steps the tables if that is the host."""
     from kernels.implementations import describe
     from kernels.select import resolve
-    from pretrain.costs.formulas import count_parameters
     from pretrain.data.blend import model_vocab_size
+    from pretrain.planning.costs.formulas import count_parameters
 
     model, train, layout = run.config.model, run.config.train, run.config.parallel
     counts = count_parameters(replace(model, vocab_size=model_vocab_size(model, run.tokenizer)))

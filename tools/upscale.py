@@ -84,12 +84,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Grow a model, and say what was made."""
     # These import torch.
-    from pretrain.checkpoint.formats.convert import Resources, convert
-    from pretrain.checkpoint.formats.format import Target
-    from pretrain.checkpoint.formats.names import NATIVE
-    from pretrain.checkpoint.formats.registry import FORMATS
-    from pretrain.costs.formulas import count_parameters
+    from pretrain.convert.convert import Resources, convert
+    from pretrain.convert.format import Target
+    from pretrain.convert.names import NATIVE
+    from pretrain.convert.registry import FORMATS
     from pretrain.growth.upscale import upscale
+    from pretrain.planning.costs.formulas import count_parameters
     from tools.checkpoint.phases import Phases
 
     resources = Resources(args.workers, args.max_memory)

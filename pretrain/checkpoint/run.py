@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megamem.model import MemoryGPTModel
 from megamem.shards import walk_shards
 from megamem.trained_part import TrainedPart
-from pretrain.build import unwrap
 from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.derived import MAIN_PREFIX, STATE_PREFIX, derived_weights, main_name
 from pretrain.checkpoint.index import Index
@@ -23,9 +22,10 @@ from pretrain.checkpoint.loading import Target, load
 from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
-from pretrain.optimizer import MemoryOptimizer
+from pretrain.engine.build import unwrap
+from pretrain.engine.optimizer import MemoryOptimizer
+from pretrain.engine.weight_gathering import complete_weights, start_gathering
 from pretrain.state import RunState, TrainedLayers
-from pretrain.weight_gathering import complete_weights, start_gathering
 
 
 def save_run(
@@ -66,7 +66,7 @@ def entries_to_save(
 
 
 def is_trained(tensor: Tensor) -> bool:
-    """Whether a model's tensor has fp32 main weights: `pretrain.optimizer` steps all parameters that want gradients,
+    """Whether a model's tensor has fp32 main weights: `pretrain.engine.optimizer` steps all parameters that want gradients,
     which those outside of `optimizer.trained_layers` do not."""
     return tensor.requires_grad
 

@@ -33,10 +33,10 @@ from pretrain.checkpoint.index_writer import pickled_index
 from pretrain.checkpoint.item_files import FileWriters, HashedFile, SaveAbandonedError, WrittenFile
 from pretrain.checkpoint.staging import StagingBuffer
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
-from pretrain.checkpoint.votes import NO_VOTES, SaveVotes
 from pretrain.checkpoint.write_plan import data_of, held_shards, plan_writes
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import RunConfig
+from pretrain.engine.votes import NO_VOTES, SaveVotes
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
@@ -264,7 +264,7 @@ class Saver:
 def _content(config: RunConfig, state: RunState) -> dict[str, Any]:
     return {
         "run": asdict(state),
-        # Random numbers of a step follow from these two; see `pretrain.loop.seed_step`.
+        # Random numbers of a step follow from these two; see `pretrain.train.loop.seed_step`.
         "rng": {"seed": config.seed, "step": state.step},
         "config": to_dict(config),
         "versions": folders.package_versions(),

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from megamem.retrieval.config import RetrievalConfig
 from parallel.layout import Unit, unsplittable_units
 from parallel.pipeline_layout import chunks_of_stage, layout_text, model_chunks, nearest_layouts, split_units
+from pretrain.config.context_ways import heads_problem
 from pretrain.config.schema import RunConfig
 from pretrain.config.suggest import nearest_multiples
-from pretrain.costs.context import heads_problem
 
 _MAX_LAYOUTS_LISTED = 4
 

@@ -30,11 +30,11 @@ from pretrain.config.compose import STAGES_KEY, apply_overrides, read_with_bases
 from pretrain.config.fields import role_of
 from pretrain.config.loader import asked_for_here, load_as, settle, to_dict
 from pretrain.config.parse import build, join_problems
+from pretrain.config.position import position_in_data, samples_until, steps_for_tokens
 from pretrain.config.schema import PLAIN_NAME, RunConfig, StageConfig, TrainConfig
 from pretrain.config.source import Layer, Node, find, from_plain, kind_of, merge, without
 from pretrain.config.suggest import did_you_mean
 from pretrain.errors import ConfigError
-from pretrain.position import position_in_data, samples_until, steps_for_tokens
 from pretrain.state import RunState
 
 CONTINUED = "continued"

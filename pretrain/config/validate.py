@@ -10,10 +10,10 @@ from kernels.implementations import unavailable
 from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.parse import join_problems
+from pretrain.config.schedule import schedule_span
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
 from pretrain.errors import ConfigError
-from pretrain.schedule import schedule_span
 
 
 def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> None:

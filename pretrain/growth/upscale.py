@@ -1,4 +1,4 @@
-"""A checkpoint of a pretrained model as one of a deeper model, which `pretrain.checkpoint.formats.convert` writes.
+"""A checkpoint of a pretrained model as one of a deeper model, which `pretrain.convert.convert` writes.
 
 Legend: n heads of attention, d width of a head.
 """
@@ -19,14 +19,14 @@ from megamem.distributions import Constant
 from megamem.initial_outputs import build_layer, initialised_layer
 from megamem.initialisation import distribution_of
 from megamem.memory_config import MemoryConfig
-from pretrain.checkpoint.formats.format import OpenedCheckpoint
 from pretrain.checkpoint.store.tensors import TensorInfo
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import slots_of_memories
+from pretrain.convert.format import OpenedCheckpoint
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import Block
 from pretrain.growth.tensors import Drawn, Followed, GrownTensors, MeanOf, Origin
+from pretrain.planning.costs.attention import slots_of_memories
 from pretrain.state import RunState
 
 _IN_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -15,21 +15,21 @@ import torch
 from keys_of_runs import RUN, Outputs
 from keys_table import Table, set_key
 
-import pretrain.health.replicas as replicas
-import pretrain.health.slow_ranks as slow_ranks
-import pretrain.step as step_module
+import pretrain.engine.step as step_module
+import pretrain.train.health.replicas as replicas
+import pretrain.train.health.slow_ranks as slow_ranks
 from parallel.hang_watch import HangWatch
-from pretrain.callbacks import Callback, default_callbacks, health_callbacks
 from pretrain.config.health import HealthConfig, SlowRankConfig, SpikeConfig
 from pretrain.config.schema import RunConfig
+from pretrain.engine.optimizer import GradientNorms
 from pretrain.errors import UserError
-from pretrain.folder import RunFolder
-from pretrain.health.slow_ranks import SlowRanks
-from pretrain.history import Incident
-from pretrain.loop import train
-from pretrain.optimizer import GradientNorms
-from pretrain.run import Run
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Incident
 from pretrain.state import RunState
+from pretrain.train.callbacks import Callback, default_callbacks, health_callbacks
+from pretrain.train.health.slow_ranks import SlowRanks
+from pretrain.train.loop import train
+from pretrain.train.run import Run
 
 HEALTH = Table()
 

@@ -15,10 +15,10 @@ from test_traffic import sent_bytes
 from tiny_runs import VOCAB_SIZE, TinyRun, tiny_run
 
 from parallel.ranks import RankEnvironment
-from pretrain.build import build_unset_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.loop import take_step
-from pretrain.session import relaid, session
+from pretrain.engine.build import build_unset_chunks
+from pretrain.engine.session import relaid, session
+from pretrain.train.loop import take_step
 
 LAYOUTS, STAND_INS = Table(), Table()
 
@@ -216,7 +216,7 @@ def _(base: Subject, second: Subject) -> None:
             patch("parallel.groups.parallel_state") as state,
             patch("parallel.groups.tensor_parallel"),
             patch("parallel.groups.ProcessGroupCollection"),
-            patch("pretrain.session.current_ranks", return_value=NOWHERE),
+            patch("pretrain.engine.session.current_ranks", return_value=NOWHERE),
         ):
             dist.rendezvous.return_value = iter([(MagicMock(), 0, 1)])
             dist.distributed_c10d._world.pg_map = {}
@@ -235,10 +235,10 @@ def _(base: Subject, second: Subject) -> None:
     """PyTorch and Megatron take only algorithms that repeat their bits, as long as the session lasts."""
     for subject, expected in ((base, False), (second, True)):
         with (
-            patch("pretrain.session.meeting"),
-            patch("pretrain.session.parallel_context"),
-            patch("pretrain.session.settle_environment") as settle,
-            patch("pretrain.session.current_ranks", return_value=NOWHERE),
+            patch("pretrain.engine.session.meeting"),
+            patch("pretrain.engine.session.parallel_context"),
+            patch("pretrain.engine.session.settle_environment") as settle,
+            patch("pretrain.engine.session.current_ranks", return_value=NOWHERE),
             session(subject.config),
         ):
             assert torch.are_deterministic_algorithms_enabled() == expected

@@ -26,18 +26,18 @@ from torch.utils.data import default_collate
 
 import tools.train
 from parallel.groups import ParallelGroups
-from pretrain.build import unwrap
-from pretrain.callbacks import default_callbacks
 from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.checkpoint.hashes import damaged_files
 from pretrain.checkpoint.index import read_index
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, EvaluationEntry, RunConfig
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
+from pretrain.engine.build import unwrap
 from pretrain.errors import CheckpointError, DataError, UserError
-from pretrain.folder import RunFolder
-from pretrain.loop import train
-from pretrain.run import Run, open_run
+from pretrain.run.folder import RunFolder
+from pretrain.train.callbacks import default_callbacks
+from pretrain.train.loop import train
+from pretrain.train.run import Run, open_run
 from tools.cli import main
 
 RUNS, COMMANDS = Table(), Table()

@@ -16,8 +16,8 @@ from keys_table import Subject, Table, set_key, with_optimizer
 from pretrain.checkpoint.folder import read_state, step_folder
 from pretrain.config.schema import BatchRampConfig, RunConfig, StageConfig
 from pretrain.errors import CheckpointError
-from pretrain.folder import RunFolder
-from pretrain.run import Run, open_run
+from pretrain.run.folder import RunFolder
+from pretrain.train.run import Run, open_run
 
 SCHEDULES, STAGES = Table(), Table()
 

@@ -19,8 +19,8 @@ from megamem.layers import product_key, tucker
 from megamem.model import MemoryGPTModel
 from megamem.norm import rms_normalise
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.engine.build import build_chunks
 
 LENGTH = 12
 # Megatron keeps rotary frequencies in fp32, here multiplied by positions up to 11; all else is in fp64.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megamem.chunked_loss import ChunkedLoss
 from pretrain.config.schema import RunConfig
-from pretrain.dryrun.recorder import Recorder
+from pretrain.planning.dryrun.recorder import Recorder
 
 LENGTH, SEQUENCES, WIDTH, IDS = 14, 3, 10, 24
 CHUNKS = {"one": 42, "one token": 1, "even": 14, "a rest": 10}

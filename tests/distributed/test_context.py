@@ -28,9 +28,9 @@ from parallel.context_heads import HeadAttention
 from parallel.context_ring import RingAttention
 from parallel.context_ways import attention_core
 from parallel.cpu import cuda_on_cpu
-from pretrain.costs.context import context_costs
-from pretrain.dryrun.recorder import Recorder
-from pretrain.megatron import transformer_config
+from pretrain.config.context_ways import context_costs
+from pretrain.engine.megatron import transformer_config
+from pretrain.planning.dryrun.recorder import Recorder
 
 LENGTH, SEQUENCES, HEADS, WIDTH = 24, 2, 4, 6
 LONG = 2048

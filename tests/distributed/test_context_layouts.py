@@ -16,9 +16,9 @@ from torch import Tensor
 from megamem.documents import DOCUMENT_BOUNDS
 from megamem.model import MemoryGPTModel
 from megamem.rotary_config import RotaryScalingConfig
-from pretrain.build import build_chunks
+from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import DataConfig, RunConfig
-from pretrain.costs.context import WAYS
+from pretrain.engine.build import build_chunks
 
 STEPS = 2
 SCALING = RotaryScalingConfig("yarn", factor=16.0, original_length=16, beta_fast=2.0, beta_slow=0.1)

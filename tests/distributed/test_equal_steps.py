@@ -126,11 +126,11 @@ def _first_steps(config: RunConfig, folder: Path) -> list[Step]:
     """The first steps of a run, in the world that is already joined."""
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import initialise_groups
-    from pretrain.build import unwrap
-    from pretrain.folder import RunFolder
-    from pretrain.loop import take_step
-    from pretrain.megatron import parallel_sizes
-    from pretrain.run import open_run
+    from pretrain.engine.build import unwrap
+    from pretrain.engine.megatron import parallel_sizes
+    from pretrain.run.folder import RunFolder
+    from pretrain.train.loop import take_step
+    from pretrain.train.run import open_run
 
     with cuda_on_cpu():
         groups = initialise_groups(

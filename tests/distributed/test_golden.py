@@ -24,8 +24,8 @@ from megamem.released_names import from_released
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.engine.build import build_chunks
 
 CASES = ("e2e_v2_perrank_full", "e2e_memory_plus")
 # Largest error over the largest element of the reference.

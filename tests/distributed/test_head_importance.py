@@ -12,8 +12,8 @@ from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
 from megamem.block import CoreWithMemory
-from pretrain.analysis.heads import HeadImportance, head_importance
-from pretrain.build import build_chunks
+from pretrain.engine.build import build_chunks
+from pretrain.evaluation.analysis.heads import HeadImportance, head_importance
 
 EPSILON = 1e-4
 LENGTH = CONFIG.train.sequence_length

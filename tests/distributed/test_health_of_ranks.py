@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from tiny_runs import SHARED, TinyRun, on, tiny_run
 
-from pretrain.callbacks import Callback, Row
 from pretrain.config.health import HealthConfig, SlowRankConfig, SpikeConfig
+from pretrain.engine.nonfinite import NonFinite, named_globally
 from pretrain.errors import UserError
-from pretrain.folder import RunFolder
-from pretrain.health.nonfinite import NonFinite, named_globally
-from pretrain.health.replicas import Replicas, differing_replicas, in_words
-from pretrain.health.slow_ranks import SlowRanks, probe_s
-from pretrain.history import Incident
-from pretrain.loop import take_step
-from pretrain.run import Run
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Incident
+from pretrain.train.callbacks import Callback, Row
+from pretrain.train.health.replicas import Replicas, differing_replicas, in_words
+from pretrain.train.health.slow_ranks import SlowRanks, probe_s
+from pretrain.train.loop import take_step
+from pretrain.train.run import Run
 
 FLIPPED = {
     "of a norm": ("decoder.layers.1.input_layernorm.weight", 2, False),
@@ -253,7 +253,7 @@ def test_a_gradient_that_is_not_finite_is_named(run_ranks: Any) -> None:
 
 
 def test_the_first_few_are_named() -> None:
-    from pretrain.health.nonfinite import in_words as non_finite_in_words
+    from pretrain.engine.nonfinite import in_words as non_finite_in_words
 
     of_ranks = [NonFinite(rank, "node", 0, ("a", "b", "c"), 9, 20) for rank in range(6)]
     words = non_finite_in_words(of_ranks)

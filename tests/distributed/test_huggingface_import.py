@@ -12,12 +12,12 @@ from tiny_runs import SHARED, joined
 from torch import Tensor
 
 from megamem.shards import walk_shards
-from pretrain.build import build_unset_chunks
-from pretrain.checkpoint.huggingface.card import Figures
-from pretrain.checkpoint.huggingface.folder import export, open_folder
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.checkpoint.store.tensors import Region
+from pretrain.convert.huggingface.card import Figures
+from pretrain.convert.huggingface.folder import export, open_folder
 from pretrain.data.tokenizer import train_bpe
+from pretrain.engine.build import build_unset_chunks
 from tests.whole_tensors import whole_tensors
 
 transformers = pytest.importorskip("transformers", reason="models to import are made with it: pip install '.[hf]'")

@@ -23,9 +23,9 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import PlacementConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingConfig
-from pretrain.checkpoint.huggingface.card import Figures
-from pretrain.checkpoint.huggingface.folder import export, open_folder
 from pretrain.config.schema import RunConfig
+from pretrain.convert.huggingface.card import Figures
+from pretrain.convert.huggingface.folder import export, open_folder
 from pretrain.data.tokenizer import ByteTokenizer
 from tests.whole_tensors import whole_tensors
 

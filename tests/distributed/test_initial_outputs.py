@@ -22,8 +22,8 @@ from megamem.random_fill import fill, normal_rows
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.engine.build import build_chunks
 from tests.microbatch import some_inputs
 
 MEMORY = UltraMemV2Config(num_keys=24, key_dim=32, value_dim=32, pre_value_dim=48, top_k=8)

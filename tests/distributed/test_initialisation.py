@@ -21,8 +21,8 @@ from megamem.retrieval.config import TuckerConfig
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.engine.build import build_chunks
 from tests.microbatch import some_inputs
 
 SEEDS = (1, 2, 3)

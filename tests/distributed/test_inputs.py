@@ -30,10 +30,10 @@ from megamem.slots import Slot
 from megamem.spans import Span
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from pretrain.build import build_chunks, unwrap
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.costs.formulas import count_parameters
-from pretrain.step import evaluation_loss
+from pretrain.engine.build import build_chunks, unwrap
+from pretrain.engine.step import evaluation_loss
+from pretrain.planning.costs.formulas import count_parameters
 from tests.distributed.test_skip_insertion import plain_norm, rope_frequencies, rotate
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
 

@@ -22,8 +22,8 @@ from megamem.memory_config import MemoryConfig, PlacementConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from parallel.sharded_bank import announce_tokens
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.engine.build import build_chunks
 from tests.distributed.test_skip_insertion import rope_frequencies
 from tests.distributed.test_token_layouts import Trained, place_of
 from tests.distributed.test_token_layouts import train as train_and_tell

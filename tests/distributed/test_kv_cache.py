@@ -22,11 +22,11 @@ from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
 from megamem.rotary_config import RotaryScalingConfig
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import cached_bytes_per_token, expanded_bytes
-from pretrain.generate import generate
-from pretrain.sampling import Sampling
+from pretrain.engine.build import build_chunks
+from pretrain.evaluation.generate import generate
+from pretrain.evaluation.sampling import Sampling
+from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_bytes
 
 LENGTH = SHARED.train.sequence_length
 # Largest error over the largest logit.

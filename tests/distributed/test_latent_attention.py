@@ -28,8 +28,8 @@ from megamem.inputs import Inputs
 from megamem.model import MemoryGPTModel
 from megamem.norm import RMSNorm
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.engine.build import build_chunks
 from tests.golden import TOLERANCE, read_case, relative_error
 
 LENGTH = 12

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamem.shards import walk_shards
 from pretrain.config.schema import RunConfig
-from pretrain.megatron import transformer_config
+from pretrain.engine.megatron import transformer_config
 from tests.microbatch import some_inputs
 
 NUM_STEPS = 6

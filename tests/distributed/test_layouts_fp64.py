@@ -19,9 +19,9 @@ from megatron.core.distributed import DistributedDataParallel
 from test_layouts import LAYOUTS, Layout, Shard, assembled, shards
 from tiny_runs import VOCAB_SIZE, joined, random_batches
 
-from pretrain.build import build_chunks
-from pretrain.megatron import ddp_config
-from pretrain.step import _schedule
+from pretrain.engine.build import build_chunks
+from pretrain.engine.megatron import ddp_config
+from pretrain.engine.step import _schedule
 
 STEPS = 3
 LEARNING_RATE = 0.05

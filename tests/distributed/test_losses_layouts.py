@@ -13,8 +13,8 @@ from tiny_runs import MEMORY, SHARED, TinyRun, on, tiny_run
 from megamem.memory_config import PlacementConfig
 from megamem.usage import LayerMetrics, UsageCollector
 from pretrain.config.schema import RunConfig
-from pretrain.loop import take_step
-from pretrain.step import evaluation_loss
+from pretrain.engine.step import evaluation_loss
+from pretrain.train.loop import take_step
 
 STEPS = 3
 WITH_LOSSES = replace(

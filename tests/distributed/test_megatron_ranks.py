@@ -30,13 +30,13 @@ from megamem.config import ModelConfig, MoEConfig
 from megamem.rotary_config import RotaryScalingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from pretrain.build import build_chunks
-from pretrain.checkpoint.megatron_ranks.folder import write_ranks
-from pretrain.checkpoint.megatron_ranks.layout import RankFile, RankLayout
-from pretrain.checkpoint.megatron_ranks.pairs import extra_states, rank_pairs
 from pretrain.checkpoint.store.paired import shapes_of
 from pretrain.checkpoint.store.tensors import Region
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.convert.megatron_ranks.folder import write_ranks
+from pretrain.convert.megatron_ranks.layout import RankFile, RankLayout
+from pretrain.convert.megatron_ranks.pairs import extra_states, rank_pairs
+from pretrain.engine.build import build_chunks
 from pretrain.state import RunState
 from tests.in_memory import InMemory
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from megamem.config import MoEConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from pretrain.build import build_chunks
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.loop import take_step
-from pretrain.optimizer import assign_groups
+from pretrain.engine.build import build_chunks
+from pretrain.engine.optimizer import assign_groups
+from pretrain.train.loop import take_step
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
 
 # Weights that the losses show at: with a wrong scale on some layout, the first gradient norm would tell.

@@ -12,9 +12,9 @@ from tiny_runs import PRIVATE, SHARED, TinyRun, global_parameter_name, on, tiny_
 from torch import Tensor, nn
 
 from megamem.parameters import GroupName, ReducedOver, declare, group_of
+from pretrain.config.schedule import group_settings
 from pretrain.config.schema import OptimizerConfig, RunConfig
-from pretrain.optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups
-from pretrain.schedule import group_settings
+from pretrain.engine.optimizer import DENSE_GROUPS, SPLIT_GROUPS, assign_groups
 
 GROUPS = (*DENSE_GROUPS, *SPLIT_GROUPS)
 DENSE = replace(SHARED, model=replace(SHARED.model, memory=None))

@@ -22,8 +22,8 @@ from megamem.config import MoEConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import PlacementConfig
 from pretrain.config.schema import RunConfig
-from pretrain.megatron import ddp_config
-from pretrain.weight_gathering import start_gathering
+from pretrain.engine.megatron import ddp_config
+from pretrain.engine.weight_gathering import start_gathering
 from tests.distributed.conftest import RunRanks
 
 STEPS = 4
@@ -86,8 +86,8 @@ def trained(
     config = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
 
     with (
-        patch("pretrain.build.ddp_config", small_parts),
-        patch("pretrain.optimizer.start_gathering", forget_what_others_step),
+        patch("pretrain.engine.build.ddp_config", small_parts),
+        patch("pretrain.engine.optimizer.start_gathering", forget_what_others_step),
         tiny_run(config) as run,
     ):
         rows = run.train(STEPS)
@@ -133,7 +133,7 @@ def test_a_checkpoint_knows_nothing_of_parts(run_ranks: RunRanks, tmp_path: Path
     """Each part is split over the ranks by itself, behind padding: another number of parts, other shares."""
 
     def main() -> tuple[Any, Any]:
-        with patch("pretrain.build.ddp_config", small_parts), tiny_run(SHARED) as run:
+        with patch("pretrain.engine.build.ddp_config", small_parts), tiny_run(SHARED) as run:
             run.train(2)
             path = run.save(tmp_path)
             straight = run.train(2)
@@ -152,7 +152,7 @@ def test_a_loss_in_chunks_waits_for_its_weight(run_ranks: RunRanks) -> None:
 
     def main() -> list[str]:
         events: list[str] = []
-        with patch("pretrain.build.ddp_config", small_parts), tiny_run(CASES["loss in chunks"]) as run:
+        with patch("pretrain.engine.build.ddp_config", small_parts), tiny_run(CASES["loss in chunks"]) as run:
             (model,), (chunk,) = run.bare, run.chunks
             part = chunk.param_to_bucket_group[model.output_weight]
             assert set(part.param_to_bucket) == {model.output_weight}

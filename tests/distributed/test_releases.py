@@ -26,12 +26,12 @@ from megamem.memory_config import MemoryConfig, PlacementConfig
 from megamem.released_names import from_meta, from_released
 from megamem.sharing import SharingConfig
 from megamem.shuffle import KeyedShuffle
-from pretrain.build import build_chunks
-from pretrain.checkpoint.releases import as_ours, as_released, released_pairs
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.state_dict import StateDictReader, write_state_dict
 from pretrain.checkpoint.store.tensors import Region
 from pretrain.config.schema import RunConfig, TrainConfig
+from pretrain.convert.released.pairs import as_ours, as_released, released_pairs
+from pretrain.engine.build import build_chunks
 from pretrain.errors import CheckpointError, ConfigError
 from tests.in_memory import InMemory
 

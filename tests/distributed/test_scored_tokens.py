@@ -14,7 +14,7 @@ from tiny_runs import TinyRun, on, random_batches, tiny_run
 
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.step import Batch, evaluation_loss
+from pretrain.engine.step import Batch, evaluation_loss
 
 SEPARATE = replace(training(TIED), data=replace(TIED.data, documents="separate"))
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -21,8 +21,8 @@ from megamem.model import MemoryGPTModel
 from megamem.spans import Span
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
-from pretrain.build import build_chunks
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.engine.build import build_chunks
 from tests.distributed.tiny_runs import MEMORY, SHARED, VOCAB_SIZE, tiny_run
 from tests.microbatch import some_inputs
 

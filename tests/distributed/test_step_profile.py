@@ -21,9 +21,9 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.families.peer.config import PeerConfig
 from parallel.exchange import Exchange
-from pretrain.build import unwrap
 from pretrain.config.schema import RunConfig
-from pretrain.costs.step import Part, part_costs
+from pretrain.engine.build import unwrap
+from pretrain.planning.costs.step import Part, part_costs
 from tools.bench import step_profile
 from tools.bench.step_profile import Phase, measure_steps, profiled_steps
 from tools.bench.timeline import Range, RangeTimes, Timeline

@@ -24,10 +24,10 @@ from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec
 from parallel.packed_rows import RowFormat
 from parallel.sharded_bank import ShardedBank
+from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig
-from pretrain.costs.context import WAYS
-from pretrain.costs.traffic import attention_bytes, copies_bytes, exchanged_bytes, lookup_traffic
-from pretrain.stage_copies import sum_over_stages
+from pretrain.engine.pipeline_copies import sum_over_stages
+from pretrain.planning.costs.traffic import attention_bytes, copies_bytes, exchanged_bytes, lookup_traffic
 
 GROUP = 3
 TOKENS = 7

@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.families.midus.config import MidusConfig
 from megamem.memory_config import PlacementConfig
-from pretrain.build import build_chunks
+from pretrain.config.schedule import group_settings
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import training_flops_per_token
-from pretrain.schedule import group_settings
-from pretrain.step import Batch
+from pretrain.engine.build import build_chunks
+from pretrain.engine.step import Batch
+from pretrain.planning.costs.formulas import training_flops_per_token
 
 # Of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5

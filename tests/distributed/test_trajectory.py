@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.folder import step_folder
 from pretrain.config.schema import OptimizerConfig
-from pretrain.loop import take_step
+from pretrain.train.loop import take_step
 
 NUM_STEPS, SKIPPED, SAVED = 7, 2, 4
 BETA1, BETA2, EPSILON = 0.8, 0.9, 1e-6

@@ -16,11 +16,11 @@ from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megamem.model import MemoryGPTModel
-from pretrain import build
-from pretrain.build import build_chunks, build_unset_chunks
 from pretrain.checkpoint.folder import STATE_FILE, read_state
 from pretrain.checkpoint.run import load_weights, restore_run, save_run
 from pretrain.config.schema import RunConfig
+from pretrain.engine import build
+from pretrain.engine.build import build_chunks, build_unset_chunks
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 

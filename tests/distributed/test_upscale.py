@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from megamem.shards import walk_shards
-from pretrain.build import build_unset_chunks
 from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.formats.convert import RESERVE_BYTES, Resources, convert
-from pretrain.checkpoint.formats.format import OpenedCheckpoint, Target
-from pretrain.checkpoint.formats.registry import FORMATS, open_checkpoint
 from pretrain.checkpoint.run import restore_run
 from pretrain.checkpoint.store.tensors import Region, TensorReader, pieces
 from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.convert.convert import RESERVE_BYTES, Resources, convert
+from pretrain.convert.format import OpenedCheckpoint, Target
+from pretrain.convert.registry import FORMATS, open_checkpoint
 from pretrain.data.tokenizer import train_bpe
+from pretrain.engine.build import build_unset_chunks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import grown_blocks
 from pretrain.growth.upscale import Grown, upscale

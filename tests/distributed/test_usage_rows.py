@@ -9,10 +9,10 @@ from typing import Any
 
 from tiny_runs import MEMORY, SHARED, tiny_run
 
-from pretrain.callbacks import MemoryUsage, MetricsFile, default_callbacks
 from pretrain.config.schema import LoggingConfig, RunConfig
-from pretrain.folder import RunFolder
-from pretrain.loop import take_step
+from pretrain.run.folder import RunFolder
+from pretrain.train.callbacks import MemoryUsage, MetricsFile, default_callbacks
+from pretrain.train.loop import take_step
 
 FIGURES = {"coverage", "even_coverage", "kl_to_uniform", "top1_score", "topk_score", "output_std", "singular_values"}
 

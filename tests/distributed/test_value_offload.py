@@ -18,11 +18,11 @@ from test_moe import EXPERTS
 from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
 from torch import Tensor
 
-from pretrain import value_offload
 from pretrain.checkpoint.derived import main_name
 from pretrain.config.schema import RunConfig
-from pretrain.optimizer import TABLE_GROUPS, OffloadingOptimizer, assign_groups
-from pretrain.value_offload import HostAdamW
+from pretrain.engine import value_offload
+from pretrain.engine.optimizer import TABLE_GROUPS, OffloadingOptimizer, assign_groups
+from pretrain.engine.value_offload import HostAdamW
 from tests.unit.needs import NEEDS_DEEPSPEED
 
 # So small that every share of a table is several windows, the last of them shorter.

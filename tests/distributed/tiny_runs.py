@@ -20,16 +20,16 @@ from megamem.model import MemoryGPTModel
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
-from pretrain.build import build_chunks, wrap_chunks
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from pretrain.loop import take_step
-from pretrain.megatron import parallel_sizes
-from pretrain.optimizer import MemoryOptimizer, build_optimizer
-from pretrain.run import Run
+from pretrain.engine.build import build_chunks, wrap_chunks
+from pretrain.engine.megatron import parallel_sizes
+from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.step import Batch
 from pretrain.state import RunState
-from pretrain.step import Batch
+from pretrain.train.loop import take_step
+from pretrain.train.run import Run
 
 VOCAB_SIZE = 61
 

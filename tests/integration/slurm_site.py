@@ -12,7 +12,7 @@ import yaml
 from commands import Megamem, Result, last_step
 from slurm_cluster import Cluster
 
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.records import AttemptFolder, JobsFolder
 
 # Reached only when something hangs.

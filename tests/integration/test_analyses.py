@@ -13,7 +13,7 @@ import torch
 import yaml
 from commands import Megamem
 
-from pretrain.checkpoint.formats.native import NativeFormat
+from pretrain.convert.native.format import NativeFormat
 from pretrain.data.manifest import TRAIN, open_dataset
 
 NO_MEMORY = ("value_lr_multiplier", "value_lr_end_multiplier", "pre_value_lr_multiplier")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from commands import Megamem
 
-import pretrain.loop
+import pretrain.train.loop
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_a_defect_on_one_rank_is_the_last_thing_on_the_screen(
     def break_rank_2() -> None:
         import torch.distributed as dist
 
-        seed_step = pretrain.loop.seed_step
+        seed_step = pretrain.train.loop.seed_step
 
         def broken(seed: int, step: int) -> None:
             if step == 4 and dist.get_rank() == 2:
                 raise ArithmeticError("injected")
             seed_step(seed, step)
 
-        pretrain.loop.seed_step = broken
+        pretrain.train.loop.seed_step = broken
 
     layout = ("parallel.tensor=2", "parallel.pipeline=2")
     result = megamem("train", config_file, *layout, "--run-dir", tmp_path / "run", before=break_rank_2)

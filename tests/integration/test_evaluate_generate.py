@@ -15,10 +15,10 @@ from parallel.launch import launch_ranks
 from pretrain.checkpoint.folder import sealed
 from pretrain.config.schema import ParallelConfig
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.folder import RunFolder
-from pretrain.restore import restore_model
-from pretrain.saved_run import find_checkpoint, saved_config
-from pretrain.session import session
+from pretrain.engine.session import session
+from pretrain.evaluation.restore import restore_model
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import find_checkpoint, saved_config
 
 
 def evaluate(megamem: Megamem, run: Path, *options: object) -> dict[str, Any]:

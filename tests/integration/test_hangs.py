@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from commands import Megamem, checkpoint, last_step
 
-import pretrain.health.hangs as hangs
+import pretrain.train.health.hangs as hangs
 from parallel.launch import RankError
-from pretrain.callbacks import Callback, default_callbacks
 from pretrain.config.loader import load_config
-from pretrain.folder import RunFolder
-from pretrain.loop import train
-from pretrain.run import Run, open_run
-from pretrain.session import session
+from pretrain.engine.session import session
+from pretrain.run.folder import RunFolder
+from pretrain.train.callbacks import Callback, default_callbacks
+from pretrain.train.loop import train
+from pretrain.train.run import Run, open_run
 from tests.deadline import launch_within
 
 RUN = ("parallel.tensor=2", "train.num_steps=6", "health.hang_minutes=0.1")

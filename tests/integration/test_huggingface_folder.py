@@ -18,13 +18,13 @@ import yaml
 from commands import Megamem, checkpoint
 
 from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.formats.registry import open_checkpoint
-from pretrain.checkpoint.huggingface.card import figures_of
-from pretrain.checkpoint.huggingface.folder import export
 from pretrain.checkpoint.store.safetensors_store import open_safetensors, write_safetensors
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader
+from pretrain.convert.huggingface.card import figures_of
+from pretrain.convert.huggingface.folder import export
+from pretrain.convert.registry import open_checkpoint
 from pretrain.data.manifest import open_saved_tokenizer
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 pytestmark = pytest.mark.usefixtures("remote_code_cache")

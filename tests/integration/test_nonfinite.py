@@ -15,12 +15,12 @@ from commands import Megamem, checkpoint, last_step, rows
 
 import pretrain.checkpoint.folder as folders
 from parallel.launch import RankError
-from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
-from pretrain.folder import RunFolder
-from pretrain.loop import train
-from pretrain.run import Run, open_run
-from pretrain.session import session
+from pretrain.engine.session import session
+from pretrain.run.folder import RunFolder
+from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.loop import train
+from pretrain.train.run import Run, open_run
 from tests.deadline import launch_within
 
 FOUR = ("parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every_steps=3")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from commands import Megamem
 
-import pretrain.loop as loop
+import pretrain.train.loop as loop
 from pretrain.config.loader import load_config
-from pretrain.health.out_of_memory import is_out_of_memory, out_of_memory_explained
+from pretrain.train.health.out_of_memory import is_out_of_memory, out_of_memory_explained
 
 ON_GPU = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 3.00 GiB.\nGPU 0 has a total capacity of 139 GiB"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import Megamem
 
-from pretrain.costs.hardware import load_hardware
+from pretrain.planning.costs.hardware import load_hardware
 
 SIZED = ("model.vocab_size=512", "train.micro_batch_size=1", "train.global_batch_size=8")
 

@@ -27,13 +27,13 @@ from commands import (
 )
 
 from parallel.launch import RankError
-from pretrain import build
-from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.config.loader import load_config
-from pretrain.folder import RunFolder
-from pretrain.loop import train
-from pretrain.run import Run, open_run
-from pretrain.session import session
+from pretrain.engine import build
+from pretrain.engine.session import session
+from pretrain.run.folder import RunFolder
+from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.loop import train
+from pretrain.train.run import Run, open_run
 from tests.deadline import launch_within
 
 Rates = dict[int, list[tuple[str, float, float]]]

@@ -14,7 +14,7 @@ from commands import Megamem, assert_same_tensors, checkpoint, last_step, steps
 from slurm_cluster import Cluster
 from slurm_site import Site
 
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.policy import Cause
 from slurm.records import JobsFolder
 

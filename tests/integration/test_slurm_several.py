@@ -12,7 +12,7 @@ from commands import TINY, Megamem, assert_same_tensors, checkpoint, last_step, 
 from slurm_cluster import Cluster
 from slurm_site import Site
 
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.policy import Cause
 from slurm.records import JobsFolder
 

@@ -18,17 +18,17 @@ import yaml
 from commands import assert_same_tensors, checkpoint, evaluations, steps
 
 from parallel.launch import RankError
-from pretrain.callbacks import Callback, Row, default_callbacks
 from pretrain.checkpoint.folder import read_state, sealed
 from pretrain.config.stages import load_stages
+from pretrain.engine.optimizer import GradientNorms
+from pretrain.engine.session import session
 from pretrain.errors import StoppedEarly
-from pretrain.folder import RunFolder
-from pretrain.history import Incident, read_history
-from pretrain.loop import StopRequest, train
-from pretrain.optimizer import GradientNorms
-from pretrain.run import Run, owning
-from pretrain.session import session
-from pretrain.stages import train_stages
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Incident, read_history
+from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.loop import StopRequest, train
+from pretrain.train.run import Run, owning
+from pretrain.train.stages import train_stages
 from tests.deadline import launch_within
 
 RULE = ("health.spikes.window_steps=2", "health.spikes.grad_norm_deviations=300", "health.spikes.loss_deviations=null")

@@ -18,12 +18,12 @@ import pytest
 import yaml
 from commands import TINY, Megamem, assert_same_tensors, checkpoint, evaluations, last_step, steps
 
-import pretrain.callbacks
-from pretrain.callbacks import Callback, Row, default_callbacks
+import pretrain.train.callbacks
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.owner import Owner
-from pretrain.run import Run
+from pretrain.run.owner import Owner
+from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.run import Run
 
 NUM_KILLS = int(os.environ.get("MEGAMEM_KILLS", "5"))
 """In the run that is killed; the suite's are the first of them."""
@@ -125,7 +125,7 @@ def with_callback(callback: Callback, rank: int) -> None:
     def more(run: Run, owner: Owner | None = None) -> list[Callback]:
         return [*([callback] if run.groups.rank == rank else []), *default_callbacks(run, owner)]
 
-    pretrain.callbacks.default_callbacks = more
+    pretrain.train.callbacks.default_callbacks = more
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:

@@ -10,8 +10,8 @@ import yaml
 from commands import Megamem, steps
 
 from pretrain.config.stages import load_stages
-from pretrain.folder import RunFolder
-from pretrain.saved_run import starting_checkpoint, starting_point
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import starting_checkpoint, starting_point
 from slurm import queue
 from slurm.job import stages_of
 from slurm.profile import load_profile

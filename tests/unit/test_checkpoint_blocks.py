@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.checkpoint.store.tensors import rectangles_of_range
+from pretrain.rectangles import rectangles_of_range
 
 
 @st.composite

@@ -12,7 +12,7 @@ from megamem.config import ModelConfig
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token
+from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 from tools.compare.rules import load_configs
 
 CONFIGS = Path(__file__).parents[2] / "configs"

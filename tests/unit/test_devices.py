@@ -26,8 +26,8 @@ from parallel.devices import (
 from parallel.environment import local_cache_folder, settle_environment
 from parallel.ranks import RankEnvironment
 from pretrain.config.schema import RunConfig
+from pretrain.engine.session import session
 from pretrain.errors import ConfigError
-from pretrain.session import session
 from tools.train import described_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -62,10 +62,12 @@ def test_a_rank_uses_what_it_sees() -> None:
 def test_gpus_that_this_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(
-        "pretrain.session.current_ranks", lambda: RankEnvironment(0, 1, 0, f"file://{tmp_path}/rendezvous")
+        "pretrain.engine.session.current_ranks", lambda: RankEnvironment(0, 1, 0, f"file://{tmp_path}/rendezvous")
     )
     settled: list[str] = []
-    monkeypatch.setattr("pretrain.session.settle_environment", lambda **_: settled.append("before CUDA is asked for"))
+    monkeypatch.setattr(
+        "pretrain.engine.session.settle_environment", lambda **_: settled.append("before CUDA is asked for")
+    )
     with pytest.raises(ConfigError, match=r"GPUs that cannot be used: torch .* was built without CUDA.*--device cpu"):
         session(RunConfig()).__enter__()
     assert settled

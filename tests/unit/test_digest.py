@@ -7,8 +7,8 @@ import struct
 import pytest
 import torch
 
-import pretrain.health.replicas as replicas
-from pretrain.health.replicas import Difference, digest, in_words
+import pretrain.train.health.replicas as replicas
+from pretrain.train.health.replicas import Difference, digest, in_words
 
 
 @pytest.mark.parametrize("part", [5, 1 << 22])

@@ -19,15 +19,15 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
+from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from pretrain.costs.context import WAYS
-from pretrain.costs.formulas import count_parameters
-from pretrain.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
-from pretrain.costs.sent import stages_sent
-from pretrain.costs.timing import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
-from pretrain.costs.traffic import attention_bytes, exchanged_bytes
-from pretrain.dryrun.parts import named_modules, part_of_module
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.sent import stages_sent
+from pretrain.planning.costs.timing import LAUNCHES_DENSE, LAUNCHES_EXPERT, LAUNCHES_MEMORY, LAUNCHES_MIXTURE
+from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
+from pretrain.planning.dryrun.parts import named_modules, part_of_module
 from tests.deadline import launch_within
 
 WORLD = 64
@@ -172,7 +172,7 @@ def with_blocks(config: RunConfig, number: int) -> RunConfig:
 
 
 def of_all_stages(config: RunConfig, world: int) -> list[Any]:
-    from pretrain.dryrun.rank import dry_run, first_ranks_of_stages
+    from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
 
     return list(dry_run(config, world, first_ranks_of_stages(config, world)))
 
@@ -200,7 +200,7 @@ def reports() -> Reports:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
-    from pretrain.dryrun.agreement import figures
+    from pretrain.planning.dryrun.agreement import figures
 
     config = CONFIGS[name]
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
@@ -216,7 +216,7 @@ def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[
 
 
 def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:
-    from pretrain.dryrun.agreement import figures
+    from pretrain.planning.dryrun.agreement import figures
 
     (stage, _), (sent, _), report = stage_bytes(SPLIT, WORLD), stages_sent(SPLIT, WORLD), reports["split"][0]
     off = replace(stage, by_part={part: 1.03 * num_bytes for part, num_bytes in stage.by_part.items()})
@@ -300,7 +300,7 @@ def test_weights_gradients_and_optimizer_state_are_what_is_held(reports: dict[st
 
 
 def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[Any]]) -> None:
-    from pretrain.dryrun.peers import mismatches
+    from pretrain.planning.dryrun.peers import mismatches
 
     for name in CONFIGS:
         assert mismatches(reports[name]) == []
@@ -326,8 +326,8 @@ def test_blocks_launch_as_many_kernels_as_plans_count_on(reports: dict[str, list
 
 def allocations_of_a_real_step() -> tuple[int, int]:
     """Bytes held, and at the peak of a step, of one of two gloo ranks with data."""
-    from pretrain.dryrun.recorder import Recorder
-    from pretrain.session import session
+    from pretrain.engine.session import session
+    from pretrain.planning.dryrun.recorder import Recorder
     from tools.bench.synthetic_run import SyntheticRun
 
     with session(REAL) as groups, Recorder({}, answers=False).recording() as recorder:
@@ -352,7 +352,7 @@ def test_a_real_rank_allocates_what_a_dry_one_does(reports: dict[str, list[Any]]
 
 def test_what_a_dry_run_cannot_follow_is_refused() -> None:
     def main() -> str:
-        from pretrain.dryrun.rank import dry_run
+        from pretrain.planning.dryrun.rank import dry_run
 
         unsized = replace(SPLIT, model=replace(SPLIT.model, vocab_size=None))
         with pytest.raises(ConfigError, match=r"model\.vocab_size") as caught:

@@ -12,8 +12,14 @@ from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
-from pretrain.costs.equal_compute import active_measure, core_measure, flops_measure, solve_experts, solve_ffn_width
-from pretrain.costs.formulas import count_parameters
+from pretrain.planning.costs.equal_compute import (
+    active_measure,
+    core_measure,
+    flops_measure,
+    solve_experts,
+    solve_ffn_width,
+)
+from pretrain.planning.costs.formulas import count_parameters
 from tools import cli
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=512, vocab_size=384)

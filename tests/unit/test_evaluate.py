@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-import pretrain.evaluate as evaluate_module
-import pretrain.step as step_module
-from pretrain.callbacks import evaluation_row, scalars
+import pretrain.engine.step as step_module
+import pretrain.evaluation.evaluate as evaluate_module
 from pretrain.data.held_out import Domain
-from pretrain.evaluate import Evaluation, evaluate
-from pretrain.step import LossSum, evaluation_loss
+from pretrain.engine.step import LossSum, evaluation_loss
+from pretrain.evaluation.evaluate import Evaluation, evaluate
+from pretrain.train.callbacks import evaluation_row, scalars
 
 LENGTH = 4
 

@@ -26,7 +26,7 @@ from megamem.memory_config import PlacementConfig
 from megamem.retrieval.config import TuckerConfig
 from megamem.sharing import SharingConfig
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import (
+from pretrain.planning.costs.formulas import (
     count_parameters,
     forward_flops_of_block,
     forward_flops_per_token,
@@ -166,7 +166,7 @@ def built_models(
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import ParallelSizes, initialise_groups
     from parallel.ranks import current_ranks
-    from pretrain import build
+    from pretrain.engine import build
     from tests.deadline import launch_within
 
     def main() -> dict[str, BuiltModel]:

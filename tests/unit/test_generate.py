@@ -25,11 +25,11 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.kv_cache import KeyValueCache
 from megamem.memory_config import PlacementConfig
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
-from pretrain.costs.attention import cached_bytes_per_token
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError
-from pretrain.generate import generate
-from pretrain.sampling import Sampling
+from pretrain.evaluation.generate import generate
+from pretrain.evaluation.sampling import Sampling
+from pretrain.planning.costs.attention import cached_bytes_per_token
 from tools import generate as command
 from tools.pace import Pace, Phase
 from tools.words import size_in_words
@@ -250,12 +250,12 @@ def test_the_command_hands_over_what_was_typed(
 
     config = RunConfig(train=TrainConfig(sequence_length=48))
     groups = SimpleNamespace(megatron=SimpleNamespace(ep=group), is_main=True)
-    monkeypatch.setattr("pretrain.generate.generate", sample)
+    monkeypatch.setattr("pretrain.evaluation.generate.generate", sample)
     monkeypatch.setattr("tools.generate.find_checkpoint", find)
     monkeypatch.setattr("tools.generate.saved_config", lambda saved, parallel: config)
     monkeypatch.setattr("tools.generate.note_edited_config", lambda folder, saved: None)
-    monkeypatch.setattr("pretrain.restore.restore_model", lambda *arguments, fetch_rows: [model])
-    monkeypatch.setattr("pretrain.session.session", lambda config: contextlib.nullcontext(groups))
+    monkeypatch.setattr("pretrain.evaluation.restore.restore_model", lambda *arguments, fetch_rows: [model])
+    monkeypatch.setattr("pretrain.engine.session.session", lambda config: contextlib.nullcontext(groups))
     monkeypatch.setattr("tools.generate.tokenizer_of", lambda folder, saved: ByteTokenizer())
     monkeypatch.setattr(command, "run_on_ranks", lambda main, num_ranks: main())
     parser = argparse.ArgumentParser()

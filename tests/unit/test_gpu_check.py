@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pretrain.config.validate import validate
-from pretrain.costs.held import held_bytes
+from pretrain.planning.costs.held import held_bytes
 from tools.gpu_check.judge import Verdict, judge, judge_resumed
 from tools.gpu_check.page import Output, page
 from tools.gpu_check.plan import Plan, Trial, full_plan

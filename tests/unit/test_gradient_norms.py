@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import pretrain.optimizer as optimizer_module
-from pretrain.optimizer import sum_of_squares
+import pretrain.engine.optimizer as optimizer_module
+from pretrain.engine.optimizer import sum_of_squares
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from pretrain.config.loader import load_config
-from pretrain.costs.formulas import count_parameters
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.formulas import count_parameters
 from tools.compare.growth import Growth, planned, read_growth
 from tools.compare.growth_report import GrownFigures, report, table
 from tools.compare.rules import ModelFigures

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from pretrain import value_offload
 from pretrain.config.schema import OptimizerConfig
+from pretrain.engine import value_offload
+from pretrain.engine.value_offload import HostAdamW, host_adamw
 from pretrain.errors import ConfigError
-from pretrain.value_offload import HostAdamW, host_adamw
 from tests.unit.needs import NEEDS_DEEPSPEED
 
 SETTINGS = OptimizerConfig(lr=7e-4, beta1=0.85, beta2=0.97, epsilon=1e-6, weight_decay=0.3)

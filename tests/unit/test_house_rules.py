@@ -44,27 +44,46 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+def rooms() -> Iterator[str]:
+    """Modules and packages that the contracts of imports name."""
+    for contract in tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]:
+        for container in contract.get("containers", ()):
+            yield from (f"{container}.{name.strip()}" for layer in contract["layers"] for name in layer.split(":"))
+
+
 @pytest.mark.parametrize(
-    ("package", "line", "found"),
+    ("module", "line", "found"),
     [
-        ("megamem", "import kernels", ""),
-        ("tools", "from pretrain import run", ""),
-        ("megamem", "def f():\n    import pretrain", "megamem.module -> pretrain (l.2)"),
-        ("kernels", "if TYPE_CHECKING:\n    from megamem import bank", "kernels.module -> megamem (l.2)"),
-        ("pretrain", "import tests.unit", "pretrain.module -> tests (l.1)"),
+        ("megamem.module", "import kernels", ""),
+        ("tools.module", "from pretrain import run", ""),
+        ("megamem.module", "def f():\n    import pretrain", "megamem.module -> pretrain (l.2)"),
+        ("kernels.module", "if TYPE_CHECKING:\n    from megamem import bank", "kernels.module -> megamem (l.2)"),
+        ("pretrain.module", "import tests.unit", "pretrain.module -> tests (l.1)"),
+        ("pretrain.train.module", "import pretrain.engine", ""),
+        ("pretrain.config.module", "import pretrain.train", "pretrain.config.module -> pretrain.train (l.1)"),
     ],
 )
-def test_the_contracts_of_imports_find_a_wrong_one(tmp_path: Path, package: str, line: str, found: str) -> None:
+def test_the_contracts_of_imports_find_a_wrong_one(tmp_path: Path, module: str, line: str, found: str) -> None:
     """`make lint` holds them on the packages themselves."""
     shutil.copy(PYPROJECT, tmp_path)
-    for name in PACKAGES:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    (tmp_path / package / "module.py").write_text(line + "\n", encoding="utf-8")
+    for name in (*PACKAGES, *rooms()):
+        folder = tmp_path / name.replace(".", "/")
+        folder.mkdir(parents=True)
+        for package in (folder, *folder.parents):
+            if package.is_relative_to(tmp_path) and package != tmp_path:
+                (package / "__init__.py").touch()
+    (tmp_path / f"{module.replace('.', '/')}.py").write_text(line + "\n", encoding="utf-8")
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == (1 if found else 0), result.stdout + result.stderr
     assert found in result.stdout
+
+
+def test_every_room_of_pretrain_is_in_the_contract() -> None:
+    folder = REPOSITORY / "pretrain"
+    there = {path.parent.name if path.name == "__init__.py" else path.stem for path in folder.glob("*/__init__.py")}
+    there |= {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {name.split(".")[1] for name in rooms()} == there
 
 
 def config_classes() -> list[ast.ClassDef]:

@@ -14,7 +14,7 @@ from megamem.shuffle import KeyedShuffle
 
 pytest.importorskip("transformers", reason="the exported code imports it: pip install '.[hf]'")
 
-from pretrain.checkpoint.huggingface.remote_code import memory_megamem
+from pretrain.convert.huggingface.remote_code import memory_megamem
 
 NAN, INFINITY = float("nan"), float("inf")
 

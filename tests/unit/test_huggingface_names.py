@@ -20,15 +20,15 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
 from megamem.slots import Slot
-from pretrain.checkpoint.huggingface.card import Figures
-from pretrain.checkpoint.huggingface.config import exported_config, imported_config
-from pretrain.checkpoint.huggingface.folder import export, open_folder
-from pretrain.checkpoint.huggingface.names import pairs
-from pretrain.checkpoint.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.selected import Padded
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, inverted
 from pretrain.config.schema import RunConfig
+from pretrain.convert.huggingface.card import Figures
+from pretrain.convert.huggingface.config import exported_config, imported_config
+from pretrain.convert.huggingface.folder import export, open_folder
+from pretrain.convert.huggingface.names import pairs
+from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from pretrain.errors import CheckpointError, DataError
 from tests.whole_tensors import WholeTensors

@@ -18,14 +18,12 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-import pretrain.callbacks as callbacks_module
-import pretrain.loop as loop
-import pretrain.run as run_module
+import pretrain.train.callbacks as callbacks_module
+import pretrain.train.loop as loop
+import pretrain.train.run as run_module
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.callbacks import Callback, MetricsFile, TensorBoard, default_callbacks
 from pretrain.checkpoint.saver import Saver, SaveReport
-from pretrain.checkpoint.votes import SaveVotes
 from pretrain.config.health import HealthConfig, SlowRankConfig
 from pretrain.config.schema import (
     CheckpointConfig,
@@ -36,14 +34,16 @@ from pretrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from pretrain.engine.optimizer import GradientNorms
+from pretrain.engine.step import LossSum, StepResult
+from pretrain.engine.votes import SaveVotes
 from pretrain.errors import StoppedEarly, UserError
-from pretrain.evaluate import Evaluation
-from pretrain.folder import RunFolder
-from pretrain.history import End, Incident, Start, read_history
-from pretrain.optimizer import GradientNorms
-from pretrain.run import Run
+from pretrain.evaluation.evaluate import Evaluation
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import End, Incident, Start, read_history
 from pretrain.state import RunState
-from pretrain.step import LossSum, StepResult
+from pretrain.train.callbacks import Callback, MetricsFile, TensorBoard, default_callbacks
+from pretrain.train.run import Run
 
 DATA_SIZE, DATA_RANK, WORLD_SIZE = 2, 1, 4
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.checkpoint.megatron_ranks.arguments import run_of
-from pretrain.checkpoint.megatron_ranks.folder import differing_copies, open_ranks, write_ranks
-from pretrain.checkpoint.megatron_ranks.layout import RankFile, RankLayout
-from pretrain.checkpoint.megatron_ranks.optimizer import MOMENTS
-from pretrain.checkpoint.megatron_ranks.pairs import extra_states, rank_pairs
 from pretrain.checkpoint.store.paired import shapes_of
 from pretrain.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from pretrain.convert.megatron_ranks.arguments import run_of
+from pretrain.convert.megatron_ranks.folder import differing_copies, open_ranks, write_ranks
+from pretrain.convert.megatron_ranks.layout import RankFile, RankLayout
+from pretrain.convert.megatron_ranks.optimizer import MOMENTS
+from pretrain.convert.megatron_ranks.pairs import extra_states, rank_pairs
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.state import RunState
 from tests.in_memory import InMemory

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.callbacks import Callback, MemoryWatch
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import LoggingConfig, RunConfig, TrainConfig
-from pretrain.folder import RunFolder
-from pretrain.health.memories import Finding, course, findings, in_words
-from pretrain.history import Incident
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Incident
+from pretrain.train.callbacks import Callback, MemoryWatch
+from pretrain.train.health.memories import Finding, course, findings, in_words
 from tools.cli import main
 from tools.metrics import curves
 from tools.plot import draw

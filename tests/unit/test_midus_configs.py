@@ -11,10 +11,10 @@ import pytest
 from megamem.config import ModelConfig
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
-from pretrain.costs.attention import expanded_bytes
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.errors import ConfigError
 from pretrain.growth.placement import anchors, positions
+from pretrain.planning.costs.attention import expanded_bytes
+from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs" / "midus"

@@ -138,8 +138,8 @@ def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
 
     from parallel.cpu import cuda_on_cpu
     from parallel.groups import initialise_groups
-    from pretrain import build
-    from pretrain.megatron import parallel_sizes
+    from pretrain.engine import build
+    from pretrain.engine.megatron import parallel_sizes
 
     # Fake tensors have no values to draw. This process is a fork that ends here: nothing has to be put back.
     build.initialise = lambda *_, **__: None  # type: ignore[assignment]

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-import pretrain.owner as owner_module
+import pretrain.run.owner as owner_module
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.owner import Owner, owned
+from pretrain.run.folder import RunFolder
+from pretrain.run.owner import Owner, owned
 
 FORK = multiprocessing.get_context("fork")
 

@@ -18,9 +18,9 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
-from pretrain.costs.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width
-from pretrain.costs.formulas import count_parameters
-from pretrain.costs.held import held_bytes
+from pretrain.planning.costs.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width
+from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.held import held_bytes
 from tests.unit.test_formulas import BuiltModel, built_models, check_costs
 from tools import cli
 from tools.parameter_table import PAPER, memory_share

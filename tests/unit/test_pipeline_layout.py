@@ -30,8 +30,8 @@ from parallel.pipeline_layout import (
 )
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.validate import validate
+from pretrain.engine.megatron import transformer_config
 from pretrain.errors import ConfigError
-from pretrain.megatron import transformer_config
 from tools.config import extra_sections
 
 

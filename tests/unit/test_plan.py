@@ -13,15 +13,15 @@ import pytest
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.loader import load_config
 from pretrain.config.validate import validate
-from pretrain.costs.checkpoints import checkpoint_costs
-from pretrain.costs.formulas import (
+from pretrain.planning.costs.checkpoints import checkpoint_costs
+from pretrain.planning.costs.formulas import (
     count_parameters,
     forward_flops_per_token,
     memory_flops,
     training_flops_per_token,
 )
-from pretrain.costs.hardware import FOLDER, Hardware, load_hardware
-from pretrain.costs.layouts import (
+from pretrain.planning.costs.hardware import FOLDER, Hardware, load_hardware
+from pretrain.planning.costs.layouts import (
     all_estimates,
     dense_twin,
     estimate,
@@ -30,9 +30,9 @@ from pretrain.costs.layouts import (
     recommended,
     too_large,
 )
-from pretrain.costs.memory import in_flight, stage_bytes
-from pretrain.costs.stages import Division
-from pretrain.costs.timing import TimePart, step_time
+from pretrain.planning.costs.memory import in_flight, stage_bytes
+from pretrain.planning.costs.stages import Division
+from pretrain.planning.costs.timing import TimePart, step_time
 from tools import cli
 
 REPOSITORY = Path(__file__).parents[2]

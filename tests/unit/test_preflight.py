@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import pretrain.preflight as preflight_module
+import pretrain.run.preflight as preflight_module
 from pretrain.checkpoint import folder as checkpoints
 from pretrain.config.loader import load_config, to_dict
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from tools import cli
 
 REPOSITORY = Path(__file__).parents[2]

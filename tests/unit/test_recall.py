@@ -15,7 +15,7 @@ import torch
 from pretrain.config.schema import RunConfig
 from pretrain.data.facts import FACT_LETTERS, GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
 from pretrain.data.tokenizer import ByteTokenizer
-from pretrain.recall import Recall, _batches, asked
+from pretrain.evaluation.recall import Recall, _batches, asked
 from tools.compare.rules import ModelFigures
 from tools.recall import numbers_of_facts, plot, report, table
 

@@ -19,8 +19,8 @@ from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.data.manifest import save_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.history import End, Incident, Start, write_event
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import End, Incident, Start, write_event
 from tools.cli import main
 from tools.report.charts import Axis, Line, Mark, chart, in_short
 from tools.report.page import page

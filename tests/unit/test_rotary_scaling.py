@@ -12,7 +12,7 @@ import torch
 from megamem.config import ModelConfig
 from megamem.rotary import scaled_frequencies
 from megamem.rotary_config import RotaryScalingConfig
-from pretrain.checkpoint.huggingface.rope import imported_base, imported_scaling, rope_parameters
+from pretrain.convert.huggingface.rope import imported_base, imported_scaling, rope_parameters
 from pretrain.errors import CheckpointError
 
 CASES: dict[str, RotaryScalingConfig] = {

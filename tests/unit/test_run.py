@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain.restore as restore_module
-import pretrain.run as run_module
-import pretrain.saved_run as saved_run_module
+import pretrain.evaluation.restore as restore_module
+import pretrain.run.saved_run as saved_run_module
+import pretrain.train.run as run_module
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
@@ -30,12 +30,12 @@ from pretrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from pretrain.costs.formulas import training_flops_per_token
 from pretrain.errors import CheckpointError, ConfigError, DataError
-from pretrain.folder import RunFolder
-from pretrain.run import Run, open_run
-from pretrain.saved_run import check_resumable
+from pretrain.planning.costs.formulas import training_flops_per_token
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import check_resumable
 from pretrain.state import DataRead, RunState
+from pretrain.train.run import Run, open_run
 
 CONFIG = RunConfig(
     seed=3,

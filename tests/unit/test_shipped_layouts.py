@@ -13,10 +13,10 @@ import pytest
 from pretrain.config.loader import load_config
 from pretrain.config.stages import load_stages
 from pretrain.config.validate import validate
-from pretrain.costs.hardware import load_hardware
-from pretrain.costs.layouts import all_estimates, estimate, recommended
-from pretrain.costs.stages import Division
-from pretrain.preflight import check_gpu_memory
+from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.costs.layouts import all_estimates, estimate, recommended
+from pretrain.planning.costs.stages import Division
+from pretrain.run.preflight import check_gpu_memory
 from tests.deadline import launch_within
 from tools import check_plan, cli
 from tools.plan.page import GPUS, MODELS, Planned, against_groups, markdown_table, marks, outlook_row, rows_of
@@ -70,8 +70,8 @@ def test_a_rank_of_it_is_dry_run() -> None:
     config = replace(config, train=replace(config.train, global_batch_size=batch))
 
     def main() -> tuple[float, float, float, float]:
-        from pretrain.costs.memory import stage_bytes
-        from pretrain.dryrun.rank import dry_run
+        from pretrain.planning.costs.memory import stage_bytes
+        from pretrain.planning.dryrun.rank import dry_run
 
         (report,), stage = dry_run(config, 64, [0]), stage_bytes(config, 64)[0]
         return report.held.total, stage.held, report.activation_bytes, stage.activations
@@ -106,7 +106,7 @@ def test_the_page_names_the_files() -> None:
 def test_check_plan_prints_a_line_for_each_and_ends_with_1_outside_of_the_limits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pretrain.dryrun.agreement import Figure
+    from pretrain.planning.dryrun.agreement import Figure
 
     held, activations = (
         Figure("stage 0, weights", 101.0, 100.0, 0.02),

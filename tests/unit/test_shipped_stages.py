@@ -10,10 +10,10 @@ import pytest
 
 from megamem.config import ModelConfig
 from pretrain.config.loader import load_config
+from pretrain.config.position import tokens_of_run
 from pretrain.config.stages import load_stages
 from pretrain.config.validate import validate
-from pretrain.position import tokens_of_run
-from pretrain.preflight import check_gpu_memory
+from pretrain.run.preflight import check_gpu_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PATHS = sorted(path for path in (CONFIGS / "stages").glob("*.yaml") if path.name != "three_phases.yaml")

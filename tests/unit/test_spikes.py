@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pretrain.config.health import SpikeConfig
-from pretrain.health.spikes import find_spike, remember
+from pretrain.train.health.spikes import find_spike, remember
 
 # Mean 3 and deviation 2 of the losses; mean 10 and deviation 1 of the norms.
 RECENT = ((1.0, 9.0), (5.0, 11.0), (1.0, 11.0), (5.0, 9.0))

@@ -17,9 +17,9 @@ from pretrain.checkpoint import folder as checkpoints
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.history import End, Start, read_history, write_event
-from pretrain.owner import LAPSE_S, Claim, look, owned
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import End, Start, read_history, write_event
+from pretrain.run.owner import LAPSE_S, Claim, look, owned
 from tools import status
 from tools.cli import main
 from tools.standing import duration, find_runs, standing_of

@@ -12,9 +12,9 @@ import pytest
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
-from pretrain.costs.step import Part, part_costs
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.planning.costs.step import Part, part_costs
 from tools.bench.step import Contender, config_lines, known_peak, ratios, with_pairs
 from tools.bench.step_profile import StepTimes, turns
 from tools.bench.timeline import Range, RangeTimes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pretrain.loop import StopRequest
+from pretrain.train.loop import StopRequest
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

@@ -15,10 +15,10 @@ from pretrain.data.manifest import VALIDATION, open_dataset
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from pretrain.errors import ConfigError, DataError
-from pretrain.suite.ask import Rows
-from pretrain.suite.plan import Answers, Cell, Plan, cells
-from pretrain.suite.tasks import NUM_HOPS, TASKS, is_asked
-from pretrain.suite.texts import Filler, Writer
+from pretrain.evaluation.suite.ask import Rows
+from pretrain.evaluation.suite.plan import Answers, Cell, Plan, cells
+from pretrain.evaluation.suite.tasks import NUM_HOPS, TASKS, is_asked
+from pretrain.evaluation.suite.texts import Filler, Writer
 from tools.probe.picture import draw, picture, table
 
 DEPTHS = (0.0, 0.3, 0.5, 1.0)

@@ -26,11 +26,11 @@ from pretrain.data.manifest import open_dataset, save_tokenizer
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, CodeTokenizer
 from pretrain.errors import DataError
-from pretrain.folder import RunFolder
-from pretrain.preflight import check_submission
-from pretrain.saved_run import starting_point
+from pretrain.run.folder import RunFolder
+from pretrain.run.preflight import check_submission
+from pretrain.run.saved_run import starting_point
+from pretrain.run.trained_data import check_trained_data, data_read, tokenizer_of
 from pretrain.state import DataRead, RunState, TrainedOn
-from pretrain.trained_data import check_trained_data, data_read, tokenizer_of
 from tools import cli
 
 A, B, C = DataRead("/data/a", "a" * 64), DataRead("/data/b", "b" * 64), DataRead("/data/c", "c" * 64)

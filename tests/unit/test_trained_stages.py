@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain import trained_stages
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import load_stages, to_entries
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.trained_stages import refuse_edited_past
+from pretrain.run.folder import RunFolder
+from pretrain.run.trained_stages import refuse_edited_past
+from pretrain.train.run import trained_stages
 
 RUN: dict[str, Any] = {
     "data": {"datasets": [{"path": "/old"}]},

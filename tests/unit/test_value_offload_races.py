@@ -11,8 +11,8 @@ import torch
 from stream_races import HOST, Event, Races, Stream
 from torch import Tensor
 
-from pretrain import value_offload
-from pretrain.value_offload import HostAdamW, HostShard, HostTables
+from pretrain.engine import value_offload
+from pretrain.engine.value_offload import HostAdamW, HostShard, HostTables
 
 WINDOW = 4
 

@@ -15,8 +15,8 @@ from parallel.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.analyse.measures import MEASURES, Analysed, deciles_of
 from tools.analyse.pages import table_and_page
 from tools.evaluate import check_data
@@ -24,7 +24,7 @@ from tools.parsers import add_command
 from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
 
 if TYPE_CHECKING:
-    from pretrain.analysis.deciles import Deciles
+    from pretrain.evaluation.analysis.deciles import Deciles
 
 _FREQUENCY_EPILOG = """\
 examples:

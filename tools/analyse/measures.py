@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.atomic_write import atomic_write
-from pretrain.analysis.deciles import Deciles, count_tokens, frequency_deciles
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import check_blend
-from pretrain.folder import RunFolder
+from pretrain.evaluation.analysis.deciles import Deciles, count_tokens, frequency_deciles
+from pretrain.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from megamem.model import MemoryGPTModel
@@ -47,8 +47,8 @@ def deciles_of(config: RunConfig) -> Deciles:
 @contextmanager
 def _restored(run: Analysed) -> Iterator[tuple[Sequence[MemoryGPTModel], HeldOutDataset, ParallelGroups]]:
     from pretrain.data.held_out import HeldOutDataset
-    from pretrain.restore import restore_model
-    from pretrain.session import session
+    from pretrain.engine.session import session
+    from pretrain.evaluation.restore import restore_model
 
     config = run.config
     with session(config) as groups:
@@ -77,7 +77,7 @@ def _write(run: Analysed, groups: ParallelGroups, **found: Any) -> None:
 
 def measure_frequency(run: Analysed) -> None:
     """Losses by bin."""
-    from pretrain.analysis.losses import losses_by_bin
+    from pretrain.evaluation.analysis.losses import losses_by_bin
 
     with _restored(run) as (chunks, held_out, groups):
         *of_bins, others = losses_by_bin(chunks, held_out, run.deciles.bin_of, run.config, groups)
@@ -101,7 +101,7 @@ def measure_frequency(run: Analysed) -> None:
 
 def measure_layers(run: Analysed) -> None:
     """Losses without each memory layer."""
-    from pretrain.analysis.losses import losses_without_layers
+    from pretrain.evaluation.analysis.losses import losses_without_layers
 
     with _restored(run) as (chunks, held_out, groups):
         whole, *without = losses_without_layers(chunks, held_out, run.config, groups)
@@ -112,7 +112,7 @@ def measure_layers(run: Analysed) -> None:
 
 def measure_routing(run: Analysed) -> None:
     """Mean weights by layer, bin and slot."""
-    from pretrain.analysis.routing import mean_weights
+    from pretrain.evaluation.analysis.routing import mean_weights
 
     memory = run.config.model.memory
     assert memory is not None
@@ -139,7 +139,7 @@ def measure_routing(run: Analysed) -> None:
 
 def measure_collapse(run: Analysed) -> None:
     """Distances by category and layer."""
-    from pretrain.analysis.collapse import distances, drawn_pairs, named_pairs
+    from pretrain.evaluation.analysis.collapse import distances, drawn_pairs, named_pairs
 
     with _restored(run) as ((model,), held_out, groups):
         args, tokenizer = run.args, held_out.tokenizer
@@ -164,7 +164,7 @@ def measure_collapse(run: Analysed) -> None:
 
 def measure_heads(run: Analysed) -> None:
     """Importance of heads by block, with both readings of the loss, and how it varies within a block."""
-    from pretrain.analysis.heads import READINGS, head_importance
+    from pretrain.evaluation.analysis.heads import READINGS, head_importance
 
     memory = run.config.model.memory
     with _restored(run) as ((model,), held_out, groups):

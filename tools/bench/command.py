@@ -16,8 +16,8 @@ from parallel.refusals import check_can_write
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
-from pretrain.costs.hardware import hardware_file, load_hardware
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.hardware import hardware_file, load_hardware
 from tools.bench.arguments import (
     add_configs,
     add_rounds,

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from parallel.groups import ParallelGroups
+from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs
 from pretrain.config.schema import RunConfig
-from pretrain.costs.context import WAYS, context_way, heads_problem, run_costs
-from pretrain.costs.traffic import attention_bytes
-from pretrain.session import relaid, session
+from pretrain.engine.session import relaid, session
+from pretrain.planning.costs.traffic import attention_bytes
 from tools.bench.synthetic_run import SyntheticRun
 
 _HEADER = ("tokens", "context", "attention", "tokens/s", "peak MB", "kept MB", "sent MB")

@@ -11,12 +11,12 @@ import torch
 
 from megamem.model import MemoryGPTModel
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.costs.attention import cached_bytes_per_token, expanded_bytes
-from pretrain.generate import generate
-from pretrain.sampling import Sampling
-from pretrain.session import session
+from pretrain.engine.build import build_chunks
+from pretrain.engine.session import session
+from pretrain.evaluation.generate import generate
+from pretrain.evaluation.sampling import Sampling
+from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_bytes
 
 _WARM_TOKENS = 4
 _HEADER = ("prompt", "prompt ms", "ms per token", "tokens/s", "ratio", "MB", "model")

@@ -15,8 +15,8 @@ from kernels.select import select_kernels
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.preflight import machine_memory_bytes
-from pretrain.session import session
+from pretrain.engine.session import session
+from pretrain.run.preflight import machine_memory_bytes
 from tools.bench.step import known_peak
 
 _ROW_COLUMNS = 256
@@ -62,7 +62,7 @@ def bench_hardware_rank(path: Path, like: str, rounds: int) -> None:
 
 
 def measure(groups: ParallelGroups, sizes: Sizes) -> dict[str, float]:
-    """The measured keys of `pretrain.costs.hardware.Hardware`. Collective.
+    """The measured keys of `pretrain.planning.costs.hardware.Hardware`. Collective.
 
     Shares of a peak are 1 where the peak is what was measured.
     """

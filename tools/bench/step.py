@@ -11,13 +11,13 @@ import torch
 
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
-from pretrain.costs.equal_compute import flops_measure, solve_experts, solve_ffn_width
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
-from pretrain.costs.hardware import Hardware
-from pretrain.costs.step import Cost, Part, part_costs
-from pretrain.costs.timing import step_time
+from pretrain.engine.session import session
 from pretrain.errors import ConfigError
-from pretrain.session import session
+from pretrain.planning.costs.equal_compute import flops_measure, solve_experts, solve_ffn_width
+from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.step import Cost, Part, part_costs
+from pretrain.planning.costs.timing import step_time
 from tools.bench.step_profile import Phase, StepTimes, measure_turns, turns
 from tools.bench.timeline import RangeTimes
 

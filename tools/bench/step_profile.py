@@ -29,11 +29,11 @@ from megamem.layers.retrieval import RetrievalLayer
 from megamem.side_stream import SideStream
 from parallel.exchange import Exchange
 from parallel.groups import ParallelGroups
-from pretrain.build import unwrap
 from pretrain.config.schema import RunConfig
-from pretrain.costs.step import Part
-from pretrain.optimizer import MemoryOptimizer
-from pretrain.session import relaid
+from pretrain.engine.build import unwrap
+from pretrain.engine.optimizer import MemoryOptimizer
+from pretrain.engine.session import relaid
+from pretrain.planning.costs.step import Part
 from tools.bench.synthetic_run import SyntheticRun
 from tools.bench.timeline import RangeTimes, Timeline
 

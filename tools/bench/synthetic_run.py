@@ -10,12 +10,12 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks, wrap_chunks
+from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, on_device
-from pretrain.optimizer import build_optimizer
-from pretrain.schedule import apply_schedule
-from pretrain.step import train_step
+from pretrain.engine.build import build_chunks, wrap_chunks
+from pretrain.engine.optimizer import build_optimizer
+from pretrain.engine.step import train_step
 
 
 class SyntheticRun:

@@ -25,13 +25,13 @@ from megamem.token_tables.codec import PlainRows
 from megamem.token_tables.config import TokenTableConfig
 from megamem.token_tables.fetched import FetchedRows
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks, build_unset_chunks
 from pretrain.config.schema import RunConfig
+from pretrain.engine.build import build_chunks, build_unset_chunks
+from pretrain.engine.session import session
 from pretrain.errors import ConfigError
-from pretrain.generate import generate
-from pretrain.sampling import Sampling
-from pretrain.session import session
-from pretrain.stored_tables import map_records
+from pretrain.evaluation.generate import generate
+from pretrain.evaluation.sampling import Sampling
+from pretrain.evaluation.stored_tables import map_records
 
 _SPARE_BYTES = 2**31
 """Of memory and of disk, for everybody else."""

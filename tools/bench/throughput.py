@@ -10,9 +10,9 @@ from statistics import median
 
 from parallel.devices import hide_gpus
 from pretrain.config.schema import RunConfig
-from pretrain.costs.formulas import count_parameters
-from pretrain.costs.traffic import attention_bytes, exchanged_bytes
-from pretrain.session import session
+from pretrain.engine.session import session
+from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
 from tools.bench.step_profile import StepTimes, measure_turns, turns
 
 
@@ -59,7 +59,7 @@ def memory_lines(configs: Mapping[str, RunConfig], num_ranks: int) -> Iterator[s
 
 def held_and_peak(config: RunConfig, num_ranks: int) -> tuple[int, int]:
     """Bytes of rank 0 between steps, and at most in one."""
-    from pretrain.dryrun.rank import dry_run
+    from pretrain.planning.dryrun.rank import dry_run
 
     hide_gpus()
     (report,) = dry_run(config, num_ranks, [0])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tools.parsers import add_command
 
 if TYPE_CHECKING:
-    from pretrain.checkpoint.formats.format import OpenedCheckpoint
+    from pretrain.convert.format import OpenedCheckpoint
 
 _WHAT = "a run's folder (its newest checkpoint), or a checkpoint of any format that `convert` knows"
 _WHAT_IS_VERIFIED = "a run's folder (all its checkpoints), or a checkpoint of any format that `convert` knows"
@@ -101,7 +101,7 @@ def _add_diff(commands: Any) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    from pretrain.checkpoint.formats.names import FORMAT_NAMES
+    from pretrain.convert.names import FORMAT_NAMES
 
     parser = add_command(
         commands, "convert", "write a checkpoint in another format, or packed for another layout", _CONVERT_EPILOG
@@ -177,8 +177,8 @@ def _run(name: str) -> Callable[[argparse.Namespace], int]:
 
 def opened(path: Path, step: int | None = None, config: Path | None = None) -> OpenedCheckpoint:
     """A checkpoint of whatever format; `config` is the file with the configuration of one that has none."""
-    from pretrain.checkpoint.formats.registry import open_checkpoint
     from pretrain.config.loader import load_config
+    from pretrain.convert.registry import open_checkpoint
 
     return open_checkpoint(path, step, None if config is None else load_config(config))
 

@@ -8,11 +8,11 @@ import time
 
 import torch
 
-from pretrain.checkpoint.formats.convert import Resources, convert
-from pretrain.checkpoint.formats.format import Target
-from pretrain.checkpoint.formats.names import HUGGINGFACE, MEGATRON_RANKS, RELEASED
-from pretrain.checkpoint.formats.registry import FORMATS
 from pretrain.config.schema import ParallelConfig
+from pretrain.convert.convert import Resources, convert
+from pretrain.convert.format import Target
+from pretrain.convert.names import HUGGINGFACE, MEGATRON_RANKS, RELEASED
+from pretrain.convert.registry import FORMATS
 from pretrain.errors import ConfigError
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases

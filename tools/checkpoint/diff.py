@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.checkpoint.formats.compare import Counter, differences
-from pretrain.checkpoint.formats.convert import Resources
+from pretrain.convert.compare import Counter, differences
+from pretrain.convert.convert import Resources
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
 from tools.words import plural, size_in_words

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from pretrain.checkpoint.listing import Listing, is_native, listing_of, native_listing
 from pretrain.config.loader import to_dict
+from pretrain.convert.listing import Listing, is_native, listing_of, native_listing
 from tools.checkpoint.command import opened
 from tools.parameter_table import markdown_table
 from tools.words import size_in_words

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from parallel.refusals import in_words
 from pretrain.checkpoint.folder import list_checkpoints
-from pretrain.checkpoint.formats.convert import Resources
-from pretrain.checkpoint.formats.format import OpenedCheckpoint
-from pretrain.checkpoint.formats.verify import problems_of
+from pretrain.convert.convert import Resources
+from pretrain.convert.format import OpenedCheckpoint
+from pretrain.convert.verify import problems_of
 from pretrain.errors import CheckpointError
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from tools.checkpoint.command import opened
 from tools.checkpoint.phases import Phases
 from tools.words import plural, size_in_words

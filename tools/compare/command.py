@@ -10,7 +10,7 @@ from typing import Any
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from tools.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
 from tools.compare.report import Tuned, plot, report, table
 from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures, overrides_among, with_seed

@@ -13,9 +13,9 @@ from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
 from pretrain.growth.placement import PLACEMENTS, Placement
 from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
+from pretrain.run.folder import RunFolder
 from tools.compare.arguments import command_line, open_page
 from tools.compare.growth_report import GrownFigures, plot, report, table
 from tools.compare.key_files import read_keys
@@ -269,10 +269,10 @@ def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str])
 def grow(base: Path, way: Way, seed: int, output: Path) -> None:
     """Write the folder of a run at step 0 whose model is that of a run, grown."""
     # These import torch.
-    from pretrain.checkpoint.formats.convert import Resources, convert
-    from pretrain.checkpoint.formats.format import Target
-    from pretrain.checkpoint.formats.names import NATIVE
-    from pretrain.checkpoint.formats.registry import FORMATS, open_checkpoint
+    from pretrain.convert.convert import Resources, convert
+    from pretrain.convert.format import Target
+    from pretrain.convert.names import NATIVE
+    from pretrain.convert.registry import FORMATS, open_checkpoint
     from pretrain.growth.upscale import upscale
     from tools.checkpoint.phases import Phases
 

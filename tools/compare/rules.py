@@ -10,8 +10,8 @@ from typing import Any
 
 from pretrain.config.loader import load_config
 from pretrain.config.schema import DatasetEntry, RunConfig
-from pretrain.costs.formulas import count_parameters, forward_flops_per_token
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 
 BASE_FILE = "base.yaml"
 """A file of this name is what others build on, and no model; it may be among those named (`configs/compare/*.yaml`)."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, DataError
-from pretrain.folder import RunFolder
-from pretrain.saved_run import starting_checkpoint
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import starting_checkpoint
 from tools.metrics import Curves, curves, read_metrics
 from tools.ranks import run_on_ranks
 from tools.train import train_rank

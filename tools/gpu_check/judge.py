@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.costs.held import held_bytes
+from pretrain.planning.costs.held import held_bytes
 from tools.gpu_check.plan import Trial
 from tools.gpu_check.trial import Observed
 

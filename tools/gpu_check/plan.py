@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretrain.config.context_ways import WAYS
 from pretrain.config.loader import from_dict, load_config, to_dict
 from pretrain.config.schema import RunConfig
-from pretrain.costs.context import WAYS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -11,14 +11,14 @@ import torch
 
 from parallel.devices import hide_gpus
 from parallel.groups import ParallelGroups
-from pretrain.build import build_chunks, wrap_chunks
+from pretrain.config.schedule import apply_schedule
 from pretrain.config.schema import RunConfig
 from pretrain.data.loader import Sample, microbatches, on_device
-from pretrain.loop import seed_step
-from pretrain.optimizer import build_optimizer
-from pretrain.schedule import apply_schedule
-from pretrain.session import session
-from pretrain.step import train_step
+from pretrain.engine.build import build_chunks, wrap_chunks
+from pretrain.engine.optimizer import build_optimizer
+from pretrain.engine.session import session
+from pretrain.engine.step import train_step
+from pretrain.train.loop import seed_step
 
 
 @dataclass(frozen=True)

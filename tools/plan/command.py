@@ -18,9 +18,9 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml, find, to_plain
 from pretrain.config.stages import load_stage, load_stages
 from pretrain.config.validate import batch_problems, validate
-from pretrain.costs.hardware import Hardware, load_hardware
-from pretrain.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from pretrain.errors import ConfigError
+from pretrain.planning.costs.hardware import Hardware, load_hardware
+from pretrain.planning.costs.layouts import Estimate, estimate, estimates_of, possible_layouts, recommended, too_large
 from pretrain.progress import Progress
 from tools.parsers import add_command, add_config, add_stage
 from tools.plan.report import as_json, details, table

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
-from pretrain.costs.checkpoints import checkpoint_costs
-from pretrain.costs.formulas import count_parameters
-from pretrain.costs.hardware import Hardware, load_hardware
-from pretrain.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended, too_large
-from pretrain.costs.memory import STATE_PARTS, MemoryPart
-from pretrain.costs.stages import Division
-from pretrain.costs.timing import TimePart
+from pretrain.planning.costs.checkpoints import checkpoint_costs
+from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.hardware import Hardware, load_hardware
+from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended, too_large
+from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart
+from pretrain.planning.costs.stages import Division
+from pretrain.planning.costs.timing import TimePart
 
 GPU = "h100-80g"
 GPUS = (64, 256, 512)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretrain.costs.hardware import Hardware
-from pretrain.costs.layouts import Estimate
-from pretrain.costs.memory import MemoryPart
-from pretrain.costs.timing import TimePart
+from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.layouts import Estimate
+from pretrain.planning.costs.memory import MemoryPart
+from pretrain.planning.costs.timing import TimePart
 from tools.drawing import svg
 
 

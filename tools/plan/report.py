@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pretrain.costs.hardware import Hardware
-from pretrain.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended
-from pretrain.costs.stages import Division, stages_of
-from pretrain.costs.timing import TimePart, launches_of
+from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended
+from pretrain.planning.costs.stages import Division, stages_of
+from pretrain.planning.costs.timing import TimePart, launches_of
 
 _HEAD = ("TP", "PP", "VP", "CP", "DP", "G", "micro", "recompute", "offload", "GB", "s/step", "tokens/s", "MFU", "days")
 _WIDTHS = (4, 4, 4, 4, 6, 5, 6, 10, 8, 7, 8, 12, 7, 7)

@@ -14,10 +14,10 @@ from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.validate import validate
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.saved_run import find_checkpoint, note_edited_config, saved_config
-from pretrain.suite.plan import Answers, Cell, Plan, cells
-from pretrain.suite.tasks import TASKS
+from pretrain.evaluation.suite.plan import Answers, Cell, Plan, cells
+from pretrain.evaluation.suite.tasks import TASKS
+from pretrain.run.folder import RunFolder
+from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.evaluate import check_data
 from tools.parsers import add_command
 from tools.probe.picture import draw, table
@@ -185,8 +185,8 @@ class _Asked:
 
     def on_rank(self) -> None:
         """What one rank does. The first one writes."""
-        from pretrain.restore import restore_model
-        from pretrain.session import session
+        from pretrain.engine.session import session
+        from pretrain.evaluation.restore import restore_model
 
         plan, longest = self.plan, max(self.plan.lengths)
         config = replace(self.config, train=replace(self.config.train, sequence_length=longest))
@@ -208,9 +208,9 @@ class _Asked:
         from contextlib import nullcontext
 
         from pretrain.data.held_out import evaluated_parts
+        from pretrain.evaluation.suite.ask import Rows, ask
+        from pretrain.evaluation.suite.texts import Filler, Writer
         from pretrain.progress import Progress
-        from pretrain.suite.ask import Rows, ask
-        from pretrain.suite.texts import Filler, Writer
 
         train = self.config.train
         parts = [(dataset, split) for dataset, split, _ in evaluated_parts(self.config.evaluated)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.refusals import naming
-from pretrain.suite.plan import Answers, Cell
+from pretrain.evaluation.suite.plan import Answers, Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

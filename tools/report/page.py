@@ -12,8 +12,8 @@ import numpy as np
 
 from pretrain.config.changes import flat
 from pretrain.config.loader import to_dict
-from pretrain.health.memories import in_words
-from pretrain.history import Start
+from pretrain.run.history import Start
+from pretrain.train.health.memories import in_words
 from tools.report.charts import Line, Mark, chart, colour_of, key, shade_of
 from tools.report.reading import EVALUATION_FIGURES, Binned, Column, RunRecord, binned
 from tools.report.style import STYLE

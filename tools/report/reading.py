@@ -19,13 +19,13 @@ import numpy as np
 from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.suggest import did_you_mean_path
-from pretrain.costs.formulas import ParameterCounts, count_parameters
 from pretrain.data.blend import model_vocab_size
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError, DataError
-from pretrain.folder import RunFolder
-from pretrain.health.memories import Finding, findings
-from pretrain.history import Incident, Start, read_history
+from pretrain.planning.costs.formulas import ParameterCounts, count_parameters
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Incident, Start, read_history
+from pretrain.train.health.memories import Finding, findings
 from tools.standing import Standing, standing_of
 
 STEP_FIGURES = ("loss", "lr", "value_lr", "tokens_per_s", "tflops_per_gpu", "step_s", "grad_norm", "value_grad_norm")

@@ -15,10 +15,10 @@ from pretrain.checkpoint.store.tensors import (
     TensorInfo,
     TensorReader,
     overlap,
-    rectangles_of_range,
     slices_in,
 )
 from pretrain.errors import CheckpointError
+from pretrain.rectangles import rectangles_of_range
 
 
 class PairedReader:

@@ -13,11 +13,11 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.slots import Slot
-from pretrain.checkpoint.huggingface.names import pairs
-from pretrain.checkpoint.megatron_ranks.layout import RankLayout
-from pretrain.checkpoint.releases import released_pairs
 from pretrain.config.loader import parse_config
 from pretrain.config.schema import RunConfig
+from pretrain.convert.huggingface.names import pairs
+from pretrain.convert.megatron_ranks.layout import RankLayout
+from pretrain.convert.released.pairs import released_pairs
 from pretrain.errors import CheckpointError, ConfigError
 
 LATENT = ModelConfig(hidden_size=32, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4))

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain import run as run_module
 from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig
 from pretrain.data.dataset import TrainDataset, build_train_dataset
 from pretrain.data.loader import microbatches
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
-from pretrain.run import open_run
+from pretrain.run.folder import RunFolder
+from pretrain.train import run as run_module
+from pretrain.train.run import open_run
 
 NUM_DOCUMENTS, NUM_LETTERS = 8, 5
 EPOCH_TOKENS = NUM_DOCUMENTS * (NUM_LETTERS + 1)

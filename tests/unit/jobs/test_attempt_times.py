@@ -11,8 +11,8 @@ import pytest
 
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
-from pretrain.folder import RunFolder
-from pretrain.history import Start, write_event
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import Start, write_event
 from slurm import job, records
 from slurm.job import begin, end
 from slurm.profile import ClusterConfig

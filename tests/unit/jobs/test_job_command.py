@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.job import begin
 from slurm.profile import ClusterConfig
 from slurm.records import JobsFolder, Submission

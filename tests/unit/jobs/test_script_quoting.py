@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.profile import ClusterConfig, ContainerConfig, VariableEntry
 from slurm.records import JobsFolder, Submission
 from slurm.script import render, render_array

@@ -11,7 +11,7 @@ import pytest
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.job import JobNow, begin, end, goes_on_in_place, seconds, usable_nodes
 from slurm.lead import lead_seconds
 from slurm.policy import Action, Cause

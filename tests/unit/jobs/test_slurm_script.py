@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.schema import RunConfig
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm.profile import ClusterConfig, ContainerConfig, VariableEntry, find_profile, load_profile
 from slurm.records import JobsFolder, Submission
 from slurm.script import render

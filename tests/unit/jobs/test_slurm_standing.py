@@ -11,9 +11,9 @@ import pytest
 
 from pretrain.config.loader import to_yaml
 from pretrain.config.schema import RunConfig, TrainConfig
-from pretrain.folder import RunFolder
-from pretrain.history import End, Start, now, write_event
-from pretrain.owner import Claim
+from pretrain.run.folder import RunFolder
+from pretrain.run.history import End, Start, now, write_event
+from pretrain.run.owner import Claim
 from slurm import commands, standing
 from slurm.commands import JobState, SlurmError
 from slurm.job import JobNow, begin, end

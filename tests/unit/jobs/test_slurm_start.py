@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import UserError
-from pretrain.stop import StopRequest
+from pretrain.run.stop import StopRequest
 from slurm import snapshot
 from slurm.rendezvous import meeting_point
 

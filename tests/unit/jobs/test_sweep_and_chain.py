@@ -15,7 +15,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import load_stages, to_entries
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
+from pretrain.run.folder import RunFolder
 from slurm import queue
 from slurm.commands import SlurmError
 from slurm.job import begin

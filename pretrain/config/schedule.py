@@ -1,0 +1,104 @@
+"""Learning rates as a closed function of the step: nothing to save, nothing to lose on resume.
+
+`step` counts optimizer steps from 0; the values are those used for the update that ends that step. In a run of stages
+what a schedule counts from is the first step of the stage or of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from pretrain.config.position import tokens_of_run
+from pretrain.config.schema import OptimizerConfig, StageConfig, TrainConfig
+
+if TYPE_CHECKING:
+    # It imports torch, and what checks or draws a schedule does not.
+    from megamem.parameters import GroupName
+
+
+def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
+    """Linear warm-up, then constant, cosine or warm-up-stable-decay over `num_steps`, from step 0."""
+    peak, low, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
+    if step < warmup:
+        start = optimizer.warmup_start
+        return peak * ((step + 1) / warmup if start is None else start + (1 - start) * step / warmup)
+    match optimizer.schedule:
+        case "constant":
+            return peak
+        case "cosine":
+            progress = min(1.0, (step - warmup) / max(1, num_steps - 1 - warmup))
+            return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "wsd":
+            into_decay = step + 1 - (num_steps - optimizer.decay_steps)
+            progress = min(1.0, max(0, into_decay) / max(1, optimizer.decay_steps))
+            return peak + (low - peak) * progress
+
+
+def schedule_span(
+    step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None
+) -> tuple[int, int]:
+    """Where a step of the run stands in the schedule, and how many steps that has (`optimizer.schedule_from`)."""
+    if stage is None:
+        return step, train.num_steps
+    if optimizer.schedule_from == "run":
+        return step, stage.run_steps
+    return step - stage.steps_before, train.num_steps - stage.steps_before
+
+
+def value_multiplier(
+    step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None
+) -> float:
+    """Learning rate of the tables over the backbone's: linear over value_lr_decay_tokens (section 4.2.9)."""
+    start, end = optimizer.value_lr_multiplier, optimizer.value_lr_end_multiplier
+    if end is None:
+        return start
+    tokens, decay_tokens = tokens_of_run(train, stage, step), tokens_of_run(train, stage, train.num_steps)
+    if stage is not None and optimizer.value_lr_from == "stage":
+        tokens, decay_tokens = tokens - stage.tokens_before, decay_tokens - stage.tokens_before
+    elif stage is not None:
+        decay_tokens = stage.run_tokens
+    return start + (end - start) * min(1.0, tokens / (optimizer.value_lr_decay_tokens or decay_tokens))
+
+
+def group_settings(
+    step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None
+) -> dict[GroupName, tuple[float, float]]:
+    """(learning rate, weight decay) of every group at a step of the run."""
+    lr = run_lr(step, optimizer, train, stage)
+    value_lr = optimizer.value_lr
+    if value_lr is None:
+        value_lr = lr * value_multiplier(step, optimizer, train, stage)
+    pre_multiplier = optimizer.pre_value_lr_multiplier
+    retrieval_lr = lr if optimizer.retrieval_lr is None else optimizer.retrieval_lr
+    retrieval_decay = (
+        optimizer.weight_decay if optimizer.retrieval_weight_decay is None else optimizer.retrieval_weight_decay
+    )
+    table_decay = optimizer.weight_decay if optimizer.value_weight_decay is None else optimizer.value_weight_decay
+    return {
+        "backbone": (lr, optimizer.weight_decay),
+        "backbone_no_decay": (lr, 0.0),
+        "retrieval": (retrieval_lr, retrieval_decay),
+        "experts": (lr, optimizer.weight_decay),
+        "values": (value_lr, table_decay),
+        "pre_values": (value_lr if pre_multiplier is None else lr * pre_multiplier, table_decay),
+    }
+
+
+def run_lr(step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None) -> float:
+    """The backbone's learning rate at a step of the run."""
+    position, length = schedule_span(step, optimizer, train, stage)
+    return backbone_lr(position, optimizer, length)
+
+
+def apply_schedule(
+    param_groups: list[dict[str, Any]],
+    step: int,
+    optimizer: OptimizerConfig,
+    train: TrainConfig,
+    stage: StageConfig | None = None,
+) -> None:
+    """Set learning rate and weight decay of every group for one step, in place."""
+    settings = group_settings(step, optimizer, train, stage)
+    for group in param_groups:
+        group["lr"], group["weight_decay"] = settings[group["name"]]

@@ -1,0 +1,273 @@
+"""Our model as a `config.json` of Hugging Face's, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megamem.config import ModelConfig
+from megamem.memory_config import Scoring
+from megamem.retrieval.config import RetrievalConfig, TuckerConfig
+from megamem.shuffle import KeyedShuffle
+from pretrain.checkpoint.store.tensors import TensorInfo
+from pretrain.config.loader import from_dict, to_dict
+from pretrain.config.schema import RunConfig
+from pretrain.convert.huggingface.names import memory_weights
+from pretrain.convert.huggingface.refused import refused
+from pretrain.convert.huggingface.rope import imported_base, imported_scaling, rope_parameters
+from pretrain.errors import CheckpointError, ConfigError
+
+LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
+_MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
+
+# What `remote_code/memory_megamem.py` computes with: the weights that it needs, and those that there may be besides.
+_TUCKER_WEIGHTS = {"query_proj", "query_norm", "keys", "keys_norm", "cores", "u", "v", "value_proj"}
+_PRODUCT_OPTIONS = {
+    *("query_bias", "query_norm", "value_proj", "value_bias"),
+    *("silu_gate", "silu_gate_bias", "output_gate", "output_gate_bias"),
+}
+_WEIGHTS: dict[Scoring, tuple[set[str], set[str]]] = {
+    Scoring.TUCKER: (_TUCKER_WEIGHTS, {"pre_value_proj", "permutation"}),
+    Scoring.PRODUCT: ({"query_proj", "keys"}, _PRODUCT_OPTIONS),
+    Scoring.HEADS: ({"keys", "expansion"}, {"query_gain", "query_bias"}),
+    Scoring.ROWS: ({"query_proj", "keys"}, set()),
+}
+
+
+def architecture_of(model: ModelConfig) -> str:
+    """The class of transformers that computes what the model does: its own where no other does exactly that."""
+    if model.memory is not None or model.moe is not None:
+        return OWN
+    return _backbone(model)
+
+
+def _backbone(model: ModelConfig) -> str:
+    return QWEN3 if model.qk_norm else LLAMA
+
+
+def exported_config(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    eod: int,
+    dtype: torch.dtype,
+    seed: int,
+    tensors: Mapping[str, TensorInfo],
+) -> dict[str, Any]:
+    """The content of `config.json`.
+
+    Args:
+        vocab_size: token ids before padding.
+        sequence_length: the longest that the model was trained on.
+        eod: id of the token that ends a document, which also begins one.
+        dtype: of the weights.
+        seed: the run's, which keys the shuffles.
+        tensors: ours, by global name.
+
+    Raises:
+        CheckpointError: the exported model does not know the memory's family.
+    """
+    architecture = architecture_of(model)
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": _MODEL_TYPES[architecture],
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.attention_head_dim,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_parameters": rope_parameters(model),
+        "max_position_embeddings": sequence_length,
+        "initializer_range": model.linear_std,
+        "tie_word_embeddings": model.tied_embeddings,
+        "bos_token_id": eod,
+        # No padding token: transformers would keep its embedding from being trained, and this one ends documents.
+        "eos_token_id": eod,
+        "use_cache": True,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if architecture != OWN:
+        plain = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+        return {**config, **plain, **({"mlp_bias": False} if architecture == LLAMA else {"use_sliding_window": False})}
+    moe = None
+    if model.moe is not None:
+        moe = {
+            "num_experts": model.moe.num_experts,
+            "top_k": model.moe.top_k,
+            "intermediate_size": model.moe.expert_ffn_hidden_size,
+            "renormalise": model.moe.renormalise,
+        }
+    return {
+        **config,
+        "auto_map": {
+            "AutoConfig": "configuration_megamem.MegamemConfig",
+            "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
+        },
+        **({"backbone": _backbone(model)} if model.memory is not None and model.memory.is_inserted else {}),
+        "qk_norm": model.qk_norm,
+        "moe": moe,
+        "memory": _memory(model, seed, tensors),
+        "memory_device": None,
+        "native": _native(model, vocab_size, seed),
+    }
+
+
+def _native(model: ModelConfig, vocab_size: int, seed: int) -> dict[str, Any]:
+    """What makes it a model of ours again."""
+    plain = to_dict(RunConfig(seed=seed, model=replace(model, vocab_size=vocab_size)))
+    return {"seed": seed, "model": plain["model"]}
+
+
+def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
+    memory = model.memory
+    if memory is None:
+        return None
+    scoring = memory.scoring
+    if scoring is None:
+        raise _unknown(model, "which does not choose what it reads by scores")
+    needed, options = _WEIGHTS[scoring]
+    layers: list[dict[str, Any]] = []
+    for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
+        weights = memory_weights(model, index, tensors)
+        if not needed <= weights.keys() <= needed | options:
+            odd = sorted((needed - weights.keys()) | (weights.keys() - needed - options))
+            raise _unknown(model, f"whose weights are others than the exported model's: {', '.join(odd)}")
+        layers.append(
+            {
+                "block": span.read,
+                "added_after": span.add,
+                "slot": memory.slot_of(span).value,
+                "layer_norm": memory.has_layer_norm,
+                "bank": view.bank,
+                "first_row": view.first_row,
+                "num_rows": view.num_rows,
+                "round_keys": _round_keys(model, index, seed),
+                "weights": {name: list(info.shape) for name, info in weights.items()},
+            }
+        )
+    # Every layer has as many.
+    num_heads = layers[0]["weights"]["keys"][0]
+    return {
+        "scoring": scoring.value,
+        "queries": memory.query_mode if isinstance(memory, TuckerConfig) else None,
+        "num_heads": num_heads,
+        "row_top_k": memory.row_top_k if isinstance(memory, RetrievalConfig) else memory.lookup.rows // num_heads,
+        "top_k": memory.lookup.rows // num_heads,
+        "num_scores": memory.lookup.scores,
+        "num_sums": memory.lookup.bins,
+        "activation": memory.lookup.activation,
+        "tables": {table.name: table.width for table in memory.tables},
+        "bank_rows": [bank.num_rows for bank in model.memory_plan.banks],
+        "layers": layers,
+    }
+
+
+def _round_keys(model: ModelConfig, index: int, seed: int) -> list[int] | None:
+    """Of a memory layer's shuffle; None: it has none that is drawn from a seed."""
+    memory, view = model.memory, model.memory_plan.views[index]
+    if not isinstance(memory, TuckerConfig) or memory.shuffle != "keyed":
+        return None
+    return list(KeyedShuffle(memory.expansion * view.num_keys, seed=seed, name=model.memory_name(index)).round_keys)
+
+
+def _unknown(model: ModelConfig, why: str) -> CheckpointError:
+    assert model.memory is not None
+    return CheckpointError(
+        f"model.memory.kind is {model.memory.kind}, {why}: such a model cannot be exported to Hugging Face; "
+        "convert it to another format"
+    )
+
+
+def imported_config(config: Mapping[str, Any], origin: str) -> RunConfig:
+    """The configuration of a run that goes on with the model of a `config.json`; what that does not say has its default.
+
+    Args:
+        config: its content: of a Llama, a Qwen3, or a model that was exported.
+        origin: what to call it in messages.
+
+    Raises:
+        CheckpointError: naming key and value of what our models cannot be.
+    """
+    if config.get("architectures") == [OWN]:
+        native = config.get("native")
+        if not isinstance(native, dict) or native.keys() != {"seed", "model"}:
+            raise refused(origin, "native", native, "it says which model of ours was exported: copy the file again")
+        try:
+            found = from_dict(native, f"native in {origin}")
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+        if found.model.vocab_size is None:
+            raise refused(origin, "native.model.vocab_size", None, "it must be a number")
+        return found
+    return RunConfig(model=_imported_model(config, origin))
+
+
+def _imported_model(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    match config.get("architectures"):
+        case [str(architecture)] if architecture in (LLAMA, QWEN3):
+            pass
+        case other:
+            raise CheckpointError(
+                f"{origin}: architectures is {other}, and {[LLAMA]}, {[QWEN3]} or {[OWN]} can be imported"
+            )
+    qwen = architecture == QWEN3
+    _check_plain(config, origin)
+    heads, hidden = _whole(config, "num_attention_heads", origin), _whole(config, "hidden_size", origin)
+    # As transformers fills in what a file leaves out.
+    default_head = 128 if qwen else hidden // heads
+    head_dim = _whole(config, "head_dim", origin, default_head)
+    groups = _whole(config, "num_key_value_heads", origin, heads)
+    try:
+        return ModelConfig(
+            num_layers=_whole(config, "num_hidden_layers", origin),
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=None if groups == heads else groups,
+            head_dim=None if head_dim * heads == hidden else head_dim,
+            ffn_hidden_size=_whole(config, "intermediate_size", origin),
+            vocab_size=_whole(config, "vocab_size", origin),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=qwen,
+            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            rotary_base=imported_base(config, origin),
+            rotary_scaling=imported_scaling(config, origin),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+
+
+def _check_plain(config: Mapping[str, Any], origin: str) -> None:
+    """Refuse what the values of other keys make of a model."""
+    for key, wanted in {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0,
+        "use_sliding_window": False,
+        "partial_rotary_factor": 1,
+        "pretraining_tp": 1,
+    }.items():
+        if key in config and config[key] != wanted:
+            raise refused(origin, key, config[key], f"imported models have {wanted}")
+    if config.get("quantization_config") is not None:
+        raise refused(origin, "quantization_config", "set", "import the model's weights as they were before")
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        raise refused(origin, "sliding_window", config["sliding_window"], "imported models attend to whole sequences")
+    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        raise refused(origin, "layer_types", kinds, "imported models attend to whole sequences")
+
+
+def _whole(config: Mapping[str, Any], key: str, origin: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise refused(origin, key, config.get(key), "it must be a whole number from 1 on")
+    return value

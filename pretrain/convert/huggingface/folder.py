@@ -1,0 +1,200 @@
+"""An exported folder, and an imported one: everything besides tensors, and then the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megamem.config import ModelConfig
+from parallel.layout import padded_size
+from pretrain.checkpoint.store.paired import PairedReader, shapes_of
+from pretrain.checkpoint.store.safetensors_store import open_safetensors, write_safetensors
+from pretrain.checkpoint.store.selected import Padded
+from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader, inverted
+from pretrain.config.schema import RunConfig
+from pretrain.convert.huggingface.card import Figures, model_card
+from pretrain.convert.huggingface.config import OWN, architecture_of, exported_config, imported_config
+from pretrain.convert.huggingface.names import exported_memory, pairs
+from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.errors import CheckpointError
+
+CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
+_REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py")
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one file; Hugging Face's own default."""
+_MAX_CONFIG_BYTES = 2**24
+
+
+def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int) -> PairedReader:
+    """A native checkpoint's model under Hugging Face's names.
+
+    Args:
+        config: the run's.
+        source: the checkpoint; whatever it holds besides the model is left out.
+        vocab_size: token ids before padding.
+
+    Raises:
+        CheckpointError: the model cannot be exported, or the checkpoint lacks a tensor of it.
+    """
+    return PairedReader(inverted(pairs(config.model, vocab_size=vocab_size, tensors=source.tensors)), source)
+
+
+def export(
+    config: RunConfig,
+    source: TensorReader,
+    folder: Path,
+    *,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    figures: Figures,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers loads by itself.
+
+    Args:
+        config: the run's.
+        source: its checkpoint.
+        folder: exists and is empty.
+        tokenizer: the run's.
+        vocab_size: token ids before padding.
+        figures: for the card.
+        max_shard_bytes: of one file of weights.
+
+    Raises:
+        CheckpointError: the model cannot be exported, the checkpoint cannot be read, or the folder not written.
+    """
+    tensors = exported_tensors(config, source, vocab_size=vocab_size)
+    write_small_files(config, source.tensors, folder, tokenizer=tokenizer, vocab_size=vocab_size, figures=figures)
+    write_safetensors(folder, tensors, max_shard_bytes)
+
+
+def write_small_files(
+    config: RunConfig,
+    tensors: Mapping[str, TensorInfo],
+    folder: Path,
+    *,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    figures: Figures,
+) -> None:
+    """Write everything besides tensors: configurations, tokenizer, card, and the model's code where it has its own.
+
+    Args:
+        config: the run's.
+        tensors: ours, by global name.
+        folder: exists.
+        tokenizer: the run's.
+        vocab_size: token ids before padding.
+        figures: for the card.
+
+    Raises:
+        CheckpointError: the model cannot be exported, or the folder not written.
+    """
+    content = exported_config(
+        config.model,
+        vocab_size=vocab_size,
+        sequence_length=config.train.sequence_length,
+        eod=tokenizer.eod,
+        dtype=tensors["embedding.word_embeddings.weight"].dtype,
+        seed=config.seed,
+        tensors=tensors,
+    )
+    eod = tokenizer.eod
+    generation = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod, "use_cache": True}
+    sized = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    try:
+        _write_json(folder / CONFIG_FILE, content)
+        _write_json(folder / GENERATION_FILE, generation)
+        write_tokenizer(tokenizer, folder, sequence_length=config.train.sequence_length)
+        (folder / CARD_FILE).write_text(model_card(sized, figures, name=config.name), encoding="utf-8")
+        if architecture_of(config.model) == OWN:
+            for name in _REMOTE_CODE:
+                code = (Path(__file__).parent / "remote_code" / name).read_text(encoding="utf-8")
+                (folder / name).write_text(code, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A Hugging Face folder, as a model of ours.
+
+    Attributes:
+        config: of a run that goes on with it, with `model.vocab_size` set; a default where the folder says nothing.
+        tensors: its weights under our global names; rows that pad the vocabulary are 0.
+        tokenizer: with which to prepare data for it.
+    """
+
+    config: RunConfig
+    tensors: TensorReader
+    tokenizer: Tokenizer
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model alone."""
+        return self.config.model
+
+
+def open_folder(folder: Path) -> Imported:
+    """Open a Llama, a Qwen3 or an exported model to train it on.
+
+    Raises:
+        CheckpointError: it is damaged, or of a model that ours cannot be.
+        DataError: its tokenizer cannot be used.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no mapping")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): give a folder of Hugging Face's format") from error
+    config = imported_config(content, str(path))
+    model = config.model
+    assert model.vocab_size is not None
+    source = open_safetensors(folder)
+    _check_size(model, source.tensors, path)
+    found = pairs(model, vocab_size=model.vocab_size, tensors=exported_memory(model, source.tensors))
+    padded = (padded_size(model.vocab_size, model.vocab_size_multiple), model.hidden_size)
+    vocabulary = {"embedding.word_embeddings.weight": padded, "output_layer.weight": padded}
+    _check_all_used(model, source.tensors, shapes_of(pair.theirs for pair in found), path)
+    return Imported(config, Padded(PairedReader(found, source), vocabulary), read_tokenizer(folder, content))
+
+
+def _check_size(model: ModelConfig, found: Mapping[str, TensorInfo], path: Path) -> None:
+    """Refuse a configuration of a model far larger than the weights: pairs are made of each block and head of it."""
+    key = "model.layers.0.self_attn.k_proj.weight"
+    rows = found[key].shape[0] if key in found and found[key].shape else 0
+    experts = 0 if model.moe is None else model.moe.num_experts
+    if max(model.num_layers, experts) > len(found) or model.query_groups > rows:
+        raise CheckpointError(
+            f"{path} speaks of {model.num_layers} layers and {model.query_groups} key/value heads, which the weights "
+            "do not have: copy the folder again"
+        )
+
+
+def _check_all_used(
+    model: ModelConfig, found: Mapping[str, TensorInfo], used: Mapping[str, tuple[int, ...]], path: Path
+) -> None:
+    """Refuse weights that the configuration does not explain: biases, adapters, other shapes."""
+    # A tied output projection may be written nevertheless, and old files have the frequencies of RoPE.
+    idle = {"lm_head.weight"} if model.tied_embeddings else set()
+    for name, info in found.items():
+        if name in idle or name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name not in used:
+            raise CheckpointError(f"{path.parent}: there is a tensor {name}, which imported models do not have")
+        if info.shape != used[name]:
+            raise CheckpointError(
+                f"{path.parent}: {name} has the shape {info.shape}, and {path.name} says {used[name]}"
+            )

@@ -1,0 +1,70 @@
+"""Folders of Hugging Face's: models of ours for transformers, and Llama and Qwen3 to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megamem.config import ModelConfig
+from pretrain.checkpoint.store.files import WrittenFile
+from pretrain.checkpoint.store.safetensors_store import open_safetensors, safetensors_files, write_index
+from pretrain.checkpoint.store.tensors import TensorReader
+from pretrain.config.schema import RunConfig
+from pretrain.convert.format import OpenedCheckpoint, Target
+from pretrain.convert.huggingface.card import figures_of
+from pretrain.convert.huggingface.folder import CONFIG_FILE, exported_tensors, open_folder, write_small_files
+from pretrain.convert.names import HUGGINGFACE
+from pretrain.errors import CheckpointError
+from pretrain.run.folder import RunFolder
+
+
+class HuggingFaceFormat:
+    """See `CheckpointFormat`."""
+
+    name = HUGGINGFACE
+
+    def holds_optimizer(self, model: ModelConfig) -> bool:
+        return False
+
+    def is_at(self, path: Path) -> bool:
+        return (path / CONFIG_FILE).is_file()
+
+    def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
+        imported = open_folder(path)
+        own = imported.config
+        named = replace(own, name=path.absolute().name) if own.name == RunConfig().name else own
+        return OpenedCheckpoint(path, self.name, imported.tensors, named, tokenizer=imported.tokenizer)
+
+    def convert(self, source: OpenedCheckpoint, target: Target) -> HuggingFaceConversion:
+        return HuggingFaceConversion(source, target)
+
+
+class HuggingFaceConversion:
+    """See `Conversion`."""
+
+    def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
+        if source.tokenizer is None:
+            raise CheckpointError(
+                f"{source.path} has no tokenizer, which a folder of Hugging Face's has: copy the run's"
+            )
+        self._source, self._tokenizer = source, source.tokenizer
+        self._weights = source.weights_in(target.dtype)
+        self.reader = exported_tensors(source.config, self._weights, vocab_size=source.vocab_size)
+        self.files = safetensors_files(self.reader.tensors, target.max_file_bytes)
+
+    def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
+        source = self._source
+        write_index(folder, self.files)
+        metrics = RunFolder(source.path.parent.parent).metrics
+        write_small_files(
+            source.config,
+            self._weights.tensors,
+            folder,
+            tokenizer=self._tokenizer,
+            vocab_size=source.vocab_size,
+            figures=figures_of(source.state, metrics),
+        )
+
+    def reopen(self, folder: Path) -> TensorReader:
+        return open_safetensors(folder)

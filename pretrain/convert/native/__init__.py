@@ -1,0 +1,1 @@
+"""Our own checkpoints as a format to convert from and to."""

@@ -1,0 +1,43 @@
+"""Which formats there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pretrain.config.schema import RunConfig
+from pretrain.config.suggest import did_you_mean_path
+from pretrain.convert.format import CheckpointFormat, OpenedCheckpoint
+from pretrain.convert.huggingface.format import HuggingFaceFormat
+from pretrain.convert.megatron_ranks.format import MegatronRanksFormat
+from pretrain.convert.names import RELEASED
+from pretrain.convert.native.format import NativeFormat
+from pretrain.convert.released.format import ReleasedFormat
+from pretrain.errors import CheckpointError, ConfigError
+
+_EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), MegatronRanksFormat(), ReleasedFormat())
+FORMATS = {each.name: each for each in _EVERY}
+"""By their names; in this order a path is looked at."""
+
+
+def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | None = None) -> OpenedCheckpoint:
+    """Open a checkpoint of whatever format.
+
+    Args:
+        step: of a run's checkpoint; None: the newest one, which must be whole.
+        config: of a checkpoint that has none with it.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be opened.
+        ConfigError: it needs a configuration that was not given, or has its own.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder{did_you_mean_path(path)}")
+    for each in FORMATS.values():
+        if each.is_at(path):
+            if config is not None and each.name != RELEASED:
+                raise ConfigError(f"--config: {path} has a configuration of its own ({each.name}): leave it out")
+            return each.open(path, step, config)
+    raise CheckpointError(
+        f"{path} is no checkpoint of a format that is known ({', '.join(FORMATS)}): name a run's folder, one of its "
+        "checkpoints, or a folder of another format"
+    )

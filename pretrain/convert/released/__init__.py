@@ -1,0 +1,1 @@
+"""The public codes' checkpoints as a format to convert from and to."""

@@ -1,0 +1,72 @@
+"""A file of tensors under the names of UltraMemV2's public code, and of Meta's memory layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamem.config import ModelConfig
+from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE
+from megamem.families.registry import family_of
+from pretrain.checkpoint.store.files import WrittenFile
+from pretrain.checkpoint.store.safetensors_store import open_safetensors
+from pretrain.checkpoint.store.state_dict import StateDictFile, StateDictReader
+from pretrain.checkpoint.store.tensors import TensorReader
+from pretrain.config.schema import RunConfig
+from pretrain.convert.format import OpenedCheckpoint, Target
+from pretrain.convert.names import RELEASED
+from pretrain.convert.released.pairs import as_ours, as_released
+from pretrain.errors import ConfigError
+
+_FILE = "model.pt"
+_ENDINGS = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class ReleasedFormat:
+    """See `CheckpointFormat`."""
+
+    name = RELEASED
+
+    def holds_optimizer(self, model: ModelConfig) -> bool:
+        return False
+
+    def is_at(self, path: Path) -> bool:
+        return path.suffix in _ENDINGS or (path / _FILE).is_file() or any(path.glob("*.safetensors"))
+
+    def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
+        if config is None:
+            raise ConfigError(
+                f"{path} holds tensors under a release's names, and nothing says of which model: name its configuration "
+                "with --config FILE"
+            )
+        file = path if path.is_file() else path / _FILE
+        source: TensorReader = StateDictReader(file) if file.is_file() else open_safetensors(path)
+        return OpenedCheckpoint(path, self.name, as_ours(source, config.model, _release_of(config.model)), config)
+
+    def convert(self, source: OpenedCheckpoint, target: Target) -> ReleasedConversion:
+        return ReleasedConversion(source, target)
+
+
+class ReleasedConversion:
+    """See `Conversion`."""
+
+    def __init__(self, source: OpenedCheckpoint, target: Target) -> None:
+        config = source.config
+        self.reader = as_released(
+            source.weights_in(target.dtype), config.model, _release_of(config.model), seed=config.seed
+        )
+        self.files = [StateDictFile(_FILE, self.reader.tensors)]
+
+    def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
+        """There is nothing besides the one file."""
+
+    def reopen(self, folder: Path) -> TensorReader:
+        return StateDictReader(folder / _FILE)
+
+
+def _release_of(model: ModelConfig) -> str:
+    """UltraMemV2's, which holds whole models, where it has the family."""
+    released = family_of(model.memory).released if model.memory is not None else {ULTRAMEMV2_RELEASE: None}
+    return ULTRAMEMV2_RELEASE if ULTRAMEMV2_RELEASE in released else META_RELEASE

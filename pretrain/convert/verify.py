@@ -1,0 +1,74 @@
+"""Reading a checkpoint in full, to see whether it is what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from pretrain.checkpoint.hashes import damaged_files
+from pretrain.checkpoint.store.coverage import coverage_problem
+from pretrain.checkpoint.store.torch_dist import open_torch_dist
+from pretrain.convert.compare import Counter, nonfinite_tensors
+from pretrain.convert.convert import Resources
+from pretrain.convert.format import OpenedCheckpoint
+from pretrain.errors import CheckpointError
+
+
+def problems_of(
+    checkpoint: OpenedCheckpoint,
+    resources: Resources,
+    *,
+    finite: bool,
+    on_start: Callable[[str, int], Callable[[int], None]],
+) -> list[str]:
+    """What is wrong with a checkpoint, in words.
+
+    Args:
+        finite: also look for NaN and infinities.
+        on_start: told of a phase's name and bytes when it begins; returns what is told of its progress.
+    """
+    problems = []
+    if checkpoint.saved is not None:
+        total = sum(file.num_bytes for file in checkpoint.saved.files.values())
+        problems += damaged_files(checkpoint.path, on_bytes=Counter(on_start("hash", total)))
+        problems += _misplaced_parts(checkpoint)
+    if problems:
+        # What else is found would follow from these.
+        return problems
+    if checkpoint.differing_copies is not None:
+        found_copies = checkpoint.differing_copies(Counter(on_start("compare copies", 0)))
+        problems += [f"{names} are copies of one another, and differ" for names in found_copies]
+    if finite or checkpoint.saved is None:
+        found = _read_all(checkpoint, resources, on_start)
+        problems += found if finite else []
+    return problems
+
+
+def _read_all(
+    checkpoint: OpenedCheckpoint, resources: Resources, on_start: Callable[[str, int], Callable[[int], None]]
+) -> list[str]:
+    """Read every tensor; what is not finite, in words."""
+    reader = checkpoint.reader
+    names = list(reader.tensors)
+    total = sum(reader.tensors[name].num_bytes for name in names)
+    tell = Counter(on_start("read", total))
+    with ThreadPoolExecutor(resources.num_workers) as pool:
+        found = pool.map(lambda name: list(nonfinite_tensors(reader, [name], resources.piece_bytes, tell)), names)
+        return [f"{each.name} {each.text}" for of_tensor in found for each in of_tensor]
+
+
+def _misplaced_parts(checkpoint: OpenedCheckpoint) -> list[str]:
+    """Tensors of one of our checkpoints whose parts are not all of them, or not where the index says."""
+    stored = open_torch_dist(checkpoint.path)
+    problems = []
+    for name, info in stored.tensors.items():
+        parts = stored.parts(name)
+        problem = coverage_problem(info, [part.region for part in parts])
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
+        for part in parts:
+            try:
+                stored.item(part)
+            except CheckpointError as error:
+                problems.append(str(error))
+    return problems

@@ -1,0 +1,1 @@
+"""Megatron's objects made from a configuration (model, optimizer, groups of parameters), and one training step of them."""

@@ -1,0 +1,204 @@
+"""From a config and this rank's groups to model chunks under Megatron's DDP."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from kernels.implementations import KernelUnavailableError
+from kernels.select import Kernels, select_kernels
+from megamem.initialisation import initialise
+from megamem.model import MemoryGPTModel
+from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
+from megamem.side_stream import SideStream
+from megamem.trained_part import TrainedPart
+from parallel.context_ways import attention_core
+from parallel.groups import ParallelGroups
+from parallel.layout import padded_size
+from parallel.pipeline_layout import chunks_of_stage
+from parallel.sharded_bank import FetchRows, make_bank
+from pretrain.config.context_ways import context_way
+from pretrain.config.schema import RunConfig
+from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
+from pretrain.engine.weight_gathering import wait_before_memories
+from pretrain.errors import ConfigError
+
+T = TypeVar("T")
+
+Chunk: TypeAlias = nn.Module
+"""A model chunk, bare or under DDP."""
+
+
+def build_chunks(
+    config: RunConfig, groups: ParallelGroups, *, vocab_size: int, dtype: torch.dtype | None = None
+) -> list[MemoryGPTModel]:
+    """This rank's bare model chunks (one, or one per virtual stage), with initial weights: for a run that starts.
+
+    See `build_unset_chunks` for arguments and errors.
+    """
+    chunks = build_unset_chunks(config, groups, vocab_size=vocab_size, dtype=dtype)
+    initialise(chunks, config.model, seed=config.seed)
+    for chunk in chunks:
+        chunk.weights_are_set = True
+    return chunks
+
+
+def build_unset_chunks(
+    config: RunConfig,
+    groups: ParallelGroups,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+    kernels: Kernels | None = None,
+    fetch_rows: FetchRows | None = None,
+) -> list[MemoryGPTModel]:
+    """This rank's bare model chunks without weights: they refuse to train before a checkpoint has filled them.
+
+    Args:
+        vocab_size: token ids, before padding.
+        dtype: overrides the run's precision (tests run in fp64).
+        kernels: instead of those that `train.kernels` chooses for this machine (dry runs are for another one).
+        fetch_rows: instead of tables that are part of the model, for one that is only read.
+
+    Raises:
+        ValueError: if a memory bank would be split over chunks, or Transformer Engine is asked for and absent.
+        ConfigError: this machine cannot run the memory kernels that were asked for.
+    """
+    layout = config.parallel
+    try:
+        # Tables may be as large as the vocabulary.
+        model = replace(config.model, vocab_size=vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    dtype = dtype or parameter_dtype(config)
+    megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
+    kernels = kernels or memory_kernels(config, groups.device.type)
+    side_stream = _side_stream(config, groups)
+    chunks: list[MemoryGPTModel] = []
+    of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
+    for index, chunk in enumerate(of_stage):
+        built = MemoryGPTModel(
+            megatron_config,
+            model,
+            layers=chunk.layers,
+            padded_vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
+            sequence_length=config.train.sequence_length,
+            loss_chunk_tokens=config.train.loss_chunk_tokens,
+            separate_documents=config.data.documents == "separate",
+            groups=groups.megatron,
+            make_bank=partial(make_bank, kernels=kernels, groups=groups.megatron, fetch_rows=fetch_rows),
+            attention_core=attention_core(groups.megatron, context_way(config)),
+            kernels=kernels,
+            side_stream=side_stream,
+            pre_process=chunk.has_embedding,
+            post_process=chunk.has_loss,
+            vp_stage=index if layout.virtual_pipeline > 1 else None,
+            stage=Copy(groups.pipeline_rank, layout.pipeline),
+            earlier=tuple(chunks),
+            seed=config.seed,
+        )
+        built.model_type = ModelType.encoder_or_decoder
+        _declare_megatron(built)
+        built.train_only(TrainedPart.of(model, config.optimizer.trained_layers))
+        chunks.append(built)
+    return chunks
+
+
+def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
+    """The memory kernels that the configuration asks for, compiled if need be.
+
+    Raises:
+        ConfigError: this machine cannot run them.
+    """
+    # Without a memory nothing reads a table: nothing to compile.
+    kernels = "torch" if config.model.memory is None else config.train.kernels
+    try:
+        return select_kernels(kernels, device_type=device_type)
+    except KernelUnavailableError as error:
+        raise ConfigError(f"train.kernels is {kernels}: {error}") from error
+
+
+def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
+    """A CUDA stream for lookups in tables that are split; none on the CPU, where work is done when a call returns."""
+    beside = groups.device.type == "cuda" and config.parallel.memory > 1 and config.parallel.overlap_memory
+    return SideStream(torch.cuda.Stream(groups.device) if beside else None)
+
+
+def _declare_megatron(chunk: MemoryGPTModel) -> None:
+    """Declare the parameters of Megatron's own modules and of Transformer Engine's, which nobody here creates."""
+    for module in chunk.modules():
+        if type(module).__module__.split(".")[0] not in ("megatron", "transformer_engine"):
+            continue
+        for parameter in module.parameters(recurse=False):
+            # A mixture declares its experts.
+            if not is_declared(parameter):
+                group: GroupName = "backbone" if parameter.dim() > 1 else "backbone_no_decay"
+                declare(parameter, group, reduced_over=ReducedOver.DATA, tensor_dim=_split_dim(module))
+
+
+def _split_dim(module: nn.Module) -> int | None:
+    """The dimension in which tensor-parallel ranks split the weight of one of Megatron's linears or embeddings.
+
+    Megatron says so inside its own weight initialisation, which we do not run; Transformer Engine's modules say it
+    themselves.
+    """
+    if isinstance(module, RowParallelLinear):
+        return 1
+    return 0 if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) else None
+
+
+def unwrap(chunk: Chunk) -> MemoryGPTModel:
+    """The bare model chunk under DDP and precision wrappers."""
+    module: Any = chunk
+    while not isinstance(module, MemoryGPTModel):
+        module = module.module
+    return module
+
+
+def _weakly(method: Callable[[], T]) -> Callable[[], T]:
+    """The same without holding the object: a config outlives its model."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> T:
+        living = weak()
+        assert living is not None
+        return living()
+
+    return call
+
+
+def wrap_chunks(
+    chunks: Sequence[MemoryGPTModel], config: RunConfig, groups: ParallelGroups
+) -> list[DistributedDataParallel]:
+    """Put the chunks under bf16 conversion (if they are bf16) and Megatron's DDP."""
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+        wrapped.append(
+            DistributedDataParallel(
+                chunk.config, ddp_config(config), module, disable_bucketing=index > 0, pg_collection=groups.megatron
+            )
+        )
+        if config.parallel.overlap_param_gather:
+            wait_before_memories(wrapped[-1], chunk)
+    if config.parallel.overlap_grad_reduce:
+        # Only the last microbatch's backward pass makes gradients that are complete: the schedules ask for this.
+        no_sync = [_weakly(chunk.no_sync) for chunk in wrapped]
+        for chunk in wrapped:
+            chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    # No broadcast from the first replica: all replicas drew the same weights.
+    return wrapped

@@ -1,0 +1,394 @@
+"""Parameter groups, and Megatron's distributed optimizer over them.
+
+Every trainable parameter is in exactly one group. Groups exist on every rank, in the same order, even where they are
+empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
+
+from megamem.parameters import GroupName, group_of
+from parallel.groups import ParallelGroups
+from pretrain.config.schema import RunConfig
+from pretrain.engine.megatron import optimizer_config
+from pretrain.engine.optimizer_shards import leaves_by_parameter, state_entries
+from pretrain.engine.value_offload import HostAdamW, HostShard, HostTables, host_adamw
+from pretrain.engine.weight_gathering import start_gathering
+
+# Parameters that tensor- and data-parallel ranks hold, and those that the memory group splits (experts and tables), are
+# reduced over different replicas, so Megatron needs an optimizer for each.
+DENSE_GROUPS: tuple[GroupName, ...] = ("backbone", "backbone_no_decay", "retrieval")
+SPLIT_GROUPS: tuple[GroupName, ...] = ("experts", "values", "pre_values")
+UpdatesOf = Callable[[nn.Parameter], int]
+TABLE_GROUPS: tuple[GroupName, ...] = ("values", "pre_values")
+
+
+def assign_groups(chunks: Sequence[nn.Module]) -> dict[GroupName, list[nn.Parameter]]:
+    """All trainable parameters of the chunks by the group that each was declared for."""
+    assigned: dict[GroupName, list[nn.Parameter]] = {name: [] for name in (*DENSE_GROUPS, *SPLIT_GROUPS)}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                group = group_of(name, parameter)
+                # Megatron keeps their gradients apart by this mark.
+                assert getattr(parameter, "allreduce", True) == (group in DENSE_GROUPS), name
+                assigned[group].append(parameter)
+    grouped = [id(p) for parameters in assigned.values() for p in parameters]
+    assert len(grouped) == len(set(grouped)), "parameter groups do not add up to the model"
+    return assigned
+
+
+class MemoryDistributedOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer over PyTorch's fused AdamW, with checkpoints of its own.
+
+    Megatron-core 0.16.1 cannot load what it saves without TE or Apex, and matches groups by keys that do not tell ours
+    apart. Here the run keeps the number of updates, the schedule sets hyper-parameters before every step, and a
+    checkpoint holds tensors only, which are loaded in place.
+    """
+
+    def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
+        """Entries `optimizer.state.<param | exp_avg | exp_avg_sq>.<parameter>` for this rank's share.
+
+        They are views of the state itself, so that loading fills it in place.
+        """
+        if self.is_stub_optimizer:
+            return {}
+        self._allocate_state()
+        leaves = leaves_by_parameter(model_sharded_state_dict)
+        entries: dict[str, Any] = {}
+        for parameter in self.model_param_group_index_map:
+            owned = self._get_model_param_range_map(parameter)["param"]
+            state = self._state_of(parameter)
+            entries.update(state_entries(parameter, leaves[parameter], owned.start, owned.end, state))
+        return entries
+
+    def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
+        """This rank's shares of the reduced gradients, with their groups.
+
+        Args:
+            counted_once: leave out what another rank counts in the global norm.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not counted_once or (
+                    param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self.tp_group)
+                ):
+                    yield group["name"], parameter.grad
+
+    def main_weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The model's parameters that this rank steps a share of, with the flat main weights of that share."""
+        if not self.is_stub_optimizer:
+            for parameter, (index, order) in self.model_param_group_index_map.items():
+                yield parameter, self.optimizer.param_groups[index]["params"][order].detach()
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update main weights and this rank's shares of the model's, which `MemoryOptimizer` gathers."""
+        return bool(MixedPrecisionOptimizer.step_with_ready_grads(self))
+
+    def set_num_updates(self, updates_of: UpdatesOf) -> None:
+        """Tell AdamW how many updates the moments of each of the model's parameters have seen, for bias correction."""
+        if not self.is_stub_optimizer:
+            self._allocate_state()
+            for parameter in self.model_param_group_index_map:
+                self._count_updates(parameter, updates_of(parameter))
+
+    @torch.no_grad()
+    def set_weights_from_main(self) -> None:
+        """Round the main weights to this rank's shares of the model's, as after an update."""
+        self._copy_main_params_to_model_params()
+
+    def _allocate_state(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if not state:
+                    # As the fused implementation keeps it: fp32, beside the parameter.
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
+        index, order = self.model_param_group_index_map[model_parameter]
+        parameter = self.optimizer.param_groups[index]["params"][order]
+        self.optimizer.state[parameter]["step"].fill_(num_updates)
+
+    def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
+        """This rank's flat share of a parameter's main weights and moments."""
+        index, order = self.model_param_group_index_map[model_parameter]
+        parameter = self.optimizer.param_groups[index]["params"][order]
+        state = self.optimizer.state[parameter]
+        return {"param": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+class OffloadingOptimizer(MemoryDistributedOptimizer):
+    """The distributed optimizer of split parameters, with the tables' main weights and moments in host memory.
+
+    To Megatron the groups of the tables are empty, so it allocates nothing for them on the device; experts stay there.
+
+    Attributes:
+        adamw_name: the implementation that steps the tables.
+    """
+
+    def __init__(self, *arguments: Any, adamw: HostAdamW, **keywords: Any) -> None:
+        """See `DistributedOptimizer`; `adamw` steps the tables."""
+        super().__init__(*arguments, **keywords)
+        self._shards: dict[nn.Parameter, HostShard] = {}
+        if not self.is_stub_optimizer:
+            # PyTorch has made new groups of Megatron's: the schedule sets those.
+            self._shards = {
+                parameter: self._shard_of(parameter, group)
+                for ranges, group in zip(self.opt_group_ranges, self.param_groups, strict=True)
+                if _is_offloaded(ranges)
+                for parameter in ranges["params"]
+            }
+        self._tables = HostTables(list(self._shards.values()), adamw)
+        self.adamw_name = adamw.name
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of this rank's main weights and moments."""
+        return sum(tensor.nbytes for shard in self._shards.values() for tensor in shard.state.values())
+
+    @classmethod
+    def _build_model_and_main_param_groups(
+        cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
+    ) -> Any:
+        """Megatron's main weights for the groups that stay on the device; empty lists for the others."""
+        on_device = [{**ranges, "params": []} if _is_offloaded(ranges) else ranges for ranges in opt_group_ranges]
+        return super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, on_device, config)
+
+    def gradients(self, *, counted_once: bool) -> Iterator[tuple[GroupName, Tensor]]:
+        """See `MemoryDistributedOptimizer.gradients`; those of tables are counted by the rank that owns them."""
+        yield from super().gradients(counted_once=counted_once)
+        for parameter, shard in self._shards.items():
+            if not counted_once or param_is_not_shared(parameter):
+                yield shard.group["name"], shard.gradient
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """See `MemoryDistributedOptimizer.step_with_ready_grads`."""
+        stepped = super().step_with_ready_grads()
+        self._tables.step()
+        return stepped
+
+    @torch.no_grad()
+    def set_weights_from_main(self) -> None:
+        """See `MemoryDistributedOptimizer.set_weights_from_main`."""
+        super().set_weights_from_main()
+        for shard in self._shards.values():
+            shard.set_weights()
+
+    def _count_updates(self, model_parameter: nn.Parameter, num_updates: int) -> None:
+        shard = self._shards.get(model_parameter)
+        if shard is None:
+            super()._count_updates(model_parameter, num_updates)
+        else:
+            shard.num_updates = num_updates
+
+    def _state_of(self, model_parameter: nn.Parameter) -> dict[str, Tensor]:
+        shard = self._shards.get(model_parameter)
+        return super()._state_of(model_parameter) if shard is None else shard.state
+
+    def _shard_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> HostShard:
+        owned = self._get_model_param_range_map(parameter)["param"]
+        mine = slice(owned.start, owned.end)
+        # Set by Megatron's DDP: a view of its buffer.
+        gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        return HostShard.of(group, parameter.detach().view(-1)[mine], gradient.view(-1)[mine])
+
+
+def _is_offloaded(ranges: dict[str, Any]) -> bool:
+    return ranges["orig_group"]["name"] in TABLE_GROUPS
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Norms over all ranks, before clipping.
+
+    Attributes:
+        main: of all parameters, or of all but the tables if these have a norm of their own.
+        tables: of values and pre-values together, or None if they are in `main`.
+    """
+
+    main: float
+    tables: float | None
+
+    @property
+    def are_finite(self) -> bool:
+        return math.isfinite(self.main) and (self.tables is None or math.isfinite(self.tables))
+
+
+NORM_PART_ELEMENTS = 1 << 22
+"""Of a gradient whose squares are summed at once: 32 MB in fp64."""
+
+
+class MemoryOptimizer(ChainedOptimizer):
+    """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
+
+    def __init__(self, optimizers: list[MemoryDistributedOptimizer], value_clip_grad: float | None) -> None:
+        """Chain the optimizers.
+
+        Args:
+            optimizers: dense first.
+            value_clip_grad: largest norm of the tables' gradients (0: any), which then do not count in the other norm;
+                None: one norm for all.
+        """
+        super().__init__(optimizers)
+        self._value_clip_grad = value_clip_grad
+
+    def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
+        """The entries of all optimizers; their names are the parameters' and do not collide."""
+        return {
+            key: entry
+            for optimizer in self.chained_optimizers
+            for key, entry in optimizer.sharded_state_dict(model_sharded_state_dict).items()
+        }
+
+    @torch.no_grad()
+    def gradient_norms(self) -> GradientNorms:
+        """Gradient norms over all ranks, each parameter counted once. Collective.
+
+        Squares are summed in fp64: an fp32 sum over a shard of a million elements is off by 1e-5, by another amount on
+        every layout.
+        """
+        squares = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+        for optimizer in self.chained_optimizers:
+            for group, gradient in optimizer.gradients(counted_once=True):
+                squares[int(self._is_clipped_apart(group))] += sum_of_squares(gradient)
+        torch.distributed.all_reduce(squares)
+        # Host sync: the norms decide whether there is an update at all.
+        main, tables = squares.sqrt().tolist()
+        return GradientNorms(main, None if self._value_clip_grad is None else tables)
+
+    @torch.no_grad()
+    def clip(self, norms: GradientNorms) -> None:
+        """Scale the gradients down to the largest norms that the run allows."""
+        gradients: dict[bool, list[Tensor]] = {False: [], True: []}
+        for optimizer in self.chained_optimizers:
+            for group, gradient in optimizer.gradients(counted_once=False):
+                gradients[self._is_clipped_apart(group)].append(gradient)
+        _scale_to(gradients[False], norms.main, self.config.clip_grad)
+        if norms.tables is not None:
+            assert self._value_clip_grad is not None
+            _scale_to(gradients[True], norms.tables, self._value_clip_grad)
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update all weights, then gather them from the ranks that own them: once, and not once per optimizer."""
+        for optimizer in self.chained_optimizers:
+            optimizer.step_with_ready_grads()
+        start_gathering(self.model_chunks)
+        return True
+
+    def set_num_updates(self, updates_of: UpdatesOf) -> None:
+        """See `MemoryDistributedOptimizer.set_num_updates`."""
+        for optimizer in self.chained_optimizers:
+            optimizer.set_num_updates(updates_of)
+
+    def set_weights_from_main(self) -> None:
+        """Round all main weights to this rank's shares of the model's; who reads weights gathers them first."""
+        for optimizer in self.chained_optimizers:
+            optimizer.set_weights_from_main()
+
+    def describe_offload(self) -> str | None:
+        """Where this rank's tables are stepped and by what, in words; None if they are not offloaded."""
+        for optimizer in self.chained_optimizers:
+            if isinstance(optimizer, OffloadingOptimizer):
+                return (
+                    f"tables' main weights and moments in host memory ({optimizer.host_bytes / 1e9:.3g} GB on this "
+                    f"rank), stepped by {optimizer.adamw_name} on {torch.get_num_threads()} threads per rank"
+                )
+        return None
+
+    def _is_clipped_apart(self, group: GroupName) -> bool:
+        return self._value_clip_grad is not None and group in TABLE_GROUPS
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """[] fp64 of a contiguous gradient of any size.
+
+    In parts: PyTorch makes an fp64 copy of what it is given, twice the size of the largest shard of a table.
+    """
+    parts = gradient.view(-1).split(NORM_PART_ELEMENTS)
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+
+
+def _scale_to(gradients: list[Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients of a norm in place so that it is `max_norm` at most; 0: any."""
+    # As Megatron has it, with an offset that keeps the quotient finite.
+    coefficient = max_norm / (norm + 1e-6)
+    if max_norm > 0 and coefficient < 1 and gradients:
+        torch._foreach_mul_(gradients, coefficient)
+
+
+def build_optimizer(
+    config: RunConfig, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups
+) -> MemoryOptimizer:
+    """One distributed optimizer for the dense parameters, and one for memory tables and experts if the model has any.
+
+    Raises:
+        ConfigError: see `pretrain.engine.value_offload.host_adamw`.
+    """
+    assigned = assign_groups(chunks)
+    optimizers = [_distributed_optimizer(config, chunks, groups, assigned, DENSE_GROUPS)]
+    if config.model.memory is not None or config.model.moe is not None:
+        optimizers.append(_distributed_optimizer(config, chunks, groups, assigned, SPLIT_GROUPS))
+    return MemoryOptimizer(optimizers, config.optimizer.value_clip_grad)
+
+
+def _distributed_optimizer(
+    config: RunConfig,
+    chunks: Sequence[DistributedDataParallel],
+    groups: ParallelGroups,
+    assigned: dict[GroupName, list[nn.Parameter]],
+    names: tuple[GroupName, ...],
+) -> MemoryDistributedOptimizer:
+    split = names is SPLIT_GROUPS
+    settings = config.optimizer
+    param_groups = [{"params": assigned[name], "name": name, "is_expert_parallel": split} for name in names]
+    inner = None
+    if any(group["params"] for group in param_groups):
+        inner = torch.optim.AdamW(
+            param_groups,
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            # The default implementation is eight times slower on CPU.
+            fused=True,
+        )
+    megatron = groups.megatron
+    offloading = split and config.model.memory is not None and settings.value_offload == "cpu"
+    build = partial(OffloadingOptimizer, adamw=host_adamw(settings)) if offloading else MemoryDistributedOptimizer
+    optimizer = build(
+        inner,
+        optimizer_config(config, chunks[0].config.params_dtype),
+        None,
+        None,
+        model_chunks=list(chunks),
+        per_model_buffers={
+            i: chunk.expert_parallel_buffers if split else chunk.buffers for i, chunk in enumerate(chunks)
+        },
+        data_parallel_group=megatron.expt_dp if split else megatron.dp_cp,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if split else megatron.mp),
+        distributed_optimizer_instance_id=0,
+    )
+    # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. Of a table or an expert there
+    # are none: each rank of a stage owns other gradients.
+    optimizer.tp_group = megatron.expt_tp if split else megatron.tp
+    return optimizer

@@ -1,0 +1,76 @@
+"""Optimizer state as checkpoint entries, without gathering it.
+
+Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters. Such a range, cut at
+the borders of its parameters, is a few rectangles of each parameter's own shape; each is saved, and loaded in place, as
+a shard of a tensor that has the parameter's global shape. So no rank holds more than its share, no rank talks to
+another, and any layout can read what another wrote.
+
+(Megatron's own `fully_reshardable` format gathers the whole state of a stage on every rank, and in 0.16.1 it takes a
+wrong slice of every parameter behind a padded bucket: with tied embeddings and interleaved stages it saves garbage
+without a word.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from megamem.shards import walk_shards
+from pretrain.rectangles import rectangles_of_range
+
+
+def leaves_by_parameter(entries: Any) -> dict[Tensor, list[ShardedTensor]]:
+    """The shards of a model's `sharded_state_dict` by the parameter that they are (views of)."""
+    found: dict[Tensor, list[ShardedTensor]] = {}
+    for parameter, shard in walk_shards(entries):
+        found.setdefault(parameter, []).append(shard)
+    return found
+
+
+def state_entries(
+    parameter: Tensor, leaves: Sequence[ShardedTensor], start: int, stop: int, state: dict[str, Tensor]
+) -> dict[str, ShardedTensor]:
+    """Checkpoint entries for one rank's range of one parameter's optimizer state.
+
+    Args:
+        parameter: the model parameter.
+        leaves: its shards in the model's checkpoint.
+        start: first position of the range in the flattened parameter.
+        stop: the position after its last.
+        state: flat tensors [stop - start] by name; the entries are views of them.
+
+    Returns:
+        Shards of tensors named `optimizer.state.<name>.<parameter's global name>`.
+    """
+    entries = {}
+    for leaf in leaves:
+        assert leaf.prepend_axis_num == 0, f"{leaf.key} is stacked over layers: use names with layer numbers"
+        assert leaf.data.is_contiguous()
+        leaf_start = leaf.data.storage_offset() - parameter.storage_offset()
+        low, high = max(start, leaf_start), min(stop, leaf_start + leaf.data.numel())
+        for part in rectangles_of_range(leaf.local_shape, low - leaf_start, high - leaf_start):
+            first = leaf_start + part.flat_start - start
+            offset = tuple(a + b for a, b in zip(leaf.global_offset, part.offset, strict=True))
+            for name, tensor in state.items():
+                key = f"optimizer.state.{name}.{leaf.key}"
+                entries[f"{key}@{offset}"] = ShardedTensor(
+                    key=key,
+                    data=tensor[first : first + math.prod(part.shape)].view(part.shape),
+                    dtype=tensor.dtype,
+                    local_shape=part.shape,
+                    global_shape=leaf.global_shape,
+                    global_offset=offset,
+                    axis_fragmentations=None,
+                    replica_id=_without_data_replica(leaf.replica_id),
+                )
+    return entries
+
+
+def _without_data_replica(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Copies over pipeline and tensor ranks remain copies; data-parallel ranks each hold another part."""
+    assert isinstance(replica_id, tuple)
+    return (*replica_id[:-1], 0)

@@ -1,0 +1,68 @@
+"""Joining the ranks of a run, whoever started them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from parallel.determinism import deterministic_algorithms
+from parallel.devices import why_gpus_are_unusable
+from parallel.environment import settle_environment
+from parallel.groups import ParallelGroups, close_groups, initialise_groups, meeting, parallel_context
+from parallel.ranks import current_ranks
+from pretrain.config.schema import RunConfig
+from pretrain.engine.megatron import parallel_sizes
+from pretrain.errors import ConfigError
+
+
+@contextmanager
+def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
+    """This rank's groups, for as long as the context lasts.
+
+    Args:
+        config: whose layout the groups have.
+        later: of layouts that may take its place (`relaid`).
+
+    Raises:
+        RuntimeError: nobody has started ranks (see `parallel.launch`).
+        ConfigError: there are GPUs, and they cannot be used.
+    """
+    layout, deterministic = config.parallel, config.train.deterministic
+    ranks = current_ranks()
+    if ranks is None:
+        raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
+    # Before anybody asks for the GPU, which is next.
+    layouts = [each.parallel for each in (config, *later)]
+    settle_environment(
+        tensor=max(each.tensor for each in layouts),
+        context=max(each.context for each in layouts),
+        deterministic=deterministic,
+    )
+    with ExitStack() as stack:
+        store = stack.enter_context(meeting(ranks, timeout_minutes=layout.timeout_minutes))
+        if reason := why_gpus_are_unusable():
+            raise ConfigError(
+                f"this machine has GPUs that cannot be used: {reason}. To leave them idle, add --device cpu, or set "
+                "CUDA_VISIBLE_DEVICES to nothing"
+            )
+        if deterministic:
+            stack.enter_context(deterministic_algorithms())
+        yield stack.enter_context(
+            parallel_context(
+                parallel_sizes(config), ranks, store, timeout_minutes=layout.timeout_minutes, seed=config.seed
+            )
+        )
+
+
+def relaid(config: RunConfig, groups: ParallelGroups) -> ParallelGroups:
+    """The groups of another configuration's layout, in the session of `groups`. Collective.
+
+    The former groups, and what was built on them, must not be used again.
+    """
+    close_groups()
+    return initialise_groups(
+        parallel_sizes(config),
+        device=groups.device,
+        timeout_minutes=config.parallel.timeout_minutes,
+        seed=config.seed,
+    )

@@ -1,0 +1,294 @@
+"""One optimizer step, and one pass without gradients, through Megatron's pipeline schedules.
+
+Legend: b sequences of a microbatch, s tokens per sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from megamem.documents import DOCUMENT_BOUNDS
+from megamem.model import MemoryGPTModel
+from parallel.context import own_tokens
+from parallel.groups import ParallelGroups
+from pretrain.engine.auxiliary_losses import auxiliary_means, auxiliary_sums
+from pretrain.engine.build import Chunk, unwrap
+from pretrain.engine.nonfinite import NonFinite, find_non_finite
+from pretrain.engine.optimizer import GradientNorms, MemoryOptimizer
+from pretrain.engine.pipeline_messages import WithoutGradients
+from pretrain.engine.votes import NO_VOTES, SaveVotes
+from pretrain.engine.weight_gathering import wait_for
+
+Batch = dict[str, Tensor]
+ForwardStep = Callable[[Iterator[Batch], Chunk], tuple[Tensor, Callable[[Tensor], Any]]]
+"""A microbatch through a chunk: its output, and what makes of it a loss, a number of targets and `{"loss": measured}`."""
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Summed negative log-likelihood in nats and the number of targets, over all ranks.
+
+    `by_domain` are those of the domains of held-out documents, where a batch says which domain a target is of.
+    """
+
+    nats: float
+    num_tokens: float
+    by_domain: tuple[LossSum, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """Nats per target."""
+        return self.nats / max(1.0, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: the training loss, without auxiliary losses.
+        auxiliary: the unweighted auxiliary losses that are switched on, by name and block: means over the step's
+            tokens.
+        norms: of the gradients.
+        stop_requested: whether any rank was told to stop.
+        ranks_saved: how many ranks are done with their part of a save in flight.
+        ranks_failed_to_save: how many could not do it.
+        spike: why the step was judged to be one; None: it was not.
+        non_finite: where gradients are not finite, if the loss or a norm is not.
+    """
+
+    loss: LossSum
+    auxiliary: dict[str, dict[int, float]]
+    norms: GradientNorms
+    stop_requested: bool
+    ranks_saved: int = 0
+    ranks_failed_to_save: int = 0
+    spike: str | None = None
+    non_finite: tuple[NonFinite, ...] = ()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are."""
+        return self.norms.are_finite and math.isfinite(self.loss.nats)
+
+    @property
+    def updated(self) -> bool:
+        """Whether the update was applied."""
+        return self.is_finite and self.spike is None
+
+
+Judge: TypeAlias = Callable[[float, float], str | None]
+"""Of the loss in nats per token and the gradient norm: why the update must not be applied; None: it may."""
+
+
+def no_spikes(loss: float, grad_norm: float) -> str | None:
+    """Judges nothing."""
+    return None
+
+
+def train_step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MemoryOptimizer,
+    iterators: Sequence[Iterator[Batch]],
+    groups: ParallelGroups,
+    *,
+    num_microbatches: int,
+    micro_batch_size: int,
+    sequence_length: int,
+    stop_requested: bool = False,
+    save_votes: SaveVotes = NO_VOTES,
+    judge: Judge = no_spikes,
+) -> StepResult:
+    """Forward and backward over the microbatches, clip, update.
+
+    A loss or a gradient norm that is not finite, or that is judged to be a spike, leaves weights and optimizer state as
+    they are. Both are known to all ranks before the update.
+
+    Args:
+        optimizer: whose groups already carry this step's learning rates.
+        iterators: a stream of microbatches per chunk; all read the same samples.
+        num_microbatches: per data-parallel rank.
+        micro_batch_size: b.
+        sequence_length: s.
+        stop_requested: this rank was told to stop; one rank is enough for all to stop.
+        save_votes: what this rank says of a save in flight, which all will know after the step.
+        judge: decides alike on all ranks.
+    """
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        model = unwrap(chunk)
+        wait_for(chunk, model.decomposed_weights)
+        model.begin_step()
+    optimizer.zero_grad()
+    losses = _schedule(chunks, iterators, num_microbatches, micro_batch_size, sequence_length, forward_only=False)
+    loss, auxiliary, flags = _world_loss(losses, chunks, groups, (stop_requested, save_votes.done, save_votes.failed))
+    optimizer.prepare_grads()
+    norms = optimizer.gradient_norms()
+    num_stop, num_saved, num_failed = flags
+    result = StepResult(loss, auxiliary, norms, num_stop > 0, num_saved, num_failed)
+    if not result.is_finite:
+        return replace(result, non_finite=find_non_finite(chunks, groups))
+    if spike := judge(loss.mean, norms.main):
+        return replace(result, spike=spike)
+    optimizer.clip(norms)
+    optimizer.step_with_ready_grads()
+    return result
+
+
+@torch.no_grad()
+def evaluation_loss(
+    chunks: Sequence[Chunk],
+    iterators: Sequence[Iterator[Batch]],
+    groups: ParallelGroups,
+    *,
+    num_microbatches: int,
+    micro_batch_size: int,
+    sequence_length: int,
+    num_domains: int = 0,
+) -> LossSum:
+    """Summed loss over the microbatches, without gradients; see `train_step` for the arguments.
+
+    Args:
+        num_domains: batches have `domains` [b, s], numbers below it, and the sum of each is wanted too.
+    """
+    step = _forward_step if num_domains == 0 else partial(_forward_step, num_domains=num_domains)
+    results = forward_passes(chunks, iterators, step, num_microbatches, micro_batch_size, sequence_length)
+    sums = torch.zeros(1 + num_domains, 2, dtype=torch.float64, device=groups.device)
+    if results:
+        sums += torch.stack(results).sum(0).view_as(sums)
+    total, *by_domain = (LossSum(*part) for part in world_sums(sums, groups).tolist())
+    return replace(total, by_domain=tuple(by_domain))
+
+
+@torch.no_grad()
+def forward_passes(
+    chunks: Sequence[Chunk],
+    iterators: Sequence[Iterator[Batch]],
+    forward_step: ForwardStep,
+    num_microbatches: int,
+    micro_batch_size: int,
+    sequence_length: int,
+) -> list[Tensor]:
+    """What `forward_step` measures of each microbatch, on the last stage; elsewhere nothing. Collective."""
+    for chunk in chunks:
+        chunk.eval()
+    sizes = (num_microbatches, micro_batch_size, sequence_length)
+    results = _schedule(chunks, iterators, *sizes, forward_only=True, forward_step=forward_step)
+    for chunk in chunks:
+        chunk.train()
+    return results
+
+
+def world_sums(sums: Tensor, groups: ParallelGroups) -> Tensor:
+    """Over all ranks, what ranks have measured of their own tokens; tensor-parallel ranks have measured the same."""
+    if dist.get_rank(groups.megatron.tp) != 0:
+        sums.zero_()
+    dist.all_reduce(sums)
+    return sums
+
+
+def _schedule(
+    chunks: Sequence[Chunk],
+    iterators: Sequence[Iterator[Batch]],
+    num_microbatches: int,
+    micro_batch_size: int,
+    sequence_length: int,
+    *,
+    forward_only: bool,
+    forward_step: ForwardStep | None = None,
+) -> list[Tensor]:
+    """Run Megatron's schedule; the result is [loss sum, targets] per microbatch, or what another forward step measures,
+    on the last stage only."""
+    run = get_forward_backward_func()
+    first = unwrap(chunks[0])
+    messages: dict[str, Any] = {}
+    if not forward_only and not first.output_needs_gradient and len(chunks) == 1 and not first.post_process:
+        # Without interleaving, gradients that nobody wants are not sent.
+        communicator = WithoutGradients(pp_group=first.pg_collection.pp, config=first.config)
+        messages = {"p2p_communicator": communicator, "pg_collection": first.pg_collection}
+    results: list[dict[str, Tensor]] = run(
+        forward_step_func=forward_step or _forward_step,
+        data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        **messages,
+    )
+    return [result["loss"] for result in results]
+
+
+def read_microbatch(iterator: Iterator[Batch], model: MemoryGPTModel) -> tuple[Batch, Tensor | None]:
+    """What a chunk reads of the next microbatch: this rank's tokens, and the bounds of documents if they are separate.
+
+    Nothing where the chunk reads no tokens.
+    """
+    whole = dict(next(iterator)) if model.reads_tokens else {}
+    # Of whole sequences, on every context-parallel rank; in host memory.
+    bounds = whole.pop(DOCUMENT_BOUNDS, None)
+    assert bounds is not None or not model.separate_documents, "nothing says where documents begin"
+    batch = own_tokens(whole, model.cp_group) if whole else {}
+    return batch, bounds if model.separate_documents else None
+
+
+def _forward_step(
+    iterator: Iterator[Batch], chunk: Chunk, *, num_domains: int = 0
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    model = unwrap(chunk)
+    batch, bounds = read_microbatch(iterator, model)
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), bounds, labels=batch.get("labels"))
+    if num_domains:
+        return output, partial(_loss_by_domain, batch.get("loss_mask"), batch.get("domains"), num_domains)
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss and number of targets of this rank's tokens of a microbatch: losses and loss_mask are [b, tokens]."""
+    assert loss_mask is not None
+    total = (losses.float() * loss_mask).sum()
+    num_tokens = loss_mask.sum()
+    return total, num_tokens.int(), {"loss": torch.stack([total.detach().double(), num_tokens.double()])}
+
+
+def _loss_by_domain(
+    loss_mask: Tensor | None, domains: Tensor | None, num_domains: int, losses: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """As `_loss`, whose two sums are followed by the same two of each domain."""
+    total, num_tokens, measured = _loss(loss_mask, losses)
+    assert loss_mask is not None
+    assert domains is not None
+    counted = torch.stack([losses.float() * loss_mask, loss_mask], -1).flatten(0, 1).double()
+    by_domain = counted.new_zeros(num_domains, 2).index_add_(0, domains.flatten(), counted)
+    return total, num_tokens, {"loss": torch.cat([measured["loss"], by_domain.flatten()])}
+
+
+def _world_loss(
+    losses: Sequence[Tensor], chunks: Sequence[Chunk], groups: ParallelGroups, flags: Sequence[bool]
+) -> tuple[LossSum, dict[str, dict[int, float]], list[int]]:
+    """Losses over all ranks, known to every rank, and of each flag, how many ranks have set it.
+
+    `losses` are [loss sum, targets] per microbatch, on the last stage. The layers of `chunks` have the auxiliary ones.
+    """
+    auxiliary = auxiliary_sums(chunks, groups.device)
+    first = 2 + len(flags)
+    totals = torch.zeros(first + auxiliary.numel(), dtype=torch.float64, device=groups.device)
+    if losses and dist.get_rank(groups.megatron.tp) == 0:
+        totals[:2] = torch.stack(list(losses)).sum(0)
+    for position, flag in enumerate(flags, start=2):
+        totals[position] = float(flag)
+    totals[first:] = auxiliary.flatten()
+    dist.all_reduce(totals)
+    # Host sync: the loss is printed and logged at every step.
+    nats, num_tokens, *sums = totals.tolist()
+    return LossSum(nats, num_tokens), auxiliary_means(sums[len(flags) :], chunks), [int(n) for n in sums[: len(flags)]]

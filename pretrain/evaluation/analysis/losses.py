@@ -1,0 +1,94 @@
+"""Losses by the frequency of the token that is predicted, and without one memory layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from megamem.model import MemoryGPTModel
+from parallel.groups import ParallelGroups
+from pretrain.config.schema import RunConfig
+from pretrain.data.held_out import HeldOutDataset
+from pretrain.engine.step import LossSum, evaluation_loss
+from pretrain.evaluation.analysis.deciles import NUM_BINS
+from pretrain.evaluation.evaluate import evaluate, passes_over
+
+
+class _ByBin(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Held-out windows whose `domains` are the bins of their targets."""
+
+    def __init__(self, held_out: HeldOutDataset, bin_of: NDArray[Any]) -> None:
+        self._held_out, self._bin_of = held_out, torch.from_numpy(bin_of)
+
+    def __len__(self) -> int:
+        return len(self._held_out)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        window = self._held_out[index]
+        return {**window, "domains": self._bin_of[window["labels"]]}
+
+
+def losses_by_bin(
+    chunks: Sequence[MemoryGPTModel],
+    held_out: HeldOutDataset,
+    bin_of: NDArray[Any],
+    config: RunConfig,
+    groups: ParallelGroups,
+) -> list[LossSum]:
+    """Summed nats and number of held-out targets of each bin, and of those that are in none. Collective."""
+    windows = _ByBin(held_out, bin_of)
+    sizes: dict[str, int] = {"micro_batch_size": config.train.micro_batch_size}
+    streams, passes = passes_over(windows, chunks, groups, **sizes, pipeline=config.parallel.pipeline)
+    sums = [LossSum(0.0, 0.0)] * (NUM_BINS + 1)
+    for num_microbatches in passes:
+        loss = evaluation_loss(
+            chunks,
+            streams,
+            groups,
+            num_microbatches=num_microbatches,
+            sequence_length=held_out.sequence_length,
+            num_domains=NUM_BINS + 1,
+            **sizes,
+        )
+        sums = [
+            LossSum(before.nats + now.nats, before.num_tokens + now.num_tokens)
+            for before, now in zip(sums, loss.by_domain, strict=True)
+        ]
+    return sums
+
+
+def losses_without_layers(
+    chunks: Sequence[MemoryGPTModel], held_out: HeldOutDataset, config: RunConfig, groups: ParallelGroups
+) -> list[float]:
+    """Nats per held-out token of the whole model, and then of it without each of its memory layers in turn (TIDE, App. H:
+    what the layer adds is zero, and nothing else changes). Collective."""
+    names = [config.model.memory_name(index) for index in range(config.model.num_memory_layers)]
+    losses = []
+    for name in (None, *names):
+        with _without(chunks, name):
+            found = evaluate(
+                chunks,
+                held_out,
+                groups,
+                micro_batch_size=config.train.micro_batch_size,
+                pipeline=config.parallel.pipeline,
+            )
+        losses.append(found.loss)
+    return losses
+
+
+@contextmanager
+def _without(chunks: Sequence[MemoryGPTModel], name: str | None) -> Iterator[None]:
+    """Within it, the memory layer of this name adds nothing, wherever it is."""
+    for chunk in chunks:
+        if name is not None:
+            chunk.set_memory_enabled(False, name)
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.set_memory_enabled(True)

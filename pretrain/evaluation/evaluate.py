@@ -1,0 +1,113 @@
+"""Loss on held-out documents, in nats per token and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+from parallel.groups import ParallelGroups
+from pretrain.data.held_out import Domain, HeldOutDataset
+from pretrain.data.loader import Sample, SampleSource, held_out_microbatches, on_device
+from pretrain.engine.build import Chunk
+from pretrain.engine.step import LossSum, evaluation_loss
+from pretrain.progress import Progress
+
+# Microbatches per pass through the pipeline; a multiple of every sensible number of stages, and enough to fill them.
+_PASS_MICROBATCHES = 16
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the held-out documents cost.
+
+    Attributes:
+        loss: mean nats per target token.
+        bits_per_byte: all targets' bits over the documents' UTF-8 bytes; end-of-document tokens cost bits and have no
+            byte.
+        num_tokens: targets.
+        num_bytes: UTF-8 bytes of the documents.
+        by_domain: the same of each domain by name, where there are several.
+    """
+
+    loss: float
+    bits_per_byte: float
+    num_tokens: int
+    num_bytes: int
+    by_domain: Mapping[str, Evaluation] = field(default_factory=dict)
+
+
+def evaluate(
+    chunks: Sequence[Chunk],
+    held_out: HeldOutDataset,
+    groups: ParallelGroups,
+    *,
+    micro_batch_size: int,
+    pipeline: int,
+    progress: bool = False,
+) -> Evaluation:
+    """Predict every held-out token once, whatever its domain, in one pass. Collective.
+
+    Args:
+        micro_batch_size: windows per forward pass and rank.
+        pipeline: stages; the number of microbatches of a pass is a multiple of it.
+        progress: draw a bar (on rank 0).
+    """
+    streams, passes = passes_over(held_out, chunks, groups, micro_batch_size=micro_batch_size, pipeline=pipeline)
+    num_domains = len(held_out.domains) if len(held_out.domains) > 1 else 0
+    losses = [LossSum(0.0, 0.0)] * (1 + num_domains)
+    shown = progress and groups.is_main
+    with Progress("evaluating", total=len(passes), leave=False) if shown else nullcontext() as bar:
+        for num_microbatches in passes:
+            loss = evaluation_loss(
+                chunks,
+                streams,
+                groups,
+                num_microbatches=num_microbatches,
+                micro_batch_size=micro_batch_size,
+                sequence_length=held_out.sequence_length,
+                num_domains=num_domains,
+            )
+            losses = [
+                LossSum(before.nats + now.nats, before.num_tokens + now.num_tokens)
+                for before, now in zip(losses, (loss, *loss.by_domain), strict=True)
+            ]
+            if bar is not None:
+                bar.update(1)
+    whole = Domain("", held_out.num_target_tokens, held_out.num_bytes)
+    of_all, *of_domains = map(_evaluation, losses, (whole, *held_out.domains)[: len(losses)])
+    names = [domain.name for domain in held_out.domains][:num_domains]
+    return replace(of_all, by_domain=dict(zip(names, of_domains, strict=True)))
+
+
+def passes_over(
+    dataset: SampleSource, chunks: Sequence[Chunk], groups: ParallelGroups, *, micro_batch_size: int, pipeline: int
+) -> tuple[list[Iterator[Sample]], list[int]]:
+    """Every sample once over all ranks: a stream of microbatches per model chunk, and how many of them each pass of the
+    schedule takes.
+    """
+    # Interleaved stages want a multiple of the pipeline in every pass.
+    num_microbatches = -(-len(dataset) // (micro_batch_size * groups.data_size * pipeline)) * pipeline
+    per_pass = -(-_PASS_MICROBATCHES // pipeline) * pipeline
+    streams = [
+        on_device(
+            held_out_microbatches(
+                dataset,
+                num_microbatches=num_microbatches,
+                micro_batch_size=micro_batch_size,
+                data_rank=groups.data_rank,
+                data_size=groups.data_size,
+            ),
+            groups.device,
+        )
+        for _ in chunks
+    ]
+    return streams, [min(per_pass, num_microbatches - start) for start in range(0, num_microbatches, per_pass)]
+
+
+def _evaluation(loss: LossSum, domain: Domain) -> Evaluation:
+    assert round(loss.num_tokens) == domain.num_target_tokens, "evaluation did not see every held-out token once"
+    # A part of one document may be bytes of nothing but the token that ends it.
+    bits_per_byte = loss.nats / math.log(2) / domain.num_bytes if domain.num_bytes else math.nan
+    return Evaluation(loss.nats / loss.num_tokens, bits_per_byte, domain.num_target_tokens, domain.num_bytes)

@@ -1,0 +1,44 @@
+"""What a checkpoint of a run is and takes: bytes, and seconds to write it, to stand still for it and to start from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.memory import checkpoint_width
+from pretrain.planning.costs.stages import stages_of
+
+
+@dataclass(frozen=True)
+class CheckpointCosts:
+    """Of one checkpoint of a run.
+
+    Attributes:
+        num_bytes: of all its files.
+        save_s: until it is written, all nodes at a time.
+        stall_s: in which no step is taken for it: all of that, or with `checkpoint.asynchronous` the copy to the host.
+        restart_s: from a job's start to its first step: the start, every file read once to hold it against its hash
+            (`checkpoint.check_hashes`), and once to be loaded.
+    """
+
+    num_bytes: float
+    save_s: float
+    stall_s: float
+    restart_s: float
+
+
+def checkpoint_costs(config: RunConfig, num_ranks: int, hardware: Hardware) -> CheckpointCosts:
+    """Of a run on so many ranks. Items are shared out evenly over all ranks."""
+    parameters = sum(
+        stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
+        for stage in stages_of(config)
+    )
+    num_bytes = float(checkpoint_width(config) * parameters)
+    nodes = max(1, num_ranks // hardware.gpus_per_node)
+    save_s = num_bytes / (nodes * hardware.storage_gb_per_s * 1e9)
+    copied_s = num_bytes / num_ranks / (hardware.host_link_gb_per_s * 1e9)
+    reads = 2 if config.checkpoint.check_hashes else 1
+    return CheckpointCosts(
+        num_bytes, save_s, copied_s if config.checkpoint.asynchronous else save_s, hardware.start_s + reads * save_s
+    )

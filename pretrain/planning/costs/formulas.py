@@ -1,0 +1,209 @@
+"""Closed formulas for parameters, floating-point operations and table bytes of a model.
+
+Those of a memory layer are its family's (`Family.costs`); those of tables and gathers follow from which tables it has
+and how many rows it reads. A model that leaves `vocab_size` to the tokenizer is counted without embedding and output
+projection; who knows the tokenizer sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megamem.config import ModelConfig
+from megamem.families.family import LayerCosts
+from megamem.families.registry import family_of
+from megamem.trained_part import TrainedPart
+from parallel.layout import padded_size
+from pretrain.planning.costs.attention import (
+    attention_gains,
+    attention_weights,
+    biases_of_norm,
+    projected_twice,
+    slots_of_memories,
+)
+
+# Fields of `ParameterCounts` that count a share of another field.
+_SHARES = ("read_values", "experts", "idle_experts")
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a model by part, over all layers and before any sharding.
+
+    Attributes:
+        embedding: input embedding and, if it is untied, output projection, with padded rows.
+        attention: query, key, value and output projections, or, with latents, their own.
+        ffn: the SwiGLUs' three matrices, and the routers of mixtures of experts.
+        norms: gains of the backbone's norms.
+        retrieval: query projections, keys, gains and Tucker cores.
+        memory_projections: value and pre-value projections, and gates.
+        tables: values and pre-values of all banks.
+        read_values: table elements that one token reads.
+        experts: parameters of all experts.
+        idle_experts: of those, the ones that one token does not use.
+    """
+
+    embedding: int
+    attention: int
+    ffn: int
+    norms: int
+    retrieval: int
+    memory_projections: int
+    tables: int
+    read_values: int
+    experts: int
+    idle_experts: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts that add up to the model, by name."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.name not in _SHARES}
+
+    @property
+    def total(self) -> int:
+        """Parameters of the model."""
+        return sum(self.parts.values())
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token uses: everything but tables and idle experts, and the values that it reads."""
+        return self.total - self.tables - self.idle_experts + self.read_values
+
+    @property
+    def core(self) -> int:
+        """Active parameters without embeddings and the values that are read: the matrices that every token passes."""
+        return self.active - self.embedding - self.read_values
+
+
+def count_parameters(model: ModelConfig) -> ParameterCounts:
+    """Parameters of a model."""
+    depth, width = model.num_layers, model.hidden_size
+    memory, own = model.memory, memory_layer_costs(model)
+    per_row = memory.row_width if memory is not None else 0
+    lookups = 1 if memory is not None and memory.reads_once else model.num_memory_layers
+    reads = lookups * memory.lookup.rows if memory is not None else 0
+    ffn, experts, idle = _ffn_parameters(model)
+    # Inserted blocks have no second norm, and some no output projection.
+    slots = slots_of_memories(model)
+    unprojected = [slot for slot in slots if not slot.has_output_projection]
+    inserted = sum(slot.is_inserted for slot in slots)
+    return ParameterCounts(
+        embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
+        attention=(depth - len(unprojected)) * attention_weights(model)
+        + len(unprojected) * attention_weights(model, unprojected),
+        ffn=ffn,
+        norms=(2 * depth - inserted + 1) * width + inserted * biases_of_norm(model) + depth * attention_gains(model),
+        retrieval=own.retrieval,
+        memory_projections=own.projections + _shared_parameters(model),
+        tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
+        read_values=reads * per_row,
+        experts=experts,
+        idle_experts=idle,
+    )
+
+
+def _shared_parameters(model: ModelConfig) -> int:
+    """Of what all memory layers read together, besides the table."""
+    return family_of(model.memory).shared_parameters(model.memory, model.hidden_size) if model.memory is not None else 0
+
+
+def _embedding_size(model: ModelConfig) -> int:
+    return padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
+
+
+def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
+    """Parameters of all feed-forwards; of those, all experts'; of those, the ones that a token does not use."""
+    depth = model.num_layers - sum(not slot.has_ffn for slot in slots_of_memories(model))
+    if model.moe is None:
+        return depth * 3 * model.hidden_size * model.ffn_hidden_size, 0, 0
+    expert = 3 * model.hidden_size * model.moe.expert_ffn_hidden_size
+    router = model.hidden_size * model.moe.num_experts
+    idle = (model.moe.num_experts - model.moe.top_k) * expert
+    experts = model.moe.num_experts * expert
+    return depth * (experts + router), depth * experts, depth * idle
+
+
+def memory_layer_costs(model: ModelConfig) -> LayerCosts:
+    """What all memory layers cost by themselves, without their tables."""
+    if model.memory is None:
+        return LayerCosts()
+    costs = family_of(model.memory).costs
+    return sum((costs(model.memory, view, model.hidden_size) for view in model.memory_plan.views), LayerCosts())
+
+
+def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Floating-point operations of one token's forward pass, a multiply and an add counting as two.
+
+    Matrix products, causal attention at its mean length, retrieval (key products, first-stage scores, the candidate
+    grid) and gathers are counted; norms, activations, biases and selections are not.
+    """
+    counts = count_parameters(model)
+    attention = counts.attention + projected_twice(model, slots_of_memories(model))
+    flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
+    return flops + model.num_layers * attended_flops(model, sequence_length) + memory_flops(model)
+
+
+def attended_flops(model: ModelConfig, sequence_length: int) -> float:
+    """A block's scores of causal attention at its mean length, and their products with values, per token."""
+    return 2 * 2 * model.num_attention_heads * model.attention_head_dim * (sequence_length + 1) / 2
+
+
+def memory_flops(model: ModelConfig) -> float:
+    """The memory's share of `forward_flops_per_token`: queries, projections, retrieval and gathers."""
+    own = memory_layer_costs(model)
+    return own.key_flops + own.selection_flops + own.projection_flops + 2.0 * count_parameters(model).read_values
+
+
+def training_flops_per_token(
+    model: ModelConfig, sequence_length: int, trained_layers: Sequence[int] | None = None
+) -> float:
+    """Forward and backward, without recomputation: three times the forward pass where all of the model is trained.
+
+    Else (`optimizer.trained_layers`) backward goes through the output projection, which is not trained, and down to the
+    lowest block that something trained is in; a memory has the gradients of its block.
+    """
+    part, forward = TrainedPart.of(model, trained_layers), forward_flops_per_token(model, sequence_length)
+    if part.is_whole:
+        return 3.0 * forward
+    products = {block: forward_flops_of_block(model, block) for block in range(part.first_block, model.num_layers)}
+    return forward + backward_flops(
+        2.0 * _embedding_size(model) + sum(products.values()),
+        sum(flops for block, flops in products.items() if part.trains({block})),
+        len(products) * attended_flops(model, sequence_length),
+    )
+
+
+def backward_flops(products: float, trained_products: float, attended: float) -> float:
+    """Of what takes so many in a forward pass.
+
+    Args:
+        products: with weights: the gradients of their inputs take as many again.
+        trained_products: of these, the ones with weights that are trained, whose gradients take as many again, too.
+        attended: see `attended_flops`; both operands have gradients.
+    """
+    return products + trained_products + 2 * attended
+
+
+def forward_flops_of_block(model: ModelConfig, block: int) -> float:
+    """A block's share of `forward_flops_per_token`, but for attention's scores and their products with values.
+
+    What the memories of all blocks read together is the first one's.
+    """
+    memory, width = model.memory, model.hidden_size
+    here = [index for index, span in enumerate(model.memory_spans) if span.read == block]
+    slots = slots_of_memories(model, block)
+    weights = attention_weights(model, slots) + projected_twice(model, slots)
+    if all(slot.has_ffn for slot in slots):
+        ffn = 3 * width * model.ffn_hidden_size
+        if model.moe is not None:
+            ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)
+        weights += ffn
+    flops = 2.0 * weights
+    if memory is not None:
+        for index in here:
+            own = family_of(memory).costs(memory, model.memory_plan.views[index], width)
+            flops += own.key_flops + own.selection_flops + own.projection_flops
+            if index == 0 or not memory.reads_once:
+                flops += 2.0 * memory.lookup.rows * memory.row_width
+    return flops

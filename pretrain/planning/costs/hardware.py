@@ -1,0 +1,113 @@
+"""The figures of a machine that estimates of time and fit need. `configs/hardware` has some, with their sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Le
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megamem.config_base import Config
+from pretrain.config.loader import load_as
+from pretrain.errors import ConfigError
+
+FOLDER = Path(__file__).parents[3] / "configs" / "hardware"
+Fraction = Annotated[PositiveFloat, Le(1)]
+
+
+@dataclass(frozen=True)
+class Hardware(Config):
+    """GPUs of one kind in equal nodes. Bandwidths are of one GPU, in one direction; GB are 10^9 bytes."""
+
+    memory_gb: PositiveFloat = 80.0
+    """Device memory."""
+    reserve_gb: NonNegativeFloat = 4.0
+    """Of that, what no tensor gets: context, communication buffers, fragments."""
+    peak_bf16_tflops: PositiveFloat = 989.0
+    """Dense bf16 products of matrices, 10^12 per second."""
+    matmul_fraction: Fraction = 0.6
+    """Share of the peak that products of a training step reach."""
+    memory_bandwidth_gb_per_s: PositiveFloat = 3350.0
+    """Of device memory, reads and writes together."""
+    stream_fraction: Fraction = 0.8
+    """Share of it that streaming kernels reach."""
+    gather_fraction: Fraction = 0.5
+    """Share of it that gathers of table rows reach."""
+    nvlink_gb_per_s: PositiveFloat = 450.0
+    """To GPUs of the same node."""
+    nvlink_fraction: Fraction = 0.75
+    """Share of it that collectives reach."""
+    network_gb_per_s: PositiveFloat = 50.0
+    """To GPUs of other nodes."""
+    network_fraction: Fraction = 0.8
+    """Share of it that collectives reach."""
+    host_link_gb_per_s: PositiveFloat = 50.0
+    """Between device and host memory, one direction (optimizer.value_offload)."""
+    host_memory_gb_per_s: PositiveFloat = 40.0
+    """Of host memory, one GPU's share of its node's."""
+    host_memory_gb: PositiveFloat = 2000.0
+    """Of a node; what is saved and tables that are stepped on the host may take nine tenths of it."""
+    storage_gb_per_s: PositiveFloat = 2.0
+    """Between a node and the file system that checkpoints are on."""
+    start_s: NonNegativeFloat = 120.0
+    """From a job's start to its first collective: imports, rendezvous, process groups, kernels from their cache."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs that NVLink connects."""
+    launch_us: NonNegativeFloat = 5.0
+    """Host time to launch one kernel."""
+
+    @property
+    def usable_bytes(self) -> float:
+        return (self.memory_gb - self.reserve_gb) * 1e9
+
+    @property
+    def host_bytes(self) -> float:
+        """Of host memory, what one GPU's rank may take."""
+        return 0.9 * self.host_memory_gb * 1e9 / self.gpus_per_node
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.peak_bf16_tflops * 1e12 * self.matmul_fraction
+
+    @property
+    def stream_bytes_per_s(self) -> float:
+        return self.memory_bandwidth_gb_per_s * 1e9 * self.stream_fraction
+
+    @property
+    def gather_bytes_per_s(self) -> float:
+        return self.memory_bandwidth_gb_per_s * 1e9 * self.gather_fraction
+
+    @property
+    def nvlink_bytes_per_s(self) -> float:
+        return self.nvlink_gb_per_s * 1e9 * self.nvlink_fraction
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        return self.network_gb_per_s * 1e9 * self.network_fraction
+
+
+def hardware_file(name: str) -> Path:
+    """A file of `configs/hardware` by its name, or a path as it is.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    path = FOLDER / f"{name}.yaml"
+    if not path.exists():
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        raise ConfigError(f"{name} is no hardware that is known: there are {known}; or give a YAML file")
+    return path
+
+
+def load_hardware(name: str) -> Hardware:
+    """The figures of a file, see `hardware_file`.
+
+    Raises:
+        ConfigError: there is none, or it is malformed.
+    """
+    return load_as(Hardware, hardware_file(name))

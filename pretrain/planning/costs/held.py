@@ -1,0 +1,65 @@
+"""The bytes that a rank holds from the first step to the last, by closed formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamem.config import ModelConfig
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.formulas import count_parameters
+from pretrain.planning.costs.stages import stages_of
+
+_MAIN_WEIGHT = 4
+_MOMENTS = 4 + 4
+_GRADIENT = 4
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes on a rank's device, the mean over pipeline stages; activations and buffers come on top.
+
+    Attributes:
+        model: weights and fp32 gradients of its part of the model.
+        optimizer: its share of main weights and moments.
+    """
+
+    model: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.model + self.optimizer
+
+
+def copied_elements(model: ModelConfig) -> int:
+    """Table elements of which every pipeline stage holds a copy."""
+    if model.memory is None:
+        return 0
+    return sum(bank.num_rows for bank in model.memory_plan.banks if bank.on_every_stage) * model.memory.row_width
+
+
+def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
+    """What a rank of `num_ranks` holds; without `model.vocab_size` embeddings are not counted.
+
+    Tables and experts are split over the G = `parallel.memory` ranks of a group, the rest over tensor parallelism, and
+    all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight. The optimizer's
+    state is split over all ranks: 8 bytes per parameter of moments, and 4 more of main weights beside bf16 ones. A bank
+    of which every stage holds a copy is divided by the stages in neither. What is not trained
+    (`optimizer.trained_layers`) has its weights alone.
+    """
+    counts, layout, train = count_parameters(config.model), config.parallel, config.train
+    split = counts.tables + counts.experts
+    copied = copied_elements(config.model)
+    per_rank = ((counts.total - split) / layout.tensor + (split - copied) / layout.memory) / layout.pipeline
+    per_rank += copied / layout.memory
+    stepped = counts.total + (layout.pipeline - 1) * copied
+    stepped -= counts.tables + (layout.pipeline - 1) * copied if config.optimizer.value_offload == "cpu" else 0
+    with_gradients = per_rank
+    if config.optimizer.trained_layers is not None:
+        trained = [stage.trained for stage in stages_of(config)]
+        dense = sum(each.split + each.whole for each in trained)
+        tables, experts = (sum(getattr(each, name) for each in trained) for name in ("table_elements", "experts"))
+        with_gradients = (dense / layout.tensor + (tables + experts) / layout.memory) / layout.pipeline
+        stepped = dense + experts + (0 if config.optimizer.value_offload == "cpu" else tables)
+    state = _MOMENTS + (_MAIN_WEIGHT if train.precision == "bf16" else 0)
+    return HeldBytes(per_rank * train.element_bytes + with_gradients * _GRADIENT, stepped * state / num_ranks)

@@ -1,0 +1,208 @@
+"""The layouts that a model can have on so many GPUs, each with what it would hold and take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pretrain.config.layout_rules import layout_problems
+from pretrain.config.schema import RunConfig
+from pretrain.config.validate import batch_problems
+from pretrain.planning.costs.equal_compute import flops_measure, solve_ffn_width
+from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.memory import MemoryPart, StageBytes, stage_bytes
+from pretrain.planning.costs.timing import StepTime, step_time
+
+_LONG_SEQUENCE_TOKENS = 16_384
+_MICRO_BATCHES = (1, 2, 4, 8)
+_MOST_VIRTUAL = 8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout: its configuration, bytes of a rank of every stage, and its step."""
+
+    config: RunConfig
+    stages: tuple[StageBytes, ...]
+    time: StepTime
+
+    @property
+    def fullest_stage(self) -> int:
+        return max(range(len(self.stages)), key=lambda index: self.stages[index].total)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest stage."""
+        return self.stages[self.fullest_stage].total
+
+    @property
+    def host_bytes(self) -> float:
+        """In host memory, of the rank that takes most of it while it saves."""
+        return max(stage.host for stage in self.stages)
+
+    def fits(self, hardware: Hardware, *, share: float = 1.0) -> bool:
+        """Whether device and host memory suffice, with `share` of what tensors may take on the device."""
+        return self.peak_bytes <= share * hardware.usable_bytes and self.host_bytes <= hardware.host_bytes
+
+    @property
+    def days(self) -> float:
+        """To the end of the run."""
+        return self.time.total_s * self.config.train.num_steps / 86_400
+
+    @property
+    def overrides(self) -> dict[str, object]:
+        """The keys that make this layout of any other of the model."""
+        layout, train = self.config.parallel, self.config.train
+        keys: dict[str, object] = {
+            "parallel.tensor": layout.tensor,
+            "parallel.pipeline": layout.pipeline,
+            "parallel.context": layout.context,
+            "parallel.memory": layout.memory,
+            "train.micro_batch_size": train.micro_batch_size,
+            "train.recompute": train.recompute,
+        }
+        if layout.pipeline > 1:
+            keys["parallel.virtual_pipeline"] = layout.virtual_pipeline
+            keys["parallel.pipeline_layout"] = layout.pipeline_layout
+        if self.config.model.memory is not None:
+            keys["optimizer.value_offload"] = self.config.optimizer.value_offload
+        return keys
+
+
+def estimate(config: RunConfig, num_ranks: int, hardware: Hardware) -> Estimate:
+    """Of a configuration that is valid on so many ranks."""
+    return Estimate(config, stage_bytes(config, num_ranks), step_time(config, num_ranks, hardware))
+
+
+def estimates_of(layout: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
+    """Of every microbatch, recomputation and offloading that a layout can have."""
+    return [
+        estimate(varied, num_ranks, hardware)
+        for varied in _variants(layout)
+        if next(batch_problems(varied, num_ranks), None) is None
+    ]
+
+
+def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> Iterator[RunConfig]:
+    """The configuration with every division of the model over `num_ranks` that it can have."""
+    layers = config.model.num_layers
+    contexts = [1, 2, 4, 8] if config.train.sequence_length >= _LONG_SEQUENCE_TOKENS else [config.parallel.context]
+    has_tables = config.model.memory is not None or config.model.moe is not None
+    for tensor in _divisors(hardware.gpus_per_node):
+        for context in contexts:
+            for pipeline in (size for size in _divisors(num_ranks) if size <= layers):
+                if num_ranks % (tensor * context * pipeline):
+                    continue
+                virtuals = range(1, min(_MOST_VIRTUAL, layers // pipeline) + 1) if pipeline > 1 else [1]
+                for virtual in virtuals:
+                    own = config.parallel.pipeline == pipeline and config.parallel.virtual_pipeline == virtual
+                    layout = replace(
+                        config.parallel,
+                        tensor=tensor,
+                        context=context,
+                        pipeline=pipeline,
+                        virtual_pipeline=virtual,
+                        pipeline_layout=config.parallel.pipeline_layout if own else None,
+                        memory=1,
+                    )
+                    if next(layout_problems(replace(config, parallel=layout), num_ranks), None) is not None:
+                        continue
+                    for memory in _divisors(num_ranks // pipeline) if has_tables else [1]:
+                        split = replace(config, parallel=replace(layout, memory=memory))
+                        if next(layout_problems(split, num_ranks), None) is None:
+                            yield split
+
+
+def _variants(config: RunConfig) -> Iterator[RunConfig]:
+    """What a rank does with its part: microbatch, recomputation, where tables are stepped."""
+    offloads: tuple[Literal["none", "cpu"], ...] = ("none", "cpu") if config.model.memory is not None else ("none",)
+    # The core of attention alone keeps little more than its inputs, but where it has gathered those of other ranks.
+    selective = config.parallel.context > 1
+    recomputes: tuple[Literal["none", "selective", "full"], ...] = (
+        ("none", "selective", "full") if selective else ("none", "full")
+    )
+    for size in sorted({*_MICRO_BATCHES, config.train.micro_batch_size}):
+        for recompute in recomputes:
+            for offload in offloads:
+                yield replace(
+                    config,
+                    train=replace(config.train, micro_batch_size=size, recompute=recompute),
+                    optimizer=replace(config.optimizer, value_offload=offload),
+                )
+
+
+_WORTH = 1.05
+
+
+def recommended(found: Sequence[Estimate], hardware: Hardware) -> Estimate | None:
+    """Of the layouts that fit, the smallest whose step is within 5 % of the fastest's; None if nothing fits.
+
+    Estimated seconds are no better than that, and free memory is what a run meets surprises with.
+    """
+    fitting = [each for each in found if each.fits(hardware)]
+    if not fitting:
+        return None
+    fastest = min(each.time.total_s for each in fitting)
+    return min((e for e in fitting if e.time.total_s <= _WORTH * fastest), key=lambda each: each.peak_bytes)
+
+
+def all_estimates(config: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
+    """Of every layout, the fastest first."""
+    found = [
+        e for layout in possible_layouts(config, num_ranks, hardware) for e in estimates_of(layout, num_ranks, hardware)
+    ]
+    return sorted(found, key=lambda each: each.time.total_s)
+
+
+def dense_twin(config: RunConfig) -> RunConfig | None:
+    """The run without its memory, of as many forward FLOPs per token by a wider feed-forward.
+
+    None where there is no memory, or no feed-forward whose width could be solved for.
+    """
+    model = config.model
+    if model.memory is None or model.moe is not None:
+        return None
+    bare = replace(model, memory=None)
+    measure = flops_measure(config.train.sequence_length)
+    width = solve_ffn_width(bare, measure, measure(model)).width
+    return replace(
+        config,
+        model=replace(bare, ffn_hidden_size=width),
+        parallel=replace(config.parallel, memory=1),
+        optimizer=replace(config.optimizer, value_offload="none"),
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+_HELP = {
+    MemoryPart.TABLES: "raise parallel.memory or parallel.pipeline",
+    MemoryPart.TABLE_GRADIENTS: "raise parallel.memory or parallel.pipeline",
+    MemoryPart.TABLE_OPTIMIZER: "use more GPUs, or optimizer.value_offload: cpu",
+    MemoryPart.WEIGHTS: "raise parallel.tensor or parallel.pipeline",
+    MemoryPart.GRADIENTS: "raise parallel.tensor or parallel.pipeline",
+    MemoryPart.OPTIMIZER: "use more GPUs",
+    MemoryPart.LOSS: "lower train.loss_chunk_tokens, or raise parallel.tensor",
+}
+
+
+def too_large(found: Estimate, hardware: Hardware) -> str:
+    """Why a layout does not fit: the fullest stage's largest part, and what makes it smaller."""
+    stage = found.stages[found.fullest_stage]
+    if found.fits(replace(hardware, host_memory_gb=math.inf)):
+        return (
+            f"a rank would take {found.host_bytes / 1e9:,.1f} GB of host memory while it saves, and its share of a node's "
+            f"is {hardware.host_bytes / 1e9:,.1f} GB: use more GPUs, optimizer.value_offload: none, or "
+            "checkpoint.asynchronous: false"
+        )
+    part, num_bytes = max(stage.by_part.items(), key=lambda item: item[1])
+    help_ = _HELP.get(part, "use train.recompute: full or a smaller train.micro_batch_size, or raise parallel.tensor")
+    return (
+        f"a rank of stage {found.fullest_stage} would hold {stage.total / 1e9:,.1f} GB at its peak, of which {part} "
+        f"{num_bytes / 1e9:,.1f} GB, and a GPU has {hardware.usable_bytes / 1e9:,.1f} GB for tensors "
+        f"({hardware.memory_gb:g} GB less {hardware.reserve_gb:g} GB in reserve): {help_}"
+    )

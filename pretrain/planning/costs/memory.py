@@ -1,0 +1,374 @@
+"""What a rank's device holds at the peak of a step, by part and stage, in closed formulas.
+
+`megamem dryrun` counts the same on the real model. Bytes are those that tensors ask for: an allocator rounds them up.
+
+Legend: T tokens of a microbatch on this rank, S = G T of its memory group, D hidden size, F feed-forward width, d head
+dimension, n and g query and key/value heads, J rows read per token, V value dim, P pre-value dim, e bytes per element.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megamem.config import ModelConfig
+from megamem.families.registry import family_of
+from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
+from pretrain.config.context_ways import attention_backward, kept_beyond_whole_sequences
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.attention import attention_kept
+from pretrain.planning.costs.experts import experts_backward, experts_kept
+from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
+
+
+class MemoryPart(StrEnum):
+    """A part of what a rank's device holds, in the order of a report; and what it holds in host memory."""
+
+    WEIGHTS = "weights"
+    TABLES = "tables"
+    GRADIENTS = "gradients"
+    TABLE_GRADIENTS = "table gradients"
+    OPTIMIZER = "optimizer state"
+    TABLE_OPTIMIZER = "optimizer state of tables"
+    RESIDUAL = "residual stream and norms"
+    ATTENTION = "attention"
+    FEED_FORWARD = "feed-forward"
+    MEMORY = "memory layers"
+    EXCHANGE = "exchange"
+    LOSS = "logits and loss"
+    MESSAGES = "messages between stages"
+    BACKWARD = "gradients of activations"
+    OTHER = "other"
+    HOST = "host memory"
+
+
+STATE_PARTS = (
+    MemoryPart.WEIGHTS,
+    MemoryPart.TABLES,
+    MemoryPart.GRADIENTS,
+    MemoryPart.TABLE_GRADIENTS,
+    MemoryPart.OPTIMIZER,
+    MemoryPart.TABLE_OPTIMIZER,
+)
+"""What is there from the first step to the last; the rest comes and goes within a step."""
+
+_GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
+ITEM_BYTES = 1 << 26
+"""What a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
+WINDOW_ELEMENTS = 1 << 22
+"""Elements that pass through the host at a time: `pretrain.engine.value_offload` has the same."""
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Of one rank of a stage.
+
+    Attributes:
+        by_part: bytes on the device at the peak of a step.
+        host_tables: bytes in host memory: tables' optimizer state if it is there, and its staging memory.
+        save: bytes in host memory that a save takes: the buffer of asynchronous ones, or that of the writing threads.
+    """
+
+    by_part: dict[MemoryPart, float]
+    host_tables: float
+    save: float
+
+    @property
+    def host(self) -> float:
+        """What a rank takes of its node's memory, while it saves."""
+        return self.host_tables + self.save
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_part.values())
+
+    @property
+    def held(self) -> float:
+        """What is there between steps."""
+        return sum(self.by_part[part] for part in STATE_PARTS)
+
+    @property
+    def activations(self) -> float:
+        """What a step adds at its peak."""
+        return self.total - self.held
+
+
+def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
+    """Of the ranks of every stage, first to last. The formulas of activations are for bf16."""
+    division = Division.of(config, num_ranks)
+    total = sum(
+        stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
+        for stage in stages_of(config)
+    )
+    save = _save_bytes(config, total / num_ranks)
+    return tuple(
+        StageBytes(
+            {**_held(config, stage, division), **_activations(config, stage, rank, division)},
+            _host(config, stage, division),
+            save,
+        )
+        for rank, stage in enumerate(stages_of(config))
+    )
+
+
+def _save_bytes(config: RunConfig, owned: float) -> float:
+    """Host memory for a save of the `owned` parameters that a rank writes: of all, or of an item per writing thread."""
+    if config.checkpoint.asynchronous:
+        return owned * checkpoint_width(config)
+    return config.checkpoint.writer_threads * ITEM_BYTES
+
+
+def checkpoint_width(config: RunConfig) -> int:
+    """Bytes per parameter of a checkpoint: fp32 main weights and moments, and weights if they are asked for."""
+    return _MAIN_WEIGHT + _MOMENTS + (config.train.element_bytes if config.checkpoint.weights_copy else 0)
+
+
+def local_dense(config: RunConfig, stage: Stage) -> float:
+    """Weights of a stage on one rank, without tables and experts."""
+    return stage.split_weights / config.parallel.tensor + stage.whole_weights
+
+
+def local_tables(config: RunConfig, stage: Stage) -> float:
+    """Elements of a stage's tables (and experts) on one rank."""
+    return (stage.table_elements + stage.expert_weights) / config.parallel.memory
+
+
+def trained_dense(config: RunConfig, stage: Stage) -> float:
+    """Of `local_dense` what is trained."""
+    return stage.trained.split / config.parallel.tensor + stage.trained.whole
+
+
+def trained_tables(config: RunConfig, stage: Stage) -> float:
+    """Of `local_tables` what is trained."""
+    return (stage.trained.table_elements + stage.trained.experts) / config.parallel.memory
+
+
+def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
+    """e bytes per weight; and of what is trained 4 for the gradient, and 12 (in fp32: 8) of optimizer state, split over
+    replicas."""
+    element = config.train.element_bytes
+    state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
+    dense, tables = local_dense(config, stage), local_tables(config, stage)
+    dense_trained, tables_trained = trained_dense(config, stage), trained_tables(config, stage)
+    offloads = config.optimizer.value_offload == "cpu"
+    on_device = stage.trained.experts / config.parallel.memory if offloads else tables_trained
+    return {
+        MemoryPart.WEIGHTS: dense * element,
+        MemoryPart.TABLES: tables * element,
+        MemoryPart.GRADIENTS: dense_trained * _GRADIENT,
+        MemoryPart.TABLE_GRADIENTS: tables_trained * _GRADIENT,
+        MemoryPart.OPTIMIZER: dense_trained * state / (division.replicas * config.parallel.context),
+        MemoryPart.TABLE_OPTIMIZER: on_device * state / division.table_replicas,
+    }
+
+
+def _host(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Main weights and moments of the tables that a rank steps, and two windows of gradients and weights."""
+    if config.optimizer.value_offload == "none":
+        return 0.0
+    owned = stage.trained.table_elements / config.parallel.memory / division.table_replicas
+    window = 2 * min(owned, WINDOW_ELEMENTS) * (_GRADIENT + config.train.element_bytes)
+    return (_MAIN_WEIGHT + _MOMENTS) * owned + window
+
+
+def in_flight(config: RunConfig, rank: int, division: Division) -> int:
+    """Forward passes of chunks whose backward pass has not begun, at most: those of Megatron's 1F1B schedules."""
+    pipeline, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
+    if virtual == 1:
+        return min(division.num_microbatches, pipeline - rank)
+    return min(division.num_microbatches * virtual, 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline + 1)
+
+
+def _activations(config: RunConfig, stage: Stage, rank: int, division: Division) -> dict[MemoryPart, float]:
+    """What passes in flight keep, and the larger of one block's backward pass and the loss."""
+    model, train = config.model, config.train
+    tokens, element = division.rank_tokens, train.element_bytes
+    flights = in_flight(config, rank, division)
+    # Blocks below what is trained keep nothing.
+    blocks_in_flight = flights * stage.backward.num / config.parallel.virtual_pipeline
+    kept = block_kept(config, stage, stage.backward, stage.trained_blocks, tokens)
+    # Of one that is trained, if any is.
+    one = stage.trained_blocks if stage.trained_blocks.num else stage.backward
+    of_one = _with_memory(block_kept(config, stage, one, stage.trained_blocks, tokens), one)
+    passing = block_passing(config, stage, tokens, of_one) if stage.backward.num else {}
+    if not stage.backward.num:
+        # What forward makes of one block.
+        waiting, in_block = {}, block_kept(config, stage, stage.blocks, stage.blocks, tokens)
+    elif train.recompute == "full":
+        # Of every block what it is handed; a whole block only while its backward pass runs, at most one with a memory.
+        inputs = blocks_in_flight * (1 + stage.backward.arrivals / max(1, stage.backward.num))
+        waiting = {MemoryPart.RESIDUAL: inputs * tokens * model.hidden_size * element}
+        in_block = _sum(of_one, passing)
+        if model.moe is not None:
+            # Megatron's dispatchers keep the graphs of their last pass, and those the gradients of the blocks' inputs.
+            left = (stage.backward.num - 1) * tokens * model.hidden_size * element
+            in_block = _sum(in_block, {MemoryPart.BACKWARD: left})
+    else:
+        waiting = {part: blocks_in_flight * num for part, num in kept.items()}
+        in_block = passing
+        if train.recompute == "selective":
+            # One core's forward pass again, with its outputs, for its backward pass.
+            outputs = tokens * model.num_attention_heads * model.attention_head_dim * element
+            in_block = _sum(passing, {MemoryPart.ATTENTION: _core_kept(config, tokens) + outputs})
+    at_loss: dict[MemoryPart, float] = {}
+    if stage.has_loss:
+        at_loss = {
+            MemoryPart.RESIDUAL: _norm_bytes(element, trained=stage.trains_all) * tokens * model.hidden_size,
+            MemoryPart.LOSS: loss_bytes(config, division.loss_tokens),
+        }
+    parts = _sum(waiting, max(in_block, at_loss, key=lambda part: sum(part.values())))
+    if stage.has_embedding:
+        parts = _sum(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})
+    if config.parallel.pipeline > 1:
+        parts = _sum(parts, {MemoryPart.MESSAGES: tokens * model.hidden_size * element})
+    return parts
+
+
+def loss_bytes(config: RunConfig, tokens: int) -> float:
+    """Logits of a chunk of tokens, in bf16 and in fp32 (in fp32: once), for this rank's part of the vocabulary."""
+    model, limit = config.model, config.train.loss_chunk_tokens
+    vocabulary = padded_size(model.vocab_size or 0, model.vocab_size_multiple) / config.parallel.tensor
+    at_a_time = tokens if limit is None else min(tokens, limit)
+    return at_a_time * vocabulary * (6 if config.train.precision == "bf16" else 4)
+
+
+def block_kept(
+    config: RunConfig, stage: Stage, blocks: Blocks, trained: Blocks, tokens: int
+) -> dict[MemoryPart, float]:
+    """What backward of one block needs of its forward pass: the mean over some blocks of a stage.
+
+    A weight that is not trained needs no input: a norm not its normalised values nor the linear behind it what it is
+    given, and a feed-forward not the product that goes into its output projection.
+
+    Args:
+        blocks: the mean over which it is.
+        trained: those of them that are trained.
+    """
+    model, element = config.model, config.train.element_bytes
+    share = 1 / max(1, blocks.num)
+    core = 0.0 if config.train.recompute == "selective" else _core_kept(config, tokens)
+    norms = trained.norms * _norm_bytes(element) + (blocks.norms - trained.norms) * _norm_bytes(element, trained=False)
+    ffns = trained.ffns * _ffn_kept(model, tokens, element)
+    ffns += (blocks.ffns - trained.ffns) * _ffn_kept(model, tokens, element, trained=False)
+    parts = {
+        MemoryPart.RESIDUAL: float(share * norms * tokens * model.hidden_size),
+        MemoryPart.ATTENTION: tokens * attention_kept(model, element) + core,
+        MemoryPart.FEED_FORWARD: share * ffns,
+    }
+    own = stage.memory
+    if not stage.lookups or not blocks.memories:
+        return parts
+    per_token = 4 * own.kept_wide + element * own.kept_narrow + _ID * own.kept_ids
+    memory = tokens * per_token + own.kept_keys * element
+    assert model.memory is not None
+    shared = family_of(model.memory).shared_kept_wide(model.memory, model.hidden_size)
+    memory += len(stage.lookups) * tokens * 4 * shared
+    exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
+    # Of all memories of the stage those in these blocks.
+    share *= blocks.memories / stage.blocks.memories
+    return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
+
+
+def _with_memory(kept: dict[MemoryPart, float], blocks: Blocks) -> dict[MemoryPart, float]:
+    """Of one block that has a memory, where not all of them have: from the mean over all."""
+    per_block = min(1.0, blocks.memories / max(1, blocks.num)) or 1.0
+    return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}
+
+
+def _core_kept(config: RunConfig, tokens: int) -> float:
+    """Of the core of one block's attention beyond its inputs and outputs, which others keep: what `selective` drops."""
+    return float(tokens * 4 * config.model.num_attention_heads + kept_beyond_whole_sequences(config))
+
+
+def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
+    """Ids (packed, of all ranks of the group), coefficients, projected inputs, products and sums of one lookup."""
+    memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
+    assert memory is not None
+    lookup, pre_width = memory.lookup, memory.width("pre_values")
+    reads = tokens * lookup.rows
+    sums = tokens * lookup.bins * memory.width("values") * element
+    if group == 1:
+        return (
+            reads * (_ID * (1 if lookup.bins == 1 else 2) + (4 if pre_width else 0))
+            + sums
+            + tokens * pre_width * element
+        )
+    packed = group * packed_bytes(reads, bank_rows * lookup.bins)
+    coefficients = group * reads * coefficients_per_rank(lookup.scores, group) * element
+    return packed + coefficients + tokens * pre_width * element + (reads * element if pre_width else 0) + sums
+
+
+def block_passing(
+    config: RunConfig, stage: Stage, tokens: int, kept: dict[MemoryPart, float]
+) -> dict[MemoryPart, float]:
+    """What one block has at a time on top of `kept`, what backward needs of its forward pass.
+
+    The largest of six moments. While entries are selected: what the family says. While the memory is read: the scores
+    of all keys, all ranks' ids unpacked, 8 bytes and as many for bins, and coefficients as they are cut for ranks and as
+    they leave, or before them rows and bins in one. While what was read is in backward: the ids again, and their sort,
+    of rows 4 bytes before and 4 behind, and of positions 8. While the retrieval is: the gradients of the key scores,
+    when what the lookup and the entries kept is gone. Of the feed-forward: see `_ffn_backward`. Of attention across ranks,
+    when what the feed-forward kept is gone: see `attention_backward`.
+    """
+    model, element, group = config.model, config.train.element_bytes, config.parallel.memory
+    moments: list[dict[MemoryPart, float]] = [{}]
+    if stage.backward.ffns:
+        trained = stage.trained_blocks.ffns > 0
+        moments.append({MemoryPart.BACKWARD: _ffn_backward(config, tokens, trained=trained)})
+    if config.parallel.context > 1:
+        of_ffn = kept.get(MemoryPart.FEED_FORWARD, 0.0)
+        moments.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
+    memory = model.memory
+    if memory is not None and memory.reads_once and stage.backward.memories:
+        # Of what blocks read together: the sum so far, what one more adds, and both; the block itself is gone.
+        shared = tokens * memory.lookup.bins * memory.width("values") * element
+        gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
+        whole = config.train.recompute == "full"
+        moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
+    elif memory is not None and stage.lookups and stage.backward.memories:
+        lookup = memory.lookup
+        ids, bins = group * tokens * lookup.rows, lookup.bins > 1
+        unpacked = float(_ID * ids * (1 + bins) if group > 1 else 0)
+        passing = max(2 * coefficients_per_rank(lookup.scores, group) * element, _ID * bins) * ids if group > 1 else 0
+        of_scores = 4 * tokens * stage.memory.backward_wide / len(stage.lookups)
+        entries = tokens * stage.memory.kept_by_entries / len(stage.lookups)
+        moments += [
+            {MemoryPart.MEMORY: 4.0 * tokens * stage.memory.select_wide / len(stage.lookups)},
+            {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: unpacked + passing},
+            {MemoryPart.EXCHANGE: unpacked, MemoryPart.MEMORY: float((_ID + 8) * ids)},
+            {
+                MemoryPart.BACKWARD: of_scores,
+                MemoryPart.MEMORY: -entries,
+                MemoryPart.EXCHANGE: -kept[MemoryPart.EXCHANGE],
+            },
+        ]
+    # The gradient that goes down the residual stream, and what a part adds to it.
+    residual: dict[MemoryPart, float] = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
+    return _sum(residual, max(moments, key=lambda parts: sum(parts.values())))
+
+
+def _ffn_kept(model: ModelConfig, tokens: int, element: int, *, trained: bool = True) -> float:
+    """Of one feed-forward: gate and up, and their product where it is trained."""
+    if model.moe is not None:
+        return experts_kept(model, model.moe, tokens, element)
+    return (2.0 + trained) * tokens * model.ffn_hidden_size * element
+
+
+def _ffn_backward(config: RunConfig, tokens: int, *, trained: bool) -> float:
+    """Of one feed-forward: the gradient of gate and up, of their product, and, where it is trained, of the weight."""
+    model, element = config.model, config.train.element_bytes
+    if model.moe is not None:
+        return experts_backward(model, model.moe, tokens, element)
+    width = model.ffn_hidden_size
+    return element * (3.0 * tokens * width + trained * 2 * width * model.hidden_size / config.parallel.tensor)
+
+
+def _norm_bytes(element: int, *, trained: bool = True) -> int:
+    """Per element: the input, and where what it feeds is trained the output."""
+    return (1 + trained) * element
+
+
+def _sum(*parts: dict[MemoryPart, float]) -> dict[MemoryPart, float]:
+    keys = [part for part in MemoryPart if any(part in each for each in parts)]
+    return {part: sum(each.get(part, 0.0) for each in parts) for part in keys}

@@ -1,0 +1,127 @@
+"""What a rank of every stage sends to others in one optimizer step, by the axis of the group, in closed formulas.
+
+`megamem dryrun` counts the same at the calls themselves. Sums over a group are counted as rings send them.
+
+Legend: B bytes of a microbatch's hidden states on this rank, m microbatches, TP tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.experts import dispatched_bytes
+from pretrain.planning.costs.held import copied_elements
+from pretrain.planning.costs.memory import trained_dense, trained_tables
+from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
+from pretrain.planning.costs.traffic import context_bytes, lookup_bytes
+
+_GRADIENT = 4
+
+
+@dataclass(frozen=True)
+class StageSent:
+    """Bytes that one rank of a stage sends per step.
+
+    Attributes:
+        memory: of lookups and of tokens that go to experts.
+        context: of attention across cut sequences.
+        tensor: of tensor parallelism in forward and backward.
+        messages: to neighbouring stages.
+        tables: reductions of gradients and gathers of weights, of tables and experts.
+        dense: the same of all else.
+        copies: sums over the stages of banks that each holds a copy of.
+    """
+
+    memory: float
+    context: float
+    tensor: float
+    messages: float
+    tables: float
+    dense: float
+    copies: float
+
+
+def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
+    """Of the ranks of every stage, first to last."""
+    division = Division.of(config, num_ranks)
+    return tuple(_sent(config, stage, division, num_ranks) for stage in stages_of(config))
+
+
+def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -> StageSent:
+    layout, element, m = config.parallel, config.train.element_bytes, division.num_microbatches
+    hidden = division.rank_tokens * config.model.hidden_size * element
+    # A chunk hands its outputs to the next one and its gradients to the one before, if that has a backward pass.
+    crossings = len(stage.chunks) - stage.has_loss + stage.gradients_sent if layout.pipeline > 1 else 0
+    width = _GRADIENT + element
+
+    def ring(elements: float, size: int) -> float:
+        return elements * width * (size - 1) / size
+
+    return StageSent(
+        memory=m * (lookup_bytes(config, stage, division) + dispatched_bytes(config, stage, division)),
+        context=m * context_bytes(config, stage),
+        tensor=m * tensor_bytes(config, stage, division) + _tensor_sums(config, stage, division),
+        messages=m * crossings * hidden,
+        tables=ring(trained_tables(config, stage), division.table_replicas),
+        dense=ring(trained_dense(config, stage), division.replicas * layout.context),
+        copies=2 * (layout.pipeline - 1) * _GRADIENT * copied_elements(config.model) / num_ranks,
+    )
+
+
+def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Of hidden states and latents that tensor-parallel ranks gather and scatter in one microbatch."""
+    elements = _tensor_passes(config, stage) * config.model.hidden_size + _latents(config, stage)
+    return (config.parallel.tensor - 1) * division.rank_tokens * elements * config.train.element_bytes
+
+
+def _tensor_passes(config: RunConfig, stage: Stage) -> float:
+    """Gathers and scatters of a microbatch's hidden states over tensor-parallel ranks: each sends (TP - 1) B.
+
+    A pair of linears gathers its input and scatters its output: twice forward, and twice backward, which gathers the
+    input again for the gradient of a weight that is trained. A block has two pairs, unless experts or a memory stand for
+    the second. Heads without an output projection are exchanged, which sends 1 / TP of a scatter. Blocks below
+    what is trained go forward alone.
+    """
+
+    def pairs(blocks: Blocks) -> int:
+        return blocks.num + (blocks.ffns if config.model.moe is None else 0)
+
+    def both_ways(blocks: Blocks) -> float:
+        return 2 * pairs(blocks) - blocks.unprojected * (1 - 1 / config.parallel.tensor)
+
+    passes = both_ways(stage.blocks) + (2 if config.train.recompute == "full" else 1) * both_ways(stage.backward)
+    # The embedding scatters, and gathers backward; the output projection scatters backward alone.
+    passes += pairs(stage.trained_blocks)
+    return passes + (1 + stage.trains_all) * stage.has_embedding + (2 + stage.trains_all) * stage.has_loss
+
+
+def _latents(config: RunConfig, stage: Stage) -> float:
+    """Elements per token that latent attention sends to each other rank besides, forward and backward.
+
+    Their down-projection gathers hidden states as that of queries does, and their up-projection the latents, those of
+    queries too: backward scatters the gradients, and gathers again for those of weights that are trained. A column of
+    latents is computed on one rank, and all columns go to the rank that has the token; rotary keys are gathered.
+    """
+    latent = config.model.latent_attention
+    if latent is None:
+        return 0.0
+    of_queries = latent.query_latent_dim or 0
+    exchanged = (latent.latent_dim + latent.rotary_dim + of_queries) / config.parallel.tensor + latent.rotary_dim
+
+    def gathered(blocks: Blocks) -> int:
+        of_keys_and_values = (blocks.num + blocks.values_mixed) * latent.latent_dim
+        return blocks.num * (config.model.hidden_size + of_queries) + of_keys_and_values
+
+    def one_way(blocks: Blocks) -> float:
+        return gathered(blocks) + blocks.num * exchanged
+
+    backward_passes = 2 if config.train.recompute == "full" else 1
+    return one_way(stage.blocks) + backward_passes * one_way(stage.backward) + gathered(stage.trained_blocks)
+
+
+def _tensor_sums(config: RunConfig, stage: Stage, division: Division) -> float:
+    """Gradients of weights that all tensor-parallel ranks hold, and three sums over the vocabulary per token."""
+    size = config.parallel.tensor
+    of_loss = 3 * 4 * division.loss_tokens * division.num_microbatches if stage.has_loss else 0
+    return 2 * (size - 1) / size * (_GRADIENT * stage.trained.whole + of_loss)

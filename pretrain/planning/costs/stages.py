@@ -1,0 +1,276 @@
+"""What every pipeline stage of a layout has: the model's parts by stage, and how tokens and ranks are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megamem.config import ModelConfig
+from megamem.families.family import LayerCosts
+from megamem.families.registry import family_of
+from megamem.sharing import BankSpec, LayerView
+from megamem.slots import Slot
+from megamem.trained_part import TrainedPart, readers_of_bank
+from parallel.layout import padded_size
+from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.attention import attention_gains, attention_weights, biases_of_norm, slots_of_memories
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """Of a stage's weights those that have gradients and optimizer state, see `Stage`."""
+
+    split: int
+    whole: int
+    table_elements: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Some blocks of a stage.
+
+    Attributes:
+        num: blocks.
+        inserted: of these, the ones to which a memory alone adds: they have one norm of hidden states, and not two.
+        unprojected: of these, the ones whose attention has no output projection.
+        ffns: feed-forwards.
+        split_weights: weights that tensor-parallel ranks split, without those of memories.
+        expert_weights: weights of experts.
+        memories: memory layers.
+        values_mixed: of these, the ones that mix values, or latents of values alone: keys are made of others.
+        arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later.
+    """
+
+    num: int
+    inserted: int
+    unprojected: int
+    ffns: int
+    split_weights: int
+    expert_weights: int
+    memories: int
+    values_mixed: int
+    arrivals: int
+
+    @property
+    def norms(self) -> int:
+        """Norms of hidden states."""
+        return 2 * self.num - self.inserted
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's part of the model, before tensor parallelism and the memory group split it.
+
+    Attributes:
+        chunks: of the depth, in the order of its virtual stages.
+        blocks: all of them.
+        backward: those that have a backward pass. A lowest one of which the table alone is trained is counted whole; without
+            recomputation it has one only from the read onwards.
+        trained_blocks: of these, the ones that are trained; the others pass gradients on.
+        gradients_sent: chunks that hand gradients to the chunk before.
+        split_weights: weights that tensor-parallel ranks split.
+        whole_weights: weights that every rank holds.
+        table_elements: elements of tables.
+        expert_weights: weights of experts.
+        memory: costs of its memory layers without their tables.
+        lookups: rows of the bank that each of its memory layers reads, or each chunk, if its layers read together.
+        backward_lookups: of these, the ones that have a backward pass.
+        trained: what of it is trained.
+        trains_all: whether that is all of it, embedding and output projection too.
+    """
+
+    chunks: tuple[ModelChunk, ...]
+    blocks: Blocks
+    backward: Blocks
+    trained_blocks: Blocks
+    gradients_sent: int
+    split_weights: int
+    whole_weights: int
+    table_elements: int
+    expert_weights: int
+    memory: LayerCosts
+    lookups: tuple[int, ...]
+    backward_lookups: tuple[int, ...]
+    trained: TrainedWeights
+    trains_all: bool
+
+    @property
+    def has_embedding(self) -> bool:
+        return any(chunk.has_embedding for chunk in self.chunks)
+
+    @property
+    def has_loss(self) -> bool:
+        return any(chunk.has_loss for chunk in self.chunks)
+
+
+def stages_of(config: RunConfig) -> tuple[Stage, ...]:
+    """The stages of a run, first to last."""
+    layout = config.parallel
+    part = TrainedPart.of(config.model, config.optimizer.trained_layers)
+    return _stages(part, layout.pipeline, layout.virtual_pipeline, layout.pipeline_layout)
+
+
+@lru_cache(maxsize=256)
+def _stages(part: TrainedPart, pipeline: int, virtual: int, layout: str | None) -> tuple[Stage, ...]:
+    model = part.model
+    chunks = model_chunks(model.num_layers, pipeline=pipeline, virtual_pipeline=virtual, layout=layout)
+    return tuple(
+        _stage(part, chunks_of_stage(chunks, pipeline=pipeline, pipeline_rank=rank)) for rank in range(pipeline)
+    )
+
+
+def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
+    model = part.model
+    memory = model.memory
+    blocks = [block for chunk in chunks for block in chunk.layers]
+    indices = [index for index, span in enumerate(model.memory_spans) if span.read in blocks]
+    views = [model.memory_plan.views[index] for index in indices]
+    banks = {view.bank for view in views}
+    split, whole, experts = _blocks_weights(model, blocks)
+    embedding = padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size
+    # A tied output projection on a stage of its own is a copy.
+    has_embedding, has_loss = (any(getattr(c, name) for c in chunks) for name in ("has_embedding", "has_loss"))
+    split += embedding * (1 if model.tied_embeddings and has_embedding else has_embedding + has_loss)
+    costs = sum((_costs(model, view) for view in views), LayerCosts())
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
+    lookups = tuple(view.num_bank_rows for view in views)
+    backward_lookups = tuple(
+        view.num_bank_rows
+        for index, view in zip(indices, views, strict=True)
+        if model.memory_spans[index].read >= part.first_block
+    )
+    if memory is not None and memory.reads_once and views:
+        # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
+        reading = {span.read for span in model.memory_spans}
+        lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
+        # Token ids have no gradient: there is one of the table alone.
+        backward_lookups = lookups if part.trains(reading) else ()
+        whole += family_of(memory).shared_parameters(memory, model.hidden_size)
+    whole += has_loss * model.hidden_size
+    tables = sum(_elements(model, model.memory_plan.banks[bank]) for bank in banks)
+    trained = TrainedWeights(split, whole, tables, experts) if part.is_whole else _trained_weights(part, blocks)
+    backward = [block for block in blocks if block >= part.first_block]
+    return Stage(
+        chunks=chunks,
+        blocks=_blocks(model, blocks),
+        backward=_blocks(model, backward),
+        trained_blocks=_blocks(model, [block for block in backward if part.trains({block})]),
+        gradients_sent=sum(bool(chunk.layers) and 0 < chunk.layers[0] > part.first_block for chunk in chunks),
+        split_weights=split,
+        whole_weights=whole,
+        table_elements=tables,
+        expert_weights=experts,
+        memory=costs,
+        lookups=lookups,
+        backward_lookups=backward_lookups,
+        trained=trained,
+        trains_all=part.is_whole,
+    )
+
+
+def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
+    split, _, experts = _blocks_weights(model, blocks)
+    slots = [slots_of_memories(model, block) for block in blocks]
+    return Blocks(
+        num=len(blocks),
+        inserted=sum(any(slot.is_inserted for slot in of_block) for of_block in slots),
+        unprojected=sum(not all(slot.has_output_projection for slot in of_block) for of_block in slots),
+        ffns=sum(all(slot.has_ffn for slot in of_block) for of_block in slots),
+        split_weights=split,
+        expert_weights=experts,
+        memories=sum(span.read in blocks for span in model.memory_spans),
+        values_mixed=sum(of_block.count(Slot.VALUES) for of_block in slots),
+        arrivals=sum(any(span.read < block <= span.add for block in blocks) for span in model.memory_spans),
+    )
+
+
+def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights:
+    """What is trained of a stage with these blocks, in a model of which only some are."""
+    model, memory = part.model, part.model.memory
+    trained = [block for block in blocks if part.trains({block})]
+    split, whole, experts = _blocks_weights(model, trained)
+    read = [(span.read, view) for span, view in zip(model.memory_spans, model.memory_plan.views, strict=True)]
+    costs = sum((_costs(model, view) for block, view in read if block in trained), LayerCosts())
+    split += costs.split_by_heads
+    whole += costs.retrieval + costs.projections - costs.split_by_heads
+    reads_here = any(block in blocks for block, _ in read)
+    if memory is not None and memory.reads_once and reads_here and part.trains(block for block, _ in read):
+        whole += family_of(memory).shared_parameters(memory, model.hidden_size)
+    banks = {view.bank for block, view in read if block in blocks}
+    tables = [model.memory_plan.banks[bank] for bank in banks]
+    elements = sum(_elements(model, bank) for bank in tables if part.trains(readers_of_bank(model, bank)))
+    return TrainedWeights(split, whole, elements, experts)
+
+
+def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int, int]:
+    """Weights of blocks without their memories, see `_block_weights`."""
+    split = whole = experts = 0
+    for block in blocks:
+        of_block = _block_weights(model, slots_of_memories(model, block))
+        split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
+    return split, whole, experts
+
+
+def _elements(model: ModelConfig, bank: BankSpec) -> int:
+    assert model.memory is not None
+    return bank.num_rows * model.memory.row_width
+
+
+def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
+    assert model.memory is not None
+    return family_of(model.memory).costs(model.memory, view, model.hidden_size)
+
+
+def _block_weights(model: ModelConfig, slots: Sequence[Slot]) -> tuple[int, int, int]:
+    """Weights of one block with memories in `slots` that tensor-parallel ranks split, that all hold, and of experts;
+    see `count_parameters`."""
+    width = model.hidden_size
+    split = attention_weights(model, slots)
+    is_inserted = any(slot.is_inserted for slot in slots)
+    norms = (2 - is_inserted) * width + is_inserted * biases_of_norm(model) + attention_gains(model)
+    if not all(slot.has_ffn for slot in slots):
+        return split, norms, 0
+    if model.moe is None:
+        return split + 3 * width * model.ffn_hidden_size, norms, 0
+    experts = model.moe.num_experts * 3 * width * model.moe.expert_ffn_hidden_size
+    return split, norms + width * model.moe.num_experts, experts
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a run's ranks and tokens are divided.
+
+    Attributes:
+        replicas: data-parallel size.
+        stage_ranks: ranks of one stage.
+        table_replicas: ranks of a stage that hold the same columns.
+        num_microbatches: per step and data-parallel rank.
+        rank_tokens: of a microbatch on one rank, between the blocks and in memories.
+        loss_tokens: of a microbatch whose losses one rank computes, for its part of the vocabulary.
+    """
+
+    replicas: int
+    stage_ranks: int
+    table_replicas: int
+    num_microbatches: int
+    rank_tokens: int
+    loss_tokens: int
+
+    @staticmethod
+    def of(config: RunConfig, num_ranks: int) -> Division:
+        layout, train = config.parallel, config.train
+        replicas = num_ranks // (layout.tensor * layout.pipeline * layout.context)
+        stage_ranks = num_ranks // layout.pipeline
+        tokens = train.micro_batch_size * train.sequence_length
+        return Division(
+            replicas=replicas,
+            stage_ranks=stage_ranks,
+            table_replicas=stage_ranks // layout.memory,
+            num_microbatches=train.global_batch_size // (train.micro_batch_size * replicas),
+            rank_tokens=tokens // (layout.tensor * layout.context),
+            loss_tokens=tokens // layout.context,
+        )

@@ -1,0 +1,85 @@
+"""Operations and bytes of the memory's parts in one optimizer step, by closed formulas, to compare times with.
+
+Legend: T tokens per rank and step, L memory layers, H heads, N keys per side, R Tucker rank, K retrieved, V value dim,
+P pre-value dim, e bytes per element of weights and activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.formulas import count_parameters, memory_layer_costs
+from pretrain.planning.costs.traffic import exchanged_bytes
+
+
+class Part(StrEnum):
+    """A part of the memory, in the order of a report."""
+
+    KEYS = "queries and key scores"
+    SELECTION = "selection"
+    SCORES = "scores of the selected"
+    ROWS = "row ids"
+    GATHER_DOT = "gather_dot"
+    GATHER_SUM = "gather_sum"
+    GATHER_PAIR = "gather_pair"
+    WEIGHTING = "weighting"
+    EXCHANGE = "exchange"
+    TABLE_GRADIENT = "table gradient"
+    PROJECTIONS = "projections"
+    OTHER = "other"
+    SINGULAR_VECTORS = "singular vectors"
+    ZEROING = "zeroing of table gradients"
+    TABLE_REDUCTION = "reduction of table gradients"
+    TABLE_STEP = "optimizer step of tables"
+
+
+_ADAM_BYTES = 28
+"""AdamW on fp32: weight, gradient and two moments are read, weight and moments are written."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one rank and step.
+
+    Attributes:
+        flops: floating-point operations; None where bytes are what counts.
+        num_bytes: bytes that must move at the least; None where operations are what counts.
+    """
+
+    flops: float | None = None
+    num_bytes: float | None = None
+
+
+def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
+    """The costs of those parts of the memory that have a formula, as the mean over pipeline stages.
+
+    Backward of a matrix product costs twice its forward; that of a gather reads the same rows again for the gradient of
+    its operand, and reads and writes fp32 rows of the table's gradient. Recomputation (`train.recompute: full`) repeats
+    forward. Tokens x layers and the optimizer state of tables are split evenly over all ranks.
+    """
+    model, train = config.model, config.train
+    if model.memory is None:
+        return {}
+    memory, forwards = model.memory, 2 if train.recompute == "full" else 1
+    tokens, element = train.tokens_per_step / num_ranks, train.element_bytes
+    layer_costs, tables = memory_layer_costs(model), count_parameters(model).tables
+    reads = tokens * model.num_memory_layers * memory.lookup.rows
+    pre_width, row_width = memory.width("pre_values"), memory.row_width
+    costs = {
+        Part.KEYS: Cost(flops=(forwards + 2) * tokens * layer_costs.key_flops),
+        Part.PROJECTIONS: Cost(flops=(forwards + 2) * tokens * layer_costs.projection_flops),
+        Part.SELECTION: Cost(num_bytes=forwards * tokens * layer_costs.selection_bytes),
+        Part.GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * pre_width * element),
+        Part.GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * (row_width - pre_width) * element),
+        Part.GATHER_PAIR: Cost(num_bytes=(forwards + 1) * reads * row_width * element),
+        Part.TABLE_GRADIENT: Cost(num_bytes=2 * 4 * reads * row_width),
+        Part.EXCHANGE: Cost(num_bytes=exchanged_bytes(config, num_ranks)),
+        Part.ZEROING: Cost(num_bytes=4 * tables / (config.parallel.pipeline * config.parallel.memory)),
+    }
+    if config.optimizer.value_offload == "none" and model.moe is None:
+        # Next to fp32 main weights there are those of the model in bf16.
+        per_element = _ADAM_BYTES + (element if train.precision == "bf16" else 0)
+        costs[Part.TABLE_STEP] = Cost(num_bytes=per_element * tables / num_ranks)
+    return {part: cost for part, cost in costs.items() if cost.flops or cost.num_bytes}

@@ -1,0 +1,360 @@
+"""How long an optimizer step takes on given hardware, in closed formulas: an estimate, part by part.
+
+Products of matrices run at a share of the peak, streams and gathers at a share of the memory's bandwidth, messages at a
+share of a link's. What runs beside something else is counted with what sticks out. `configs/hardware` says which of
+these shares are assumed; `megamem bench hardware` measures them.
+
+Legend: T tokens of a microbatch on a rank, G ranks of the memory group, m microbatches, P stages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from megamem.config import ModelConfig
+from megamem.slots import Slot
+from parallel.layout import padded_size
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.attention import projected_twice
+from pretrain.planning.costs.experts import dispatched_bytes
+from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
+from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
+from pretrain.planning.costs.sent import tensor_bytes
+from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
+from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes
+
+LAUNCHES_DENSE = (70, 117)
+"""Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
+LAUNCHES_MEMORY = (48, 121)
+"""Kernels of a memory layer with a split table, forward and backward, counted alike."""
+LAUNCHES_MIXTURE = (18, 50)
+"""What a mixture's router and dispatcher add to a block, counted alike."""
+LAUNCHES_EXPERT = (7, 22)
+"""What each of a rank's experts adds, one after the other."""
+SECTOR_BYTES = 32
+"""What a GPU's memory moves at the least."""
+
+
+class TimePart(StrEnum):
+    """A part of a step, in the order of a report. Those of the memory begin with its name."""
+
+    MATMULS = "backbone: products of matrices"
+    ELEMENTWISE = "backbone: norms, activations, attention's copies"
+    LOSS = "output projection and loss"
+    MEMORY_MATMULS = "memory: queries, keys, projections"
+    MEMORY_SELECTION = "memory: selection and scores"
+    MEMORY_TABLES = "memory: gathers and table gradients"
+    MEMORY_EXCHANGE = "memory: exchange, exposed"
+    LAUNCHES = "launches, exposed"
+    TENSOR = "tensor-parallel collectives"
+    CONTEXT = "context-parallel collectives"
+    EXPERTS = "tokens to experts and back"
+    MESSAGES = "messages between stages"
+    BUBBLE = "pipeline bubble"
+    REDUCTION = "backbone: reductions and gathers, exposed"
+    MEMORY_REDUCTION = "memory: reductions and gathers of tables, exposed"
+    UPDATE = "backbone: zeroing, norms, update"
+    MEMORY_UPDATE = "memory: zeroing, norms, update of tables"
+
+
+_REMEDIES = {
+    TimePart.MEMORY_EXCHANGE: "a smaller parallel.memory inside one node, or fewer reads (top_k)",
+    TimePart.MEMORY_TABLES: "fewer or wider rows (top_k, value_dim), or rows whose columns are not split as thin",
+    TimePart.MEMORY_SELECTION: "fewer keys or a smaller row_top_k_limit",
+    TimePart.MEMORY_MATMULS: "fewer memory layers or keys (sharing.group), or a smaller key_dim",
+    TimePart.MEMORY_REDUCTION: "a larger parallel.memory, or more microbatches per step to hide it behind",
+    TimePart.MEMORY_UPDATE: "a larger parallel.memory (zeroing), or more ranks",
+}
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """What one rank of a stage sends per optimizer step, to its own node and to others.
+
+    Attributes:
+        exchange: of lookups.
+        tables: reductions and gathers of tables.
+        dense: of everything else.
+    """
+
+    exchange: tuple[float, float]
+    tables: tuple[float, float]
+    dense: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An estimated step of a run.
+
+    Attributes:
+        by_part: seconds, of the slowest stage; they add up to the step.
+        tokens_per_s: of all ranks.
+        mfu: model FLOPs (without recomputation) over the peak of all GPUs.
+        sent: by stage.
+        slowest_stage: whose parts these are.
+    """
+
+    by_part: dict[TimePart, float]
+    tokens_per_s: float
+    mfu: float
+    sent: tuple[SentBytes, ...]
+    slowest_stage: int
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.by_part.values())
+
+    @property
+    def memory_s(self) -> float:
+        """What the memory takes of it."""
+        return sum(seconds for part, seconds in self.by_part.items() if part.startswith("memory: "))
+
+    @property
+    def memory_costs(self) -> list[tuple[TimePart, float, str]]:
+        """The three largest parts of the memory's cost, with seconds and what would lessen them."""
+        own = [(part, self.by_part[part], words) for part, words in _REMEDIES.items() if self.by_part[part] > 0]
+        return sorted(own, key=lambda item: -item[1])[:3]
+
+
+def step_time(config: RunConfig, num_ranks: int, hardware: Hardware) -> StepTime:
+    """The estimate for a configuration that is valid on so many ranks."""
+    division = Division.of(config, num_ranks)
+    stages = stages_of(config)
+    passes = [_microbatch(config, stage, division, hardware) for stage in stages]
+    slowest = max(range(len(stages)), key=lambda index: sum(passes[index].values()))
+    per_microbatch, stage = passes[slowest], stages[slowest]
+    microbatch_s = sum(per_microbatch.values())
+    m, layout = division.num_microbatches, config.parallel
+    parts = {part: m * seconds for part, seconds in per_microbatch.items()}
+    parts[TimePart.BUBBLE] = (layout.pipeline - 1) / layout.virtual_pipeline * microbatch_s
+    parts |= _after_backward(config, stage, division, hardware, microbatch_s)
+    step_s = sum(parts.values())
+    tokens = config.train.tokens_per_step
+    flops = _model_flops_per_token(config.model, config.train.sequence_length, config.optimizer.trained_layers) * tokens
+    return StepTime(
+        by_part={part: parts.get(part, 0.0) for part in TimePart},
+        tokens_per_s=tokens / step_s,
+        mfu=flops / (step_s * num_ranks * hardware.peak_bf16_tflops * 1e12),
+        sent=tuple(_sent(config, each, division, hardware) for each in stages),
+        slowest_stage=slowest,
+    )
+
+
+@lru_cache(maxsize=16)
+def _model_flops_per_token(model: ModelConfig, sequence_length: int, trained_layers: tuple[int, ...] | None) -> float:
+    return training_flops_per_token(model, sequence_length, trained_layers)
+
+
+def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> dict[TimePart, float]:
+    """Seconds of forward and backward of one microbatch on a stage; recomputation repeats forward."""
+    model, train, layout = config.model, config.train, config.parallel
+    tokens, element = division.rank_tokens, train.element_bytes
+    forwards = 2 if train.recompute == "full" else 1
+    loss = 2.0 * padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size * stage.has_loss
+    # What a block keeps where all is trained is about what its forward pass writes.
+    kept = block_kept(config, stage, stage.blocks, stage.blocks, tokens)
+    written = sum(num for part, num in kept.items() if part not in (MemoryPart.MEMORY, MemoryPart.EXCHANGE))
+    passes = stage.blocks.num + forwards * stage.backward.num
+    forward, backward = _memory_passes(config, stage)
+    own = stage.memory
+    parts = {
+        TimePart.MATMULS: tokens * _block_flops(config, stage) / hardware.flops_per_s,
+        # Forward writes what backward reads once more, and each is read by the next operation.
+        TimePart.ELEMENTWISE: passes * 2 * written / hardware.stream_bytes_per_s,
+        TimePart.LOSS: (2 + stage.trains_all) * tokens * loss / hardware.flops_per_s,
+        # Memories in a backward pass are taken to be trained.
+        TimePart.MEMORY_MATMULS: (forward + 2 * backward)
+        * tokens
+        * (own.key_flops + own.projection_flops)
+        / hardware.flops_per_s,
+        # Key scores are written and read in fp32 in every pass; backward writes their gradients.
+        TimePart.MEMORY_SELECTION: tokens
+        * (forward * (own.selection_bytes + 6 * own.backward_wide / 2) + backward * 2 * 4 * own.backward_wide)
+        / hardware.stream_bytes_per_s,
+        TimePart.MEMORY_TABLES: _table_bytes(config, stage, tokens) / hardware.gather_bytes_per_s,
+    }
+    exchange_s = _exchange_s(config, stage, division, hardware)
+    if layout.overlap_memory and layout.memory > 1:
+        beside = 2 * 3 * model.hidden_size * model.active_ffn_width / layout.tensor
+        num_products = stage.blocks.ffns + forwards * stage.backward.ffns + stage.trained_blocks.ffns
+        hidden = num_products * tokens * layout.tensor * beside / hardware.flops_per_s
+        exchange_s = max(0.0, exchange_s - hidden)
+    parts[TimePart.MEMORY_EXCHANGE] = exchange_s
+    parts[TimePart.TENSOR] = tensor_bytes(config, stage, division) / hardware.nvlink_bytes_per_s
+    parts[TimePart.EXPERTS] = _dispatch_s(config, stage, division, hardware)
+    parts[TimePart.CONTEXT] = _context_s(config, stage, hardware)
+    boundary = tokens * model.hidden_size * element
+    crossings = len(stage.chunks) + stage.gradients_sent if layout.pipeline > 1 else 0
+    parts[TimePart.MESSAGES] = crossings * boundary / hardware.network_bytes_per_s
+    launches = launches_of(config, stage, stage.blocks, 0) + launches_of(config, stage, stage.backward, 1)
+    launches += (forwards - 1) * launches_of(config, stage, stage.backward, 0)
+    parts[TimePart.LAUNCHES] = max(0.0, launches * hardware.launch_us * 1e-6 - sum(parts.values()))
+    return parts
+
+
+def _memory_passes(config: RunConfig, stage: Stage) -> tuple[float, float]:
+    """Forward and backward passes of a stage's memories, on the average over them."""
+    backward = stage.backward.memories / max(1, stage.blocks.memories)
+    return 1 + (config.train.recompute == "full") * backward, backward
+
+
+def _block_flops(config: RunConfig, stage: Stage) -> float:
+    """Forward and backward FLOPs per token of a stage's blocks without memories, with what is computed again."""
+    model, recompute = config.model, config.train.recompute
+    attention = attended_flops(model, config.train.sequence_length)
+    up_projection = projected_twice(model, (Slot.VALUES,))
+
+    def products(blocks: Blocks) -> float:
+        weights: float = blocks.split_weights + blocks.values_mixed * up_projection
+        if model.moe is not None:
+            weights += blocks.expert_weights * model.moe.top_k / model.moe.num_experts
+        return 2.0 * weights
+
+    forward = products(stage.blocks) + stage.blocks.num * attention
+    backward = backward_flops(products(stage.backward), products(stage.trained_blocks), stage.backward.num * attention)
+    again = {
+        "none": 0.0,
+        "selective": stage.backward.num * attention,
+        "full": products(stage.backward) + stage.backward.num * attention,
+    }
+    return forward + backward + again[recompute]
+
+
+def _table_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
+    """Device memory that lookups of a microbatch move at the least; see `pretrain.planning.costs.step.part_costs`.
+
+    A rank reads 1 / G of the columns for G times the tokens.
+    """
+    memory, train = config.model.memory, config.train
+    if memory is None:
+        return 0.0
+    forward, backward = _memory_passes(config, stage)
+    group = config.parallel.memory
+    per_row = 0.0
+    for table in memory.tables:
+        columns = table.width // group
+        per_row += (forward + backward) * _touched(columns * train.element_bytes) + backward * 2 * _touched(columns * 4)
+    return float(group * tokens * len(stage.lookups) * memory.lookup.rows * per_row)
+
+
+def _touched(row_bytes: int) -> int:
+    """Bytes of the 32-byte sectors that a row touches, on the average over the rows of a table."""
+    return row_bytes + SECTOR_BYTES - math.gcd(row_bytes, SECTOR_BYTES)
+
+
+def _exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
+    near, far = _exchanged(config, stage, division, hardware)
+    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s) / division.num_microbatches
+
+
+def _exchanged(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
+    """Bytes that a rank of a stage sends per step for its lookups, to its own node and to others."""
+    total = division.num_microbatches * lookup_bytes(config, stage, division)
+    return _near_and_far(total, config.parallel.memory, hardware)
+
+
+def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[float, float]:
+    """Of bytes that the members of a group of consecutive ranks send each other alike: in the node, and to others."""
+    if group == 1:
+        return 0.0, 0.0
+    near = num_bytes * (min(group, hardware.gpus_per_node) - 1) / (group - 1)
+    return near, num_bytes - near
+
+
+def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
+    """Of a microbatch's tokens on their way to experts and back, which nothing hides."""
+    sent = dispatched_bytes(config, stage, division)
+    near, far = _near_and_far(sent, config.parallel.memory, hardware)
+    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
+
+
+def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
+    layout = config.parallel
+    if layout.context == 1:
+        return 0.0
+    in_node = layout.tensor * layout.context <= hardware.gpus_per_node
+    return context_bytes(config, stage) / (hardware.nvlink_bytes_per_s if in_node else hardware.network_bytes_per_s)
+
+
+def launches_of(config: RunConfig, stage: Stage, blocks: Blocks, way: int) -> float:
+    """Kernels of a pass over a microbatch through some blocks of a stage, forward (0) or backward (1), about."""
+    moe, memories = config.model.moe, len(stage.lookups) * LAUNCHES_MEMORY[way]
+    of_experts = 0
+    if moe is not None:
+        of_experts = LAUNCHES_MIXTURE[way] + moe.num_experts // config.parallel.memory * LAUNCHES_EXPERT[way]
+    share = blocks.memories / max(1, stage.blocks.memories)
+    return blocks.num * LAUNCHES_DENSE[way] + blocks.ffns * of_experts + share * memories
+
+
+def _after_backward(
+    config: RunConfig, stage: Stage, division: Division, hardware: Hardware, microbatch_s: float
+) -> dict[TimePart, float]:
+    """Reductions and gathers that the last backward and the next forward pass do not hide, and the update."""
+    layout, element = config.parallel, config.train.element_bytes
+    # Backward is two of the three to four passes of a microbatch, forward one.
+    passes = 4 if config.train.recompute == "full" else 3
+    room = [
+        microbatch_s * (passes - 1) / passes if layout.overlap_grad_reduce else 0.0,
+        microbatch_s / passes if layout.overlap_param_gather else 0.0,
+    ]
+    domains = (
+        (TimePart.MEMORY_REDUCTION, trained_tables(config, stage), division.table_replicas, layout.memory),
+        (TimePart.REDUCTION, trained_dense(config, stage), division.replicas * layout.context, layout.tensor),
+    )
+    parts = {}
+    for part, weights, replicas, stride in domains:
+        exposed = 0.0
+        for index, width in enumerate((4, element)):
+            seconds = _ring_s(weights * width, replicas, stride, hardware)
+            exposed += max(0.0, seconds - room[index])
+            # One after the other: what the first needs, the second cannot hide behind.
+            room[index] = max(0.0, room[index] - seconds)
+        parts[part] = exposed
+    # What the stages add up of banks that each has a copy of comes after all else.
+    num_ranks = division.table_replicas * layout.memory * layout.pipeline
+    parts[TimePart.MEMORY_REDUCTION] += copies_bytes(config, num_ranks) / hardware.network_bytes_per_s
+    for part, (_, weights, replicas, _) in zip((TimePart.MEMORY_UPDATE, TimePart.UPDATE), domains, strict=True):
+        owned = weights / replicas
+        on_host = part == TimePart.MEMORY_UPDATE and config.optimizer.value_offload == "cpu"
+        # Zeroing writes the gradient; norm and clipping read it twice and write it; AdamW moves 28 bytes and a weight.
+        moved = 4 * weights + 3 * 4 * owned + (0 if on_host else (28 + element) * owned)
+        parts[part] = moved / hardware.stream_bytes_per_s
+        if on_host:
+            # docs/offload.md: the copies either way, or the host's own traffic, whichever takes longer.
+            copied = (4 + element) * owned / (hardware.host_link_gb_per_s * 1e9)
+            parts[part] += max(copied, 40 * owned / (hardware.host_memory_gb_per_s * 1e9))
+    return parts
+
+
+def _ring_s(num_bytes: float, size: int, stride: int, hardware: Hardware) -> float:
+    """Of a reduce-scatter or gather of so many bytes over ranks that are `stride` apart.
+
+    A ring crosses between nodes once per node, and its members in a node share their adapters.
+    """
+    if size == 1:
+        return 0.0
+    sent = num_bytes * (size - 1) / size
+    in_node = max(1, min(size, hardware.gpus_per_node // stride))
+    inside = sent / hardware.nvlink_bytes_per_s if in_node > 1 else 0.0
+    across = sent / in_node / hardware.network_bytes_per_s if size > in_node else 0.0
+    return max(inside, across)
+
+
+def _sent(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> SentBytes:
+    layout, width = config.parallel, 4 + config.train.element_bytes
+
+    def ring(weights: float, size: int, stride: int) -> tuple[float, float]:
+        sent = weights * width * (size - 1) / size
+        in_node = max(1, min(size, hardware.gpus_per_node // stride))
+        far = sent / in_node if size > in_node else 0.0
+        return sent - far, far
+
+    return SentBytes(
+        exchange=_exchanged(config, stage, division, hardware),
+        tables=ring(trained_tables(config, stage), division.table_replicas, layout.memory),
+        dense=ring(trained_dense(config, stage), division.replicas * layout.context, layout.tensor),
+    )

@@ -1,0 +1,148 @@
+"""The bytes of the exchange and of attention across context-parallel ranks, by closed formulas.
+
+Legend: G ranks of the memory group, T tokens of a rank, J rows read per token, n coefficients per row and rank, V value
+dim, P pre-value dim, B bins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import astuple, dataclass
+from functools import partial
+
+from megamem.memory_config import MemoryConfig
+from megamem.slots import Slot
+from parallel.layout import coefficients_per_rank, packed_bytes
+from pretrain.config.context_ways import context_way, run_costs
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.held import copied_elements
+from pretrain.planning.costs.stages import Division, Stage, stages_of
+
+
+@dataclass(frozen=True)
+class LookupTraffic:
+    """What one rank sends to the others of its group in one forward pass of one lookup, in bytes; it receives as much.
+
+    Attributes:
+        rows: (G - 1) T J x bytes per id.
+        pre_input: (G - 1) / G T P x bytes per element.
+        products: (G - 1) T J x bytes per element.
+        coefficients: (G - 1) T J n x bytes per element.
+        values: (G - 1) / G T B V x bytes per element.
+    """
+
+    rows: int
+    pre_input: int
+    products: int
+    coefficients: int
+    values: int
+
+    @property
+    def forward(self) -> int:
+        """All five."""
+        return sum(astuple(self))
+
+    @property
+    def backward(self) -> int:
+        """The mirror image; the rows are there already."""
+        return self.forward - self.rows
+
+
+def lookup_traffic(
+    memory: MemoryConfig,
+    num_bank_rows: int,
+    *,
+    group_size: int,
+    num_tokens: int,
+    element_bytes: int,
+    follows_heads: bool = False,
+) -> LookupTraffic:
+    """The traffic of one lookup of T = `num_tokens` by G = `group_size` ranks, of so many bytes per element.
+
+    Where the columns follow attention's heads (`TableLookup.read_heads` in the tensor-parallel group) a rank knows the
+    rows and keeps the sums: coefficients alone are sent.
+    """
+    others, lookup = group_size - 1, memory.lookup
+    reads = num_tokens * lookup.rows
+    pre_width = memory.width("pre_values")
+    return LookupTraffic(
+        rows=0 if follows_heads else others * packed_bytes(reads, num_bank_rows * lookup.bins),
+        pre_input=others * num_tokens * (pre_width // group_size) * element_bytes,
+        products=others * reads * element_bytes if pre_width else 0,
+        coefficients=others * reads * coefficients_per_rank(lookup.scores, group_size) * element_bytes,
+        values=0
+        if follows_heads
+        else others * num_tokens * lookup.bins * (memory.width("values") // group_size) * element_bytes,
+    )
+
+
+def follows_heads(config: RunConfig) -> bool:
+    """Whether the columns that a rank holds are those of its attention heads, see `lookup_traffic`."""
+    memory, layout = config.model.memory, config.parallel
+    of_heads = memory is not None and memory.slot is Slot.VALUES and config.model.latent_attention is None
+    return of_heads and layout.memory == layout.tensor <= config.model.query_groups
+
+
+def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
+    """What a rank of a stage sends for all lookups of a microbatch, forward, once more where their blocks are recomputed,
+    and backward.
+
+    What is read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
+    """
+    memory = config.model.memory
+    if memory is None:
+        return 0
+    traffic_of = partial(
+        lookup_traffic,
+        memory,
+        group_size=config.parallel.memory,
+        num_tokens=division.rank_tokens,
+        element_bytes=config.train.element_bytes,
+        follows_heads=follows_heads(config),
+    )
+    total = sum(number * traffic_of(rows).forward for rows, number in Counter(stage.lookups).items())
+    for rows, number in Counter(stage.backward_lookups).items():
+        lookup = traffic_of(rows)
+        if memory.reads_once:
+            total += number * (lookup.backward - lookup.coefficients)
+        else:
+            total += number * (lookup.backward + (config.train.recompute == "full") * lookup.forward)
+    return total
+
+
+def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step for lookups in tables that are split, and for their gradients.
+
+    Stages with more memory layers than others send more: this is their mean.
+    """
+    division = Division.of(config, num_ranks)
+    per_microbatch = sum(lookup_bytes(config, stage, division) for stage in stages_of(config))
+    return division.num_microbatches * per_microbatch // config.parallel.pipeline
+
+
+def copies_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step to add up the stages' gradients of the banks that each has a copy of.
+
+    Of P stages, 2 (P - 1) / P times its share: the bank's fp32 gradient, divided by the ranks of a stage.
+    """
+    stages = config.parallel.pipeline
+    return 2 * (stages - 1) * 4 * copied_elements(config.model) // num_ranks
+
+
+def context_bytes(config: RunConfig, stage: Stage) -> int:
+    """What a rank of a stage sends for attention across cut sequences in a microbatch; Transformer Engine's is not
+    counted."""
+    if config.parallel.context == 1 or config.model.implementation == "transformer_engine":
+        return 0
+    costs = run_costs(config, context_way(config))
+    again = config.train.recompute != "none"
+    return stage.blocks.num * costs.forward + stage.backward.num * (again * costs.forward + costs.backward)
+
+
+def attention_bytes(config: RunConfig, num_ranks: int) -> int:
+    """Bytes that a rank sends per optimizer step for attention across cut sequences.
+
+    Stages with more layers than others send more: this is their mean.
+    """
+    per_microbatch = sum(context_bytes(config, stage) for stage in stages_of(config))
+    return Division.of(config, num_ranks).num_microbatches * per_microbatch // config.parallel.pipeline

@@ -1,0 +1,81 @@
+"""What was predicted of a rank beside what its dry run counted, with the limits within which they must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart, StageBytes
+from pretrain.planning.costs.sent import StageSent
+from pretrain.planning.dryrun.rank import RankReport
+
+HELD_LIMIT, ACTIVATIONS_LIMIT, REDUCTIONS_LIMIT, SENT_LIMIT = 0.02, 0.1, 0.02, 1e-6
+"""Shares of what is counted. Buffers that are reduced are padded, so their formula is as exact as that of weights; what
+else is sent is exact, but for the whole bytes that a call's share is rounded to."""
+_SMALL = 1e-3
+"""Parts below this share of what is held are not worth a limit."""
+_PADDED = ("tables", "dense", "copies")
+
+# By the axes of a dry run's groups: what of `StageSent` they send.
+_AXES: Mapping[str, str] = {
+    "memory": "memory",
+    "context": "context",
+    "tensor": "tensor",
+    "table replicas": "tables",
+    "data": "dense",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number, predicted and counted.
+
+    Attributes:
+        name: of what.
+        limit: largest error that is allowed, as a share of what was counted.
+    """
+
+    name: str
+    predicted: float
+    counted: float
+    limit: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction lies above what was counted, as a share of that."""
+        if self.counted == 0:
+            return 0.0 if self.predicted == 0 else float("inf")
+        return self.predicted / self.counted - 1
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.error) <= self.limit
+
+
+def figures(report: RankReport, stage: StageBytes, sent: StageSent) -> Iterator[Figure]:
+    """Everything that plans predict of a rank: parts of what is held, activations, host memory, bytes by group."""
+    for part in STATE_PARTS:
+        counted = report.held.by_part.get(part, 0)
+        if max(counted, stage.by_part[part]) > _SMALL * report.held.total:
+            yield Figure(part.value, stage.by_part[part], counted, HELD_LIMIT)
+    yield Figure("activations", stage.activations, report.activation_bytes, ACTIVATIONS_LIMIT)
+    if report.held.host or stage.host_tables:
+        yield Figure(MemoryPart.HOST.value, stage.host_tables, report.held.host, HELD_LIMIT)
+    for name, num_bytes in _counted(report).items():
+        predicted = getattr(sent, name)
+        if max(predicted, num_bytes) > 0:
+            limit = REDUCTIONS_LIMIT if name in _PADDED else SENT_LIMIT
+            yield Figure(f"sent: {name}", predicted, num_bytes, limit)
+
+
+def _counted(report: RankReport) -> dict[str, float]:
+    """Bytes sent by field of `StageSent`."""
+    found = dict.fromkeys((*_AXES.values(), "messages", "copies"), 0.0)
+    for call in report.collectives:
+        if call.axis in _AXES:
+            found[_AXES[call.axis]] += call.sent_bytes
+        elif call.op == "send":
+            found["messages"] += call.sent_bytes
+        elif call.axis == "pipeline":
+            found["copies"] += call.sent_bytes
+    return found

@@ -1,0 +1,198 @@
+"""The real rank of a real run, built and stepped once on tensors without data.
+
+Parallel state, model chunks, DDP, optimizer and schedule are those of a run; see `pretrain.planning.dryrun.world` for what is
+not. Kernels are the Triton ones, which a run on GPUs uses: their custom ops say what they allocate.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import repeat
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from kernels.select import OPS, Kernels, assemble, implementation_of
+from megamem.documents import DOCUMENT_BOUNDS, document_bounds
+from parallel.groups import ParallelGroups
+from pretrain.config.schema import RunConfig
+from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
+from pretrain.engine.megatron import parallel_sizes
+from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.step import Batch, train_step
+from pretrain.engine.weight_gathering import start_gathering
+from pretrain.errors import ConfigError
+from pretrain.planning.dryrun.parts import MemoryPart
+from pretrain.planning.dryrun.recorder import Collective, Recorder, Snapshot
+from pretrain.planning.dryrun.world import fake_rank, without_data
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank was seen to do.
+
+    Attributes:
+        rank: of `world_size`.
+        stage: its pipeline stage.
+        num_parameters: elements of its weights, and of those in tables.
+        held: bytes by part between steps, with the optimizer's state.
+        peak_of_building: until model, DDP and optimizer were there.
+        peak_of_step: of one optimizer step.
+        collectives: of that step, in order.
+        num_host_reads: values that the host reads in that step.
+        num_kernels: that the step launches, about.
+        num_microbatches: of that step.
+    """
+
+    rank: int
+    world_size: int
+    stage: int
+    num_parameters: int
+    num_table_parameters: int
+    held: Snapshot
+    peak_of_building: Snapshot
+    peak_of_step: Snapshot
+    collectives: tuple[Collective, ...]
+    num_host_reads: int
+    num_kernels: int
+    num_microbatches: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the step's peak has on top of what is held."""
+        return self.peak_of_step.total - self.held.total
+
+
+def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int]) -> Iterator[RankReport]:
+    """One step of each of these ranks, one after the other, in this process.
+
+    Args:
+        config: valid on `world_size` ranks, with `model.vocab_size`.
+
+    Raises:
+        ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
+    """
+    if config.model.vocab_size is None:
+        raise ConfigError("model.vocab_size is left to the tokenizer, which a dry run does not read: set it")
+    if torch.cuda.is_available():
+        raise ConfigError("a dry run computes nothing and wants no GPU: set CUDA_VISIBLE_DEVICES to nothing")
+    if config.model.memory is not None and find_spec("triton") is None:
+        raise ConfigError("triton is not installed, whose kernels a dry run counts: pip install -e '.[gpu]'")
+    for rank in ranks:
+        with warnings.catch_warnings():
+            # Of Megatron, about optional packages.
+            warnings.simplefilter("ignore")
+            with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed) as groups:
+                report = _step_of(config, groups)
+        # Models and optimizers are cycles, and hold groups.
+        gc.collect()
+        yield report
+
+
+def first_ranks_of_stages(config: RunConfig, world_size: int) -> range:
+    """The first rank of every pipeline stage: all ranks of a stage do the same to other tokens."""
+    return range(0, world_size, world_size // config.parallel.pipeline)
+
+
+def _step_of(config: RunConfig, groups: ParallelGroups) -> RankReport:
+    train = config.train
+    num_microbatches = train.global_batch_size // (train.micro_batch_size * groups.data_size)
+    # Whole sequences of one document, known to the host.
+    positions = torch.arange(train.sequence_length).expand(train.micro_batch_size, -1)
+    bounds = document_bounds(positions)
+    moe = config.model.moe
+    with without_data(groups, experts_per_token=moe.top_k if moe is not None else 0) as recorder:
+        chunks, optimizer = _build(config, groups)
+        gc.collect()
+        _assign_state(recorder, chunks, optimizer)
+        peak_of_building, held = recorder.peak, recorder.now()
+        # As after an update, which starts the first gathers that the next forward pass waits for.
+        start_gathering(chunks)
+        recorder.restart_peak()
+        recorder.collectives.clear()
+        recorder.num_host_reads = recorder.num_kernels = 0
+        train_step(
+            chunks,
+            optimizer,
+            [repeat({**_batch(config), DOCUMENT_BOUNDS: bounds}) for _ in chunks],
+            groups,
+            num_microbatches=num_microbatches,
+            micro_batch_size=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        )
+        tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
+        return RankReport(
+            rank=groups.rank,
+            world_size=groups.world_size,
+            stage=groups.pipeline_rank,
+            num_parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+            num_table_parameters=tables,
+            held=held,
+            peak_of_building=peak_of_building,
+            peak_of_step=recorder.peak,
+            collectives=tuple(recorder.collectives),
+            num_host_reads=recorder.num_host_reads,
+            num_kernels=recorder.num_kernels,
+            num_microbatches=num_microbatches,
+        )
+
+
+def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedDataParallel], MemoryOptimizer]:
+    """As a run does, with all optimizer state, which a run has from its first update on."""
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
+    bare = build_unset_chunks(config, groups, vocab_size=vocab_size, kernels=_gpu_kernels())
+    for chunk in bare:
+        chunk.weights_are_set = True
+    chunks = wrap_chunks(bare, config, groups)
+    optimizer = build_optimizer(config, chunks, groups)
+    optimizer.set_num_updates(lambda _: 0)
+    return chunks, optimizer
+
+
+def _gpu_kernels() -> Kernels | None:
+    if find_spec("triton") is None:
+        return None
+    return assemble(dict.fromkeys(OPS, "triton"), {op: implementation_of(op, "triton") for op in OPS})
+
+
+def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> None:
+    """Say which buffers are weights, gradients and optimizer state."""
+    for chunk in chunks:
+        for buffers, weights, gradients in (
+            (chunk.buffers, MemoryPart.WEIGHTS, MemoryPart.GRADIENTS),
+            (chunk.expert_parallel_buffers, MemoryPart.TABLES, MemoryPart.TABLE_GRADIENTS),
+        ):
+            recorder.assign([b.param_data for b in buffers if b.param_data is not None], weights)
+            recorder.assign([b.grad_data for b in buffers], gradients)
+        # What is not trained is in no buffer.
+        tables = {parameter for bank in unwrap(chunk).own_banks for parameter in bank.parameters()}
+        still = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
+        recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)
+        recorder.assign([p for p in still if p not in tables], MemoryPart.WEIGHTS)
+    parts = (MemoryPart.OPTIMIZER, MemoryPart.TABLE_OPTIMIZER)
+    for part, of_domain in zip(parts, optimizer.chained_optimizers, strict=False):
+        if of_domain.is_stub_optimizer:
+            continue
+        state = of_domain.optimizer.state
+        recorder.assign(_state_tensors(state.values()), part)
+        # In fp32 the main weights are the model's own.
+        own = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
+        recorder.assign((p for p in state if p.untyped_storage()._cdata not in own), part)
+
+
+def _state_tensors(states: Sequence[dict[str, Tensor]]) -> Iterator[Tensor]:
+    for state in states:
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _batch(config: RunConfig) -> Batch:
+    """A microbatch of [b, s]."""
+    shape = config.train.micro_batch_size, config.train.sequence_length
+    ids = torch.zeros(shape, dtype=torch.int64)
+    return {"tokens": ids, "labels": ids.clone(), "position_ids": ids.clone(), "loss_mask": torch.ones(shape)}

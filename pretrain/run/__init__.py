@@ -1,0 +1,1 @@
+"""A run on disk: its folder, its owner, its history, its checkpoints and data, and what keeps it from starting. No torch."""

@@ -1,0 +1,467 @@
+"""What a run does besides training: logging, evaluation, checkpoints. The loop knows their base class alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import socket
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from megamem.usage import UsageCollector
+from parallel.atomic_write import atomic_write
+from parallel.refusals import naming
+from pretrain.checkpoint.saver import SaveReport
+from pretrain.config.loader import to_dict
+from pretrain.engine.build import unwrap
+from pretrain.evaluation.evaluate import Evaluation, evaluate
+from pretrain.progress import Progress
+from pretrain.run.history import End, Incident, Start, now, write_event
+from pretrain.run.owner import Owner
+from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
+from pretrain.train.run import Run
+
+# A step's metrics by name; `memory` holds those of each memory layer by block number.
+Row: TypeAlias = dict[str, Any]
+
+
+class Callback:
+    """Hooks of the training loop, called on every rank in the order of the callbacks. By default they do nothing."""
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step, and after a checkpoint was restored."""
+
+    def on_step(self, run: Run, row: Row) -> None:
+        """After a step, which `run.state` already counts. A callback may add to `row`, the step's metrics."""
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """After an evaluation."""
+
+    def on_save(self, run: Run, report: SaveReport) -> None:
+        """After a checkpoint is complete, which may be some steps after its own."""
+
+    def on_incident(self, run: Run, incident: Incident) -> None:
+        """After something was noticed that people should know of, and before the row of its step."""
+
+    def on_rewind(self, run: Run) -> None:
+        """After the run went back to a checkpoint: the steps past `run.state` are to be forgotten."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last step, or before an early stop; not after an error."""
+
+    def on_failure(self, run: Run) -> None:
+        """After an error, perhaps of this rank alone and before `on_start`: nothing that asks the others may follow."""
+
+
+class Ownership(Callback):
+    """Stops a run whose folder another one has taken over, before it writes. Rank 0 only, and first of all."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def on_start(self, run: Run) -> None:
+        self._owner.check()
+
+    def on_step(self, run: Run, row: Row) -> None:
+        self._owner.check()
+
+    def on_end(self, run: Run) -> None:
+        self._owner.check()
+
+
+class RowWriter(Callback):
+    """Writes the rows of steps that are logged, and those of evaluations. Rank 0 only."""
+
+    def on_step(self, run: Run, row: Row) -> None:
+        step, settings = run.state.step, run.config.logging
+        if step % settings.every_steps == 0 or step == run.config.train.num_steps or observes_usage(run, step):
+            self.write(row)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        self.write({"step": run.state.step, **evaluation_row(evaluation)})
+
+    def write(self, row: Row) -> None:
+        """Keep a row, which names its step."""
+        raise NotImplementedError
+
+
+class MetricsFile(RowWriter):
+    """`metrics.jsonl`: one object per step and per evaluation, with full precision.
+
+    A resumed run first drops rows of steps past its checkpoint, so that the file reads as that of an uninterrupted run;
+    so does one that goes back.
+    """
+
+    def on_start(self, run: Run) -> None:
+        self._path = run.folder.metrics
+        stage = run.config.stage
+        self._of_stage: Row = {} if stage is None else {"stage": stage.name}
+        self._forget_later_rows(run)
+
+    def on_rewind(self, run: Run) -> None:
+        self._forget_later_rows(run)
+
+    def _forget_later_rows(self, run: Run) -> None:
+        rows = _rows_up_to(self._path, run.state.step) if self._path.exists() else []
+        with atomic_write(self._path) as stream:
+            stream.write("".join(rows).encode())
+
+    def on_save(self, run: Run, report: SaveReport) -> None:
+        self.write(
+            {
+                "step": report.step,
+                "save_stall_s": report.stall_s,
+                "save_s": report.save_s,
+                "save_bytes": report.num_bytes,
+            }
+        )
+
+    def write(self, row: Row) -> None:
+        try:
+            with naming(self._path), open(self._path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(_finite(self._of_stage | row), allow_nan=False) + "\n")
+        except OSError as error:
+            error.add_note("Checkpoints are intact, and the run goes on from the newest one")
+            raise
+
+
+def evaluation_row(evaluation: Evaluation) -> Row:
+    """The metrics of an evaluation by their names in files and trackers; `domains` holds those of each, if there are
+    several.
+    """
+    row: Row = {
+        "validation_loss": evaluation.loss,
+        "bits_per_byte": evaluation.bits_per_byte,
+        "validation_tokens": evaluation.num_tokens,
+        "validation_bytes": evaluation.num_bytes,
+    }
+    if evaluation.by_domain:
+        row["domains"] = {name: evaluation_row(part) for name, part in evaluation.by_domain.items()}
+    return row
+
+
+def observes_usage(run: Run, step: int) -> bool:
+    """Whether the use of the memory is observed on this step (counted from 1)."""
+    every = run.config.logging.memory_every_steps
+    return run.config.model.memory is not None and every > 0 and step > 0 and step % every == 0
+
+
+def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float | int]]:
+    """A row's numbers by path, as in `memory/3/singular_values/0/1`, for trackers that know no nesting."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            value = {str(index): part for index, part in enumerate(value)}
+        if isinstance(value, dict):
+            yield from scalars(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _rows_up_to(path: Path, step: int) -> list[str]:
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                rows.append(line + "\n")
+        except ValueError:
+            # A row that a killed process left half-written; its step is past the checkpoint.
+            continue
+    return rows
+
+
+def _finite(value: Any) -> Any:
+    """The same value with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MemoryUsage(Callback):
+    """Adds to the row how the memory was used, on one step of every so many. All ranks; before the row is written.
+
+    What is observed is the whole step: all its microbatches on all ranks, in training only.
+    """
+
+    def on_start(self, run: Run) -> None:
+        memory = run.config.model.memory
+        assert memory is not None
+        layers = [layer for chunk in run.chunks for layer in unwrap(chunk).memory_layers]
+        self._collector = UsageCollector(
+            layers,
+            num_blocks=run.config.model.num_layers,
+            observed=memory.observed,
+            stage_group=run.groups.megatron.tp_dp_cp,
+            device=run.groups.device,
+        )
+        self._start_if_due(run)
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if observes_usage(run, run.state.step):
+            # The spectrum is that of the updated cores.
+            run.complete_weights()
+            for block, metrics in self._collector.finish().items():
+                row.setdefault("memory", {}).setdefault(str(block), {}).update(metrics)
+        self._start_if_due(run)
+
+    def on_rewind(self, run: Run) -> None:
+        self._collector.stop()
+        self._start_if_due(run)
+
+    def _start_if_due(self, run: Run) -> None:
+        if observes_usage(run, run.state.step + 1):
+            self._collector.start()
+
+
+class MemoryWatch(Callback):
+    """Notices memories that drop out, once each while a run is trained; after `MemoryUsage`."""
+
+    def __init__(self, listeners: list[Callback]) -> None:
+        self._listeners = listeners
+        self._observed: deque[Mapping[str, Mapping[str, Any]]] = deque(maxlen=NUM_OBSERVED)
+        self._told: set[tuple[str, int]] = set()
+
+    def on_step(self, run: Run, row: Row) -> None:
+        if not observes_usage(run, run.state.step):
+            return
+        self._observed.append(row["memory"])
+        new = [each for each in findings(course(self._observed)) if (each.kind, each.block) not in self._told]
+        self._told |= {(each.kind, each.block) for each in new}
+        for kind, message in in_words(new).items():
+            for listener in self._listeners:
+                listener.on_incident(run, Incident(run.state.step, kind, message, now()))
+
+
+class History(Callback):
+    """`history.jsonl`: where the run was started, what was noticed, and where it came to its end or was asked to stop. The
+    owner only.
+
+    After the checkpoints, so that an end says that all was saved; a start without one has failed, or goes on. Rows of
+    `metrics.jsonl` stay those of an uninterrupted run.
+    """
+
+    def on_start(self, run: Run) -> None:
+        state = run.state
+        write_event(
+            run.folder, Start(state.step, state.consumed_tokens, now(), socket.gethostname(), run.groups.world_size)
+        )
+
+    def on_incident(self, run: Run, incident: Incident) -> None:
+        write_event(run.folder, incident)
+
+    def on_end(self, run: Run) -> None:
+        write_event(run.folder, End(run.state.step, run.state.consumed_tokens, now()))
+
+
+class ProgressLine(Callback):
+    """Loss, tokens per second and time left, on stderr. Rank 0 only."""
+
+    def on_start(self, run: Run) -> None:
+        self._progress = Progress("step", total=run.config.train.num_steps, initial=run.state.step)
+
+    def on_step(self, run: Run, row: Row) -> None:
+        self._progress.update(
+            1,
+            f"loss {row['loss']:.4f} grad {row['grad_norm']:.2f} lr {row['lr']:.2e} "
+            f"{row['tokens_per_s']:,.0f} tokens/s",
+        )
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        self._progress.say(
+            f"step {run.state.step}: validation loss {evaluation.loss:.4f}, "
+            f"{evaluation.bits_per_byte:.4f} bits per byte"
+        )
+
+    def on_save(self, run: Run, report: SaveReport) -> None:
+        self._progress.say(str(report))
+
+    def on_incident(self, run: Run, incident: Incident) -> None:
+        self._progress.say(f"step {incident.step}: {incident.kind}: {incident.message}")
+
+    def on_rewind(self, run: Run) -> None:
+        self._progress.close()
+        self.on_start(run)
+
+    def on_end(self, run: Run) -> None:
+        self._progress.close()
+
+
+class TensorBoard(RowWriter):
+    """Scalars in TensorBoard event files."""
+
+    def on_start(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder.tensorboard), purge_step=run.state.step + 1)
+
+    def on_rewind(self, run: Run) -> None:
+        self._writer.close()
+        self.on_start(run)
+
+    def write(self, row: Row) -> None:
+        for name, value in scalars(row):
+            if name != "step":
+                self._writer.add_scalar(name, value, row["step"])
+
+    def on_end(self, run: Run) -> None:
+        self._writer.close()
+
+
+class WandB(RowWriter):
+    """Weights & Biases, online or offline; a run that goes on, or goes back, goes on in the same one.
+
+    Its own count of steps cannot go back, so a row's step is a value like the others, against which all are drawn. Rows
+    of steps that are taken again come twice there, and the later one is the run's.
+    """
+
+    _run: Any = None
+
+    def on_start(self, run: Run) -> None:
+        import wandb
+
+        settings = run.config.logging
+        run.folder.logs.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=settings.wandb_project,
+            name=run.config.name,
+            dir=str(run.folder.logs),
+            mode=settings.wandb_mode,
+            config=to_dict(run.config),
+            id=_wandb_id(run.folder.wandb_id),
+            # Offline it means nothing: `wandb sync --append` joins what has the same id.
+            resume="allow" if settings.wandb_mode == "online" else None,
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Row) -> None:
+        self._run.log(dict(scalars(row)))
+
+    def on_end(self, run: Run) -> None:
+        self._run.finish()
+
+    def on_failure(self, run: Run) -> None:
+        # What was logged is sent off; the run is shown as failed until it goes on.
+        if self._run is not None:
+            self._run.finish(exit_code=1)
+
+
+def _wandb_id(path: Path) -> str:
+    """The id of a run there, made when it starts for the first time."""
+    if not path.exists():
+        with atomic_write(path) as stream:
+            stream.write(secrets.token_hex(8).encode())
+    return path.read_text(encoding="ascii").strip()
+
+
+class Checkpoints(Callback):
+    """Saves every so many steps, and at the end, and tells the other callbacks what is complete. All ranks."""
+
+    def __init__(self, listeners: list[Callback]) -> None:
+        self._listeners = listeners
+
+    def on_step(self, run: Run, row: Row) -> None:
+        run.saver.advance()
+        every = run.config.checkpoint.every_steps
+        if every and run.state.step % every == 0:
+            run.save()
+        self._tell(run)
+
+    def on_end(self, run: Run) -> None:
+        run.save()
+        run.saver.finish()
+        self._tell(run)
+
+    def _tell(self, run: Run) -> None:
+        for report in run.saver.reports:
+            for listener in self._listeners:
+                listener.on_save(run, report)
+        run.saver.reports.clear()
+
+
+class Evaluations(Callback):
+    """Evaluates every so many steps, and after the last one, and tells the other callbacks. All ranks.
+
+    Data without held-out documents is not evaluated.
+    """
+
+    def __init__(self, listeners: list[Callback]) -> None:
+        self._listeners = listeners
+
+    def on_step(self, run: Run, row: Row) -> None:
+        every = run.config.evaluation.every_steps
+        last = run.state.step == run.config.train.num_steps
+        if len(run.held_out) and (last or (every and run.state.step % every == 0)):
+            evaluation = evaluate(
+                run.chunks,
+                run.held_out,
+                run.groups,
+                micro_batch_size=run.config.train.micro_batch_size,
+                pipeline=run.config.parallel.pipeline,
+            )
+            for listener in self._listeners:
+                listener.on_evaluation(run, evaluation)
+
+
+def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
+    """The callbacks that the configuration asks for, on this rank, and what guards the folder, and records who trained
+    in it, if this rank owns it."""
+    measuring: list[Callback] = [] if owner is None else [Ownership(owner)]
+    if run.config.model.memory is not None and run.config.logging.memory_every_steps:
+        measuring.append(MemoryUsage())
+    listeners: list[Callback] = []
+    if run.groups.is_main:
+        listeners += [MetricsFile(), ProgressLine()]
+        if run.config.logging.tensorboard:
+            listeners.append(TensorBoard())
+        if run.config.logging.wandb_mode != "disabled":
+            listeners.append(WandB())
+    recording: list[Callback] = [] if owner is None else [History()]
+    health = health_callbacks(run, [*listeners, *recording])
+    if any(isinstance(callback, MemoryUsage) for callback in measuring):
+        measuring.append(MemoryWatch([*listeners, *recording]))
+    # An evaluation comes after the step's row is written and before its checkpoint, so that a resumed run neither
+    # repeats nor misses one.
+    return [
+        *health.first,
+        *measuring,
+        *health.before_rows,
+        *listeners,
+        Evaluations(listeners),
+        *health.before_saves,
+        Checkpoints([*listeners, *health.first]),
+        *recording,
+        *health.last,
+    ]
+
+
+@dataclass(frozen=True)
+class HealthCallbacks:
+    """What looks after a run's health, by its place among the other callbacks."""
+
+    first: list[Callback]
+    before_rows: list[Callback]
+    before_saves: list[Callback]
+    last: list[Callback]
+
+
+def health_callbacks(run: Run, listeners: list[Callback]) -> HealthCallbacks:
+    """Those that the configuration asks for; `listeners` are told of incidents."""
+    # They are callbacks themselves.
+    from pretrain.train.health.hangs import Hangs, NextStep, hang_limit_s
+    from pretrain.train.health.replicas import Replicas
+    from pretrain.train.health.slow_ranks import SlowRanks
+
+    rules = run.config.health
+    hangs = [Hangs(run)] if hang_limit_s(run.config) else []
+    has_others = run.groups.world_size > 1
+    return HealthCallbacks(
+        first=[*hangs],
+        before_rows=[SlowRanks(listeners)] if has_others and rules.slow_ranks.every_steps else [],
+        before_saves=[Replicas(listeners)] if has_others and rules.compare_replicas_every_steps else [],
+        last=[NextStep(hang) for hang in hangs],
+    )

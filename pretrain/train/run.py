@@ -1,0 +1,335 @@
+"""A run: its folder, its parts, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from parallel.atomic_write import atomic_write
+from parallel.groups import ParallelGroups
+from pretrain.checkpoint.folder import (
+    SavedState,
+    newest_complete,
+    nothing_complete,
+    read_state,
+    refuse_damage,
+    step_folder,
+)
+from pretrain.checkpoint.run import entries_to_save, restore_run
+from pretrain.checkpoint.saver import Saver
+from pretrain.checkpoint.shared_check import damage_seen_by_ranks
+from pretrain.config.loader import to_yaml
+from pretrain.config.position import batch_size_of_run, check_position, position_in_data, samples_to_come
+from pretrain.config.schema import RunConfig
+from pretrain.data.blend import model_vocab_size, open_blend
+from pretrain.data.dataset import TrainDataset, build_train_dataset
+from pretrain.data.held_out import HeldOutDataset
+from pretrain.data.loader import Sample, microbatches, on_device
+from pretrain.data.manifest import PreparedDataset, save_tokenizer
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.engine.build import build_chunks, build_unset_chunks, wrap_chunks
+from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
+from pretrain.engine.weight_gathering import complete_weights
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.planning.costs.formulas import training_flops_per_token
+from pretrain.run.folder import RunFolder
+from pretrain.run.owner import Owner, owned
+from pretrain.run.preflight import check_gpu_memory
+from pretrain.run.saved_run import check_resumable, ranks_were_started
+from pretrain.run.trained_data import check_trained_data, data_read
+from pretrain.state import RunState
+
+
+@dataclass
+class Run:
+    """One rank's parts of a run. `state` and `last_saved_step` move on, `train_data` only if the run goes back; the rest
+    stays.
+
+    Attributes:
+        train_data: samples in the order of the run.
+        held_out: the validation documents.
+        chunks: this rank's model chunks.
+        flops_per_token: of training, for the metrics.
+        last_saved_step: step of the newest checkpoint, or of the one that is being written, or None.
+        saver: writes the checkpoints.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    groups: ParallelGroups
+    tokenizer: Tokenizer
+    train_data: TrainDataset
+    held_out: HeldOutDataset
+    chunks: list[DistributedDataParallel]
+    optimizer: MemoryOptimizer
+    state: RunState
+    flops_per_token: float
+    last_saved_step: int | None = None
+    saver: Saver = field(default_factory=Saver)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of the next step per data-parallel rank."""
+        return self.batch_size // (self.config.train.micro_batch_size * self.groups.data_size)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of the next step over all ranks."""
+        return batch_size_of_run(self.config.train, self.config.stage, self.state.step)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the next step over all ranks."""
+        return self.batch_size * self.config.train.sequence_length
+
+    def batches(self) -> list[Iterator[Sample]]:
+        """A stream of training microbatches per model chunk, from where the run stands; all read the same samples."""
+        return [
+            on_device(
+                microbatches(
+                    self.train_data,
+                    start_sample=position_in_data(self.config, self.state),
+                    micro_batch_size=self.config.train.micro_batch_size,
+                    data_rank=self.groups.data_rank,
+                    data_size=self.groups.data_size,
+                    num_workers=self.config.data.num_workers,
+                ),
+                self.groups.device,
+            )
+            for _ in self.chunks
+        ]
+
+    def complete_weights(self) -> None:
+        """To be called before anybody but a forward pass reads weights. Collective."""
+        complete_weights(self.chunks)
+
+    def save(self) -> None:
+        """Write a checkpoint, or begin to (`checkpoint.asynchronous`), unless this step has one. Collective."""
+        if self.last_saved_step != self.state.step:
+            self.complete_weights()
+            entries = entries_to_save(self.config, self.chunks, self.optimizer)
+            self.saver.start(self.config, self.state, entries, self.folder.checkpoints)
+            self.last_saved_step = self.state.step
+
+
+def open_run(
+    config: RunConfig,
+    folder: RunFolder,
+    groups: ParallelGroups,
+    start: SavedState | None = None,
+    *,
+    checked: bool = False,
+) -> Run:
+    """Build every part of a run, and restore its newest complete checkpoint if there is one. Collective.
+
+    Args:
+        start: a checkpoint to go on from, of this run or another of the same model, instead of the folder's newest.
+        checked: the contents of `start` have been held against their hashes.
+
+    Raises:
+        UserError: what the data, the configuration or the checkpoint lack.
+    """
+    train = config.train
+    datasets = open_blend(config.read_data)
+    tokenizer, trained_on = datasets[0].tokenizer, datasets[: len(config.data.datasets)]
+    saved = _checkpoint_to_go_on_from(config, folder, groups, start, trained_on, checked=checked)
+    trained = config.optimizer.trained_layers
+    state = RunState().training(trained) if saved is None else saved.run
+    check_position(config, state, folder.path if saved is None else saved.path)
+    vocab_size = model_vocab_size(config.model, tokenizer)
+    model = replace(config.model, vocab_size=vocab_size)
+    train_data = training_samples(config, state, tokenizer, folder)
+    held_out = HeldOutDataset(
+        config.evaluated,
+        train.sequence_length,
+        config.evaluation.max_sequences,
+        separate_documents=config.data.documents == "separate",
+    )
+    if groups.device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(groups.device).total_memory
+        check_gpu_memory(replace(config, model=model), groups.world_size, gpu_bytes)
+    build = build_chunks if saved is None else build_unset_chunks
+    chunks = wrap_chunks(build(config, groups, vocab_size=vocab_size), config, groups)
+    run = Run(
+        config=config,
+        folder=folder,
+        groups=groups,
+        tokenizer=tokenizer,
+        train_data=train_data,
+        held_out=held_out,
+        chunks=chunks,
+        optimizer=build_optimizer(config, chunks, groups),
+        state=state,
+        flops_per_token=training_flops_per_token(model, train.sequence_length, trained),
+    )
+    if saved is not None:
+        with_moments = not resets_optimizer(config, saved)
+        run.state = restore_run(saved, run.chunks, run.optimizer, trained_layers=trained, with_moments=with_moments)
+        if config.stage is None or saved.path.parent == folder.checkpoints:
+            run.last_saved_step = state.step
+    run.state = run.state.reading(tokenizer.fingerprint, data_read(trained_on))
+    _record_config(run)
+    return run
+
+
+def training_samples(config: RunConfig, state: RunState, tokenizer: Tokenizer, folder: RunFolder) -> TrainDataset:
+    """The samples of a run, in its order, as many as it still needs from where it stands. Collective."""
+    return build_train_dataset(
+        config.data.datasets,
+        sequence_length=config.train.sequence_length,
+        num_samples=position_in_data(config, state) + samples_to_come(config, state),
+        seed=config.data_seed,
+        tokenizer=tokenizer,
+        cache_dir=folder.data_cache,
+        shuffle=config.data.shuffle,
+        separate_documents=config.data.documents == "separate",
+    )
+
+
+@contextmanager
+def owning(folder: RunFolder, groups: ParallelGroups) -> Iterator[Owner | None]:
+    """Rank 0 owns the run's folder until the block ends; None on the others. Collective.
+
+    Raises:
+        ConfigError: on every rank: it cannot be written, or another run owns it.
+    """
+    owner = None
+    refusal: list[ConfigError | None] = [None]
+    with ExitStack() as stack:
+        if groups.is_main:
+            try:
+                owner = stack.enter_context(owned(folder))
+            except ConfigError as error:
+                refusal = [error]
+        dist.broadcast_object_list(refusal, src=0)
+        if refusal[0] is not None:
+            raise refusal[0]
+        yield owner
+
+
+def _checkpoint_to_go_on_from(
+    config: RunConfig,
+    folder: RunFolder,
+    groups: ParallelGroups,
+    start: SavedState | None,
+    datasets: Sequence[PreparedDataset],
+    *,
+    checked: bool,
+) -> SavedState | None:
+    """The checkpoint to go on from, after checking that it is of this run, and of this data."""
+    check_hashes = config.checkpoint.check_hashes
+    if start is None:
+        saved = newest_checkpoint(folder, groups, check_hashes=check_hashes)
+    else:
+        saved = start
+        if check_hashes and ranks_were_started() and not checked:
+            refuse_damage(start, damage_seen_by_ranks(start))
+    if saved is None:
+        return None
+    begins = config.stage is not None and saved.step == config.stage.steps_before
+    changes = check_resumable(config, saved, as_new_run=begins and saved.path.parent != folder.checkpoints)
+    told = check_trained_data(config, saved, datasets)
+    if groups.is_main:
+        print(f"{'beginning' if begins else 'resuming'} from {saved.path} (step {saved.step})", flush=True)
+        for change in changes:
+            print(f"  changed since: {change}", flush=True)
+        for sentence in told:
+            print(f"  note: {sentence}", flush=True)
+    return saved
+
+
+def resets_optimizer(config: RunConfig, saved: SavedState) -> bool:
+    """Whether moments start at zero: at the first step of a stage that asks for it.
+
+    A checkpoint of that step is always from before the reset: the stage saves none before it has taken a step.
+    """
+    stage = config.stage
+    return stage is not None and stage.optimizer_state == "reset" and saved.step == stage.steps_before
+
+
+def newest_checkpoint(folder: RunFolder, groups: ParallelGroups, *, check_hashes: bool) -> SavedState | None:
+    """The newest checkpoint of a run that is complete and, with `check_hashes`, whole. Collective.
+
+    Raises:
+        CheckpointError: on every rank: there are checkpoints, and none can be read.
+    """
+    saved, problems = agreed_checkpoint(folder.checkpoints, check_hashes=check_hashes)
+    if groups.is_main:
+        for problem in problems:
+            print(f"passed over a damaged checkpoint: {problem}", flush=True)
+    return saved
+
+
+def checkpoint_of_step(folder: RunFolder, step: int) -> SavedState:
+    """The checkpoint of a step, which has just been written: read by rank 0, as others may see it a moment later.
+    Collective.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be read.
+    """
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [read_state(step_folder(folder.checkpoints, step))]
+        except CheckpointError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], CheckpointError):
+        raise found[0]
+    saved: SavedState = found[0]
+    return saved
+
+
+def agreed_checkpoint(
+    folder: Path, *, check_hashes: bool, before: int | None = None
+) -> tuple[SavedState | None, list[str]]:
+    """The newest complete checkpoint (of those from before a step), and why newer ones were passed over. Collective.
+
+    Rank 0 looks for it: ranks on other nodes may see a shared folder a moment later. All of them read it.
+    """
+    problems: list[str] = []
+    while True:
+        saved, passed_over = _newest_seen_by_main(folder, before, problems)
+        problems += passed_over
+        if saved is None or not check_hashes:
+            return saved, problems
+        try:
+            refuse_damage(saved, damage_seen_by_ranks(saved))
+        except CheckpointError as error:
+            problems.append(str(error))
+            before = saved.step
+        else:
+            return saved, problems
+
+
+def _newest_seen_by_main(folder: Path, before: int | None, problems: list[str]) -> tuple[SavedState | None, list[str]]:
+    """See `newest_complete`; `problems` are those of the checkpoints that are not from before that step."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [newest_complete(folder, before=before)]
+            if problems and found[0][0] is None:
+                found = [nothing_complete(folder, problems)]
+        except CheckpointError as error:
+            found = [nothing_complete(folder, [*problems, str(error)]) if problems else error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], CheckpointError):
+        raise found[0]
+    result: tuple[SavedState | None, list[str]] = found[0]
+    return result
+
+
+def _record_config(run: Run) -> None:
+    """Write the resolved configuration, whole or not at all, and the tokenizer into the run folder."""
+    if run.groups.is_main:
+        with atomic_write(run.folder.config) as stream:
+            stream.write(to_yaml(run.config).encode())
+        save_tokenizer(run.tokenizer, run.folder.tokenizer)
+    dist.barrier()
