@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from kernels.common import cpp
-from kernels.gather_dot.op import GatherDot
+from kernels.common.signatures import GatherDot, GatherSum
 from kernels.gather_pair.op import GatherPair
-from kernels.gather_sum.op import GatherSum
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
 from kernels.segment_accumulate.op import SegmentAccumulate

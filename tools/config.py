@@ -21,11 +21,11 @@ from pretrain.config.advice import advice
 from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs
 from pretrain.config.describe import FieldDoc, describe_fields
 from pretrain.config.effective import ineffective_fields
-from pretrain.config.loader import load_config, to_dict, to_yaml
+from pretrain.config.loader import to_dict, to_yaml
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
-from pretrain.config.stages import StageEntry, load_stage, load_stages, to_entries
+from pretrain.config.stages import StageEntry, load_config, load_stage, load_stages, to_entries
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width

@@ -27,7 +27,7 @@ def add_config(
     *,
     is_needed: bool = True,
 ) -> None:
-    """Adds a configuration and its overrides, as `pretrain.config.loader.load_config` takes them; with what is said of
+    """Adds a configuration and its overrides, as `pretrain.config.stages.load_config` takes them; with what is said of
     each."""
     parser.add_argument("config", metavar="CONFIG", nargs=None if is_needed else "?", help=config)
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=overrides)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import CheckpointError
 from pretrain.run.folder import RunFolder

@@ -1,25 +1,15 @@
-"""`gather_dot`: its signature, and the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
+"""`gather_dot`: the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.common.autograd import apply_gather, table_gradient
+from kernels.common.signatures import GatherDot, GatherSum
 from kernels.segment_accumulate.op import SegmentAccumulate
-
-if TYPE_CHECKING:
-    from kernels.gather_sum.op import GatherSum
-
-
-class GatherDot(Protocol):
-    """See `kernels.gather_dot.naive.gather_dot`. Tables are contiguous; sums are in fp32 (fp64 for fp64 tables)."""
-
-    def __call__(
-        self, table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, bins: Tensor | None = None
-    ) -> Tensor: ...
 
 
 def empty_result(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.gather_dot.op import GatherDot
+from kernels.common.signatures import GatherDot, GatherSum
 from kernels.gather_pair.operands import Activation, Pair, PairGradients, PairOperands
-from kernels.gather_sum.op import GatherSum
 
 
 def weighted(scores: Tensor, products: Tensor, activation: Activation) -> Tensor:

@@ -1,23 +1,15 @@
-"""`gather_sum`: its signature, and the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
+"""`gather_sum`: the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.common.autograd import apply_gather, table_gradient
-from kernels.gather_dot.op import GatherDot
+from kernels.common.signatures import GatherDot, GatherSum
 from kernels.segment_accumulate.op import SegmentAccumulate
-
-
-class GatherSum(Protocol):
-    """See `kernels.gather_sum.naive.gather_sum`. Tables are contiguous; sums are in fp32 (fp64 for fp64 tables)."""
-
-    def __call__(
-        self, table: Tensor, ids: Tensor, coef: Tensor, /, bins: Tensor | None = None, num_bins: int = 1
-    ) -> Tensor: ...
 
 
 def empty_result(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:

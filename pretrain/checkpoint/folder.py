@@ -14,7 +14,7 @@ import json
 import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +31,6 @@ _READABLE_FORMATS = (1, 2)
 _SEAL = "sha256"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _WRITING_PREFIX = ".writing_"
-_MOST_OLDER_NAMED = 5
 _PACKAGES = ("megamem", "torch", "megatron-core", "numpy", "triton", "transformer-engine")
 
 
@@ -192,95 +191,6 @@ def newest_readable(folder: Path) -> SavedState | None:
     return None
 
 
-def no_damage(saved: SavedState) -> Sequence[str]:
-    """The contents of a checkpoint as they are taken where nobody looks at them."""
-    return ()
-
-
-def newest_complete(
-    folder: Path, *, before: int | None = None, damage: Callable[[SavedState], Sequence[str]] = no_damage
-) -> tuple[SavedState | None, list[str]]:
-    """The newest complete checkpoint (of those from before a step), and why newer ones were passed over.
-
-    Args:
-        folder: the run's checkpoints.
-        before: a step; None: any.
-        damage: what is wrong with the contents of a checkpoint whose files have the right sizes, in words.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none of them is complete.
-    """
-    from pretrain.checkpoint.safe_metadata import check_small_files  # needs what is here
-
-    problems: list[str] = []
-    for path in reversed(list_checkpoints(folder)):
-        if before is not None and _step_of(path) >= before:
-            continue
-        try:
-            saved = read_state(path)
-            check_small_files(path)
-            refuse_damage(saved, damage(saved))
-            return saved, problems
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        raise nothing_complete(folder, problems)
-    return None, []
-
-
-def the_newest(folder: Path, *, damage: Callable[[SavedState], Sequence[str]] = no_damage) -> SavedState | None:
-    """The newest checkpoint, for whoever takes it elsewhere: an older one does not stand in for it; None without one.
-
-    Raises:
-        CheckpointError: it is not complete, or damaged; with the older ones that can be taken instead.
-    """
-    from pretrain.checkpoint.safe_metadata import check_small_files  # needs what is here
-
-    paths = list_checkpoints(folder)
-    if not paths:
-        return None
-    try:
-        saved = read_state(paths[-1])
-        check_small_files(paths[-1])
-        refuse_damage(saved, damage(saved))
-    except CheckpointError as error:
-        raise naming_older_ones(error, paths[-1]) from error
-    return saved
-
-
-def naming_older_ones(error: CheckpointError, path: Path) -> CheckpointError:
-    """What is wrong with a checkpoint, with which other ones its run has instead, if it is the run's newest."""
-    *others, newest = list_checkpoints(path.parent) or [path]
-    if newest != path:
-        return error
-    older = [each for each in reversed(others) if _is_complete(each)]
-    if not older:
-        return CheckpointError(f"{error}. Its run has no older one that is whole")
-    steps = ", ".join(str(_step_of(each)) for each in older[:_MOST_OLDER_NAMED])
-    return CheckpointError(
-        f"{error}. It is the newest of its run. To take an older one, name its folder ({older[0]}) or its step (--step); "
-        f"whole as far as files and their sizes tell: {steps}"
-    )
-
-
-def refuse_damage(saved: SavedState, damage: Sequence[str]) -> None:
-    """
-    Raises:
-        CheckpointError: naming the checkpoint and its damage, if there is any.
-    """
-    if damage:
-        raise CheckpointError(f"{saved.path} is damaged: {'; '.join(damage)}")
-
-
-def nothing_complete(folder: Path, problems: Sequence[str]) -> CheckpointError:
-    """What to raise where every checkpoint of a run has a problem."""
-    return CheckpointError(
-        "no checkpoint of this run can be read: "
-        + "; ".join(problems)
-        + f". Restore one of them, or start over in another --run-dir, or delete {folder}"
-    )
-
-
 def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_every_steps: int) -> list[Path]:
     """Delete checkpoints that the retention rules no longer keep; returns what was deleted.
 
@@ -293,14 +203,14 @@ def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_ev
         keep_last: newest ones to keep, that one included; 0: all.
         keep_every_steps: steps divisible by this are kept for good; 0: no such rule.
     """
-    checkpoints = [path for path in list_checkpoints(folder) if _step_of(path) <= newest_step]
-    complete_ones = [path for path in checkpoints if _is_complete(path)]
+    checkpoints = [path for path in list_checkpoints(folder) if step_of(path) <= newest_step]
+    complete_ones = [path for path in checkpoints if is_complete(path)]
     if not keep_last or len(complete_ones) <= keep_last:
         return []
     candidates = checkpoints[: checkpoints.index(complete_ones[-keep_last])]
     removed = []
     for path in candidates:
-        if not (keep_every_steps and _step_of(path) % keep_every_steps == 0) and not _ends_stage(path):
+        if not (keep_every_steps and step_of(path) % keep_every_steps == 0) and not _ends_stage(path):
             shutil.rmtree(path)
             removed.append(path)
     return removed
@@ -315,7 +225,7 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
@@ -328,7 +238,7 @@ def _ends_stage(path: Path) -> bool:
     return saved.config.get("stage") is not None and saved.step == saved.config["train"]["num_steps"]
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     try:
         read_state(path)
     except CheckpointError:

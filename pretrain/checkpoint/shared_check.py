@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pretrain.checkpoint.folder import SavedState
-from pretrain.checkpoint.hashes import damaged_files, shares
+from pretrain.checkpoint.hashes import shares
+from pretrain.checkpoint.newest import damaged_files
 from pretrain.errors import CheckpointError
 
 

@@ -29,8 +29,8 @@ from pretrain.errors import ConfigError
 T = typing.TypeVar("T", bound=Config)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run; of a run of stages, that of the first (`pretrain.config.stages.load_stages`).
+def load_as(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+    """A configuration of any class.
 
     Args:
         path: a YAML file; it may name others under `base`.
@@ -39,14 +39,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: naming key, value, file and line, and the fix, of every problem found.
     """
-    # It is built on this module.
-    from pretrain.config.stages import load_stages
-
-    return load_stages(path, overrides)[0]
-
-
-def load_as(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """`load_config` for any configuration class."""
     in_file = read_with_bases(Path(path))
     if not overrides:
         return settle(cls, in_file, asked_for_here)[0]

@@ -93,6 +93,11 @@ class StartingPoint:
     known_path: Callable[[str], str] = str
 
 
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a run; of a run of stages, that of the first. For arguments and errors see `load_stages`."""
+    return load_stages(path, overrides)[0]
+
+
 def load_stages(
     path: str | Path, overrides: Sequence[str] = (), start: StartingPoint | None = None
 ) -> tuple[RunConfig, ...]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from parallel.atomic_write import sync
 from parallel.refusals import in_words
-from pretrain.checkpoint.folder import STATE_FILE, naming_older_ones, refuse_damage
-from pretrain.checkpoint.hashes import damaged_files
+from pretrain.checkpoint.folder import STATE_FILE
+from pretrain.checkpoint.newest import damaged_files, naming_older_ones, refuse_damage
 from pretrain.checkpoint.store.files import JOURNAL_FILE, finished_files, write_files
 from pretrain.config.loader import to_dict
 from pretrain.convert.compare import Counter, Difference, differences

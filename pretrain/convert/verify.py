@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from pretrain.checkpoint.hashes import damaged_files
+from pretrain.checkpoint.newest import damaged_files
 from pretrain.checkpoint.store.coverage import coverage_problem
 from pretrain.checkpoint.store.torch_dist import open_torch_dist
 from pretrain.convert.compare import Counter, nonfinite_tensors

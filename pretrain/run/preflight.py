@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megamem.config import ModelConfig
 from parallel.devices import built_without_cuda, num_visible_gpus, smallest_gpu_bytes
-from pretrain.checkpoint.folder import SavedState, newest_complete, newest_readable
+from pretrain.checkpoint.folder import SavedState, newest_readable
+from pretrain.checkpoint.newest import newest_complete
 from pretrain.config.position import last_sample
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import stage_of_step, stands_at

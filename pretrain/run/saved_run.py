@@ -12,24 +12,14 @@ from pathlib import Path
 from megamem.identity import Role
 from parallel.atomic_write import atomic_write
 from parallel.ranks import current_ranks
-from pretrain.checkpoint.folder import (
-    SavedState,
-    list_checkpoints,
-    newest_complete,
-    no_damage,
-    read_state,
-    refuse_damage,
-    step_folder,
-    step_named,
-    the_newest,
-)
-from pretrain.checkpoint.hashes import damaged_files
+from pretrain.checkpoint.folder import SavedState, list_checkpoints, read_state, step_folder, step_named
+from pretrain.checkpoint.newest import damaged_files, newest_complete, no_damage, refuse_damage, the_newest
 from pretrain.checkpoint.safe_metadata import files_with_weights
 from pretrain.config.changes import config_changes
 from pretrain.config.fields import role_of
-from pretrain.config.loader import from_dict, load_config
+from pretrain.config.loader import from_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.config.stages import StartingPoint
+from pretrain.config.stages import StartingPoint, load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder

@@ -1,4 +1,4 @@
-"""What a run does besides training: logging, evaluation, checkpoints. The loop knows their base class alone."""
+"""Callbacks of a run: logging, evaluation, checkpoints, health. The loop knows their base class alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from megamem.usage import UsageCollector
 from parallel.atomic_write import atomic_write
@@ -22,39 +22,12 @@ from pretrain.evaluation.evaluate import Evaluation, evaluate
 from pretrain.progress import Progress
 from pretrain.run.history import End, Incident, Start, now, write_event
 from pretrain.run.owner import Owner
+from pretrain.train.callback import Callback, Row
+from pretrain.train.health.hangs import Hangs, NextStep, hang_limit_s
 from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
+from pretrain.train.health.replicas import Replicas
+from pretrain.train.health.slow_ranks import SlowRanks
 from pretrain.train.run import Run
-
-# A step's metrics by name; `memory` holds those of each memory layer by block number.
-Row: TypeAlias = dict[str, Any]
-
-
-class Callback:
-    """Hooks of the training loop, called on every rank in the order of the callbacks. By default they do nothing."""
-
-    def on_start(self, run: Run) -> None:
-        """Before the first step, and after a checkpoint was restored."""
-
-    def on_step(self, run: Run, row: Row) -> None:
-        """After a step, which `run.state` already counts. A callback may add to `row`, the step's metrics."""
-
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """After an evaluation."""
-
-    def on_save(self, run: Run, report: SaveReport) -> None:
-        """After a checkpoint is complete, which may be some steps after its own."""
-
-    def on_incident(self, run: Run, incident: Incident) -> None:
-        """After something was noticed that people should know of, and before the row of its step."""
-
-    def on_rewind(self, run: Run) -> None:
-        """After the run went back to a checkpoint: the steps past `run.state` are to be forgotten."""
-
-    def on_end(self, run: Run) -> None:
-        """After the last step, or before an early stop; not after an error."""
-
-    def on_failure(self, run: Run) -> None:
-        """After an error, perhaps of this rank alone and before `on_start`: nothing that asks the others may follow."""
 
 
 class Ownership(Callback):
@@ -451,11 +424,6 @@ class HealthCallbacks:
 
 def health_callbacks(run: Run, listeners: list[Callback]) -> HealthCallbacks:
     """Those that the configuration asks for; `listeners` are told of incidents."""
-    # They are callbacks themselves.
-    from pretrain.train.health.hangs import Hangs, NextStep, hang_limit_s
-    from pretrain.train.health.replicas import Replicas
-    from pretrain.train.health.slow_ranks import SlowRanks
-
     rules = run.config.health
     hangs = [Hangs(run)] if hang_limit_s(run.config) else []
     has_others = run.groups.world_size > 1

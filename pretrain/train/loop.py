@@ -17,7 +17,7 @@ from pretrain.engine.step import Batch, StepResult, train_step
 from pretrain.errors import StoppedEarly, UserError
 from pretrain.run.history import Incident, now
 from pretrain.run.stop import StopRequest
-from pretrain.train.callbacks import Callback, Row
+from pretrain.train.callback import Callback, Row
 from pretrain.train.health.rewind import rewind
 from pretrain.train.health.spikes import find_spike, remember
 from pretrain.train.run import Run

@@ -14,14 +14,8 @@ from megatron.core.distributed import DistributedDataParallel
 
 from parallel.atomic_write import atomic_write
 from parallel.groups import ParallelGroups
-from pretrain.checkpoint.folder import (
-    SavedState,
-    newest_complete,
-    nothing_complete,
-    read_state,
-    refuse_damage,
-    step_folder,
-)
+from pretrain.checkpoint.folder import SavedState, read_state, step_folder
+from pretrain.checkpoint.newest import newest_complete, nothing_complete, refuse_damage
 from pretrain.checkpoint.run import entries_to_save, restore_run
 from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.shared_check import damage_seen_by_ranks

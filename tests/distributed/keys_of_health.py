@@ -26,7 +26,8 @@ from pretrain.errors import UserError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
 from pretrain.state import RunState
-from pretrain.train.callbacks import Callback, default_callbacks, health_callbacks
+from pretrain.train.callback import Callback
+from pretrain.train.callbacks import default_callbacks, health_callbacks
 from pretrain.train.health.slow_ranks import SlowRanks
 from pretrain.train.loop import train
 from pretrain.train.run import Run

@@ -27,8 +27,8 @@ from torch.utils.data import default_collate
 import tools.train
 from parallel.groups import ParallelGroups
 from pretrain.checkpoint.folder import read_state, step_folder
-from pretrain.checkpoint.hashes import damaged_files
 from pretrain.checkpoint.index import read_index
+from pretrain.checkpoint.newest import damaged_files
 from pretrain.config.schema import DataConfig, DatasetEntry, EvaluationConfig, EvaluationEntry, RunConfig
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer

@@ -27,8 +27,8 @@ from kernels.common.hashing import mix
 from megamem.hashing import key_of
 from megamem.layers.layer import MemoryLayer
 from megamem.retrieval.retrieved import Retrieved
-from pretrain.config.loader import load_config
 from pretrain.config.schema import DatasetEntry, ParallelConfig, RunConfig
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 
 NUM_STEPS = 20

@@ -16,8 +16,8 @@ from tiny_runs import SHARED, joined, on, tiny_run
 
 from megamem.families.registry import FAMILIES
 from megamem.inputs import Inputs
-from pretrain.config.loader import load_config
 from pretrain.config.schema import LoggingConfig
+from pretrain.config.stages import load_config
 from pretrain.engine.build import build_chunks
 from pretrain.planning.costs.formulas import count_parameters
 from tests.families.hashed.config import HashedConfig

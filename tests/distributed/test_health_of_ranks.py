@@ -22,7 +22,7 @@ from pretrain.engine.nonfinite import NonFinite, named_globally
 from pretrain.errors import UserError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
-from pretrain.train.callbacks import Callback, Row
+from pretrain.train.callback import Callback, Row
 from pretrain.train.health.replicas import Replicas, differing_replicas, in_words
 from pretrain.train.health.slow_ranks import SlowRanks, probe_s
 from pretrain.train.loop import take_step

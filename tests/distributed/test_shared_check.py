@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tiny_runs import SHARED, on, tiny_run
 
-from pretrain.checkpoint import hashes
+from pretrain.checkpoint import newest
 from pretrain.checkpoint.folder import STATE_FILE, read_state
 from pretrain.checkpoint.run import load_weights
 from pretrain.checkpoint.shared_check import damage_seen_by_ranks
@@ -53,20 +53,20 @@ def test_every_file_is_read_by_one_rank_and_all_hear_of_the_damage(run_ranks: An
             path = run.save(tmp_path)
         saved = read_state(path)
         read: list[str] = []
-        record = hashes.record
+        record = newest.record
 
         def noting(file: Path, on_bytes: Any = None) -> Any:
             read.append(file.name)
             return record(file, on_bytes)
 
-        hashes.record = noting
+        newest.record = noting
         whole = damage_seen_by_ranks(saved)
         dist.barrier()
         if dist.get_rank() == 2:
             for name in ("__0_0.distcp", "__3_2.distcp", "common.pt"):
                 flip(path / name)
         dist.barrier()
-        hashes.record = record
+        newest.record = record
         return whole, read, damage_seen_by_ranks(saved)
 
     results = run_ranks(main, 4)

@@ -17,7 +17,7 @@ import torch
 
 from kernels import select
 from megamem.retrieval.config import TuckerConfig
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError, UserError
 from tools.bench.kernels import draw_ids
 from tools.bench.retrieval import RETRIEVALS

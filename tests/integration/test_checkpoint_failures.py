@@ -18,6 +18,7 @@ from commands import Megamem, checkpoint, last_step, steps
 
 import pretrain.checkpoint.folder as folders
 from pretrain.checkpoint.hashes import record
+from pretrain.checkpoint.newest import newest_complete
 
 FOUR = ("parallel.tensor=2", "parallel.pipeline=2")
 
@@ -78,7 +79,7 @@ def test_disk_full_while_saving(
     assert "arlier checkpoints are intact" in message
     assert "Traceback" not in result.output
     assert last_step(run) == 7
-    assert folders.newest_complete(run / "checkpoints")[0] == folders.read_state(checkpoint(run, 5))
+    assert newest_complete(run / "checkpoints")[0] == folders.read_state(checkpoint(run, 5))
     # There is space again.
     result = megamem(*command)
     assert result.code == 0, result.output
@@ -101,7 +102,7 @@ def test_disk_full_while_writing_in_the_background(
     assert "Traceback" not in result.output
     # It was found at a boundary between two steps, at the latest before the next save.
     assert 8 <= last_step(run) <= 14
-    assert folders.newest_complete(run / "checkpoints")[0] == folders.read_state(checkpoint(run, 5))
+    assert newest_complete(run / "checkpoints")[0] == folders.read_state(checkpoint(run, 5))
 
 
 def read_only_from_now_on() -> None:

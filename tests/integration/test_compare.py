@@ -13,7 +13,7 @@ import pytest
 import yaml
 from commands import TINY, Megamem, Result, Start, checkpoint, evaluations, last_step, rows, steps, wait_until
 
-from pretrain.checkpoint.folder import newest_complete
+from pretrain.checkpoint.newest import newest_complete
 
 SHORT = ("train.num_steps=4", "checkpoint.every_steps=2", "checkpoint.keep_last=0", "evaluation.max_sequences=4")
 

@@ -11,10 +11,11 @@ from commands import Megamem, checkpoint, last_step
 
 import pretrain.train.health.hangs as hangs
 from parallel.launch import RankError
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.engine.session import session
 from pretrain.run.folder import RunFolder
-from pretrain.train.callbacks import Callback, default_callbacks
+from pretrain.train.callback import Callback
+from pretrain.train.callbacks import default_callbacks
 from pretrain.train.loop import train
 from pretrain.train.run import Run, open_run
 from tests.deadline import launch_within

@@ -15,10 +15,12 @@ from commands import Megamem, checkpoint, last_step, rows
 
 import pretrain.checkpoint.folder as folders
 from parallel.launch import RankError
-from pretrain.config.loader import load_config
+from pretrain.checkpoint.newest import newest_complete
+from pretrain.config.stages import load_config
 from pretrain.engine.session import session
 from pretrain.run.folder import RunFolder
-from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.callback import Callback, Row
+from pretrain.train.callbacks import default_callbacks
 from pretrain.train.loop import train
 from pretrain.train.run import Run, open_run
 from tests.deadline import launch_within
@@ -103,7 +105,7 @@ def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megame
     )
     assert failure.value.exit_code == 1
     assert last_step(run) == 5
-    saved, problems = folders.newest_complete(run / "checkpoints")
+    saved, problems = newest_complete(run / "checkpoints")
     assert saved is not None
     assert (saved.step, problems) == (3, [])
     assert saved.run.num_skipped == 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commands import Megamem
 
 import pretrain.train.loop as loop
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.train.health.out_of_memory import is_out_of_memory, out_of_memory_explained
 
 ON_GPU = torch.OutOfMemoryError(

@@ -27,11 +27,12 @@ from commands import (
 )
 
 from parallel.launch import RankError
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.engine import build
 from pretrain.engine.session import session
 from pretrain.run.folder import RunFolder
-from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.callback import Callback, Row
+from pretrain.train.callbacks import default_callbacks
 from pretrain.train.loop import train
 from pretrain.train.run import Run, open_run
 from tests.deadline import launch_within

@@ -16,7 +16,7 @@ from commands import Megamem, Start, assert_same_tensors, checkpoint, last_step,
 import pretrain.checkpoint.folder as folders
 import pretrain.checkpoint.item_files as item_files
 import pretrain.checkpoint.saver as saving
-from pretrain.checkpoint.hashes import damaged_files
+from pretrain.checkpoint.newest import damaged_files, newest_complete
 
 TWO = ("--nproc", 2)
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_in_a_save_costs_that_save(
     victim = 0 if phase in (before_the_state, before_the_name) else 1
     assert result.code == 1, result.output
     assert f"rank {victim} was killed by SIGKILL" in result.output
-    assert folders.newest_complete(run / "checkpoints") == (folders.read_state(checkpoint(run, 5)), [])
+    assert newest_complete(run / "checkpoints") == (folders.read_state(checkpoint(run, 5)), [])
     result = megamem(*command)
     assert result.code == 0, result.output
     assert f"resuming from {checkpoint(run, 5)} (step 5)" in result.output

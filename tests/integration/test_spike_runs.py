@@ -25,7 +25,8 @@ from pretrain.engine.session import session
 from pretrain.errors import StoppedEarly
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, read_history
-from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.callback import Callback, Row
+from pretrain.train.callbacks import default_callbacks
 from pretrain.train.loop import StopRequest, train
 from pretrain.train.run import Run, owning
 from pretrain.train.stages import train_stages

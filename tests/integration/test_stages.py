@@ -22,7 +22,8 @@ import pretrain.train.callbacks
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.run.owner import Owner
-from pretrain.train.callbacks import Callback, Row, default_callbacks
+from pretrain.train.callback import Callback, Row
+from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
 
 NUM_KILLS = int(os.environ.get("MEGAMEM_KILLS", "5"))

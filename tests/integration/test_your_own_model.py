@@ -16,7 +16,7 @@ import yaml
 from commands import Megamem, Result, last_step
 
 from megamem.families.registry import FAMILIES
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.planning.costs.formulas import forward_flops_per_token
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")

@@ -16,7 +16,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pretrain.checkpoint import folder as folders
-from pretrain.checkpoint.hashes import RecordedFile, damaged_files, shares
+from pretrain.checkpoint.hashes import RecordedFile, shares
+from pretrain.checkpoint.newest import damaged_files, newest_complete, the_newest
 from pretrain.errors import CheckpointError
 from pretrain.state import RunState
 
@@ -102,7 +103,7 @@ def test_an_unfinished_one_is_never_found(tmp_path: Path) -> None:
     path = folders.start_writing(tmp_path, 3)
     (path / folders.STATE_FILE).write_text("{}")
     assert folders.list_checkpoints(tmp_path) == []
-    assert folders.newest_complete(tmp_path) == (None, [])
+    assert newest_complete(tmp_path) == (None, [])
 
 
 def test_starting_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ DAMAGES = (
 def test_damage_is_reported_and_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     older, newer = write(tmp_path, 6), write(tmp_path, 9)
     damage(newer)
-    saved, problems = folders.newest_complete(tmp_path)
+    saved, problems = newest_complete(tmp_path)
     assert saved is not None
     assert saved.path == older
     assert len(problems) == 1
@@ -214,16 +215,16 @@ def test_no_older_one_stands_in_for_the_newest_where_that_is_meant(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     oldest, older, newer = write(tmp_path, 3), write(tmp_path, 6), write(tmp_path, 9)
-    assert folders.the_newest(tmp_path) == folders.read_state(newer)
+    assert the_newest(tmp_path) == folders.read_state(newer)
     damage(newer)
     shorten(oldest)
     with pytest.raises(CheckpointError, match=r"sizes tell: 6$") as error:
-        folders.the_newest(tmp_path)
+        the_newest(tmp_path)
     assert str(error.value).startswith(str(newer))
     assert f"({older})" in str(error.value)
     shorten(older)
     with pytest.raises(CheckpointError, match="no older one that is whole"):
-        folders.the_newest(tmp_path)
+        the_newest(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
@@ -249,12 +250,12 @@ def test_reading_for_hashes_tells_how_far_it_is(tmp_path: Path) -> None:
 def test_damaged_contents_are_passed_over(tmp_path: Path) -> None:
     older, newer = write(tmp_path, 6), write(tmp_path, 9)
     (newer / "__0_0.distcp").write_bytes(b"WEIGHTS")
-    assert folders.newest_complete(tmp_path)[0] == folders.read_state(newer)
-    saved, (problem,) = folders.newest_complete(tmp_path, damage=lambda saved: damaged_files(saved.path))
+    assert newest_complete(tmp_path)[0] == folders.read_state(newer)
+    saved, (problem,) = newest_complete(tmp_path, damage=lambda saved: damaged_files(saved.path))
     assert saved == folders.read_state(older)
     assert problem.startswith(f"{newer} is damaged: __0_0.distcp has other contents")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has other contents.*sizes tell: 6"):
-        folders.the_newest(tmp_path, damage=lambda saved: damaged_files(saved.path))
+        the_newest(tmp_path, damage=lambda saved: damaged_files(saved.path))
 
 
 def test_files_are_shared_out_by_bytes() -> None:
@@ -270,7 +271,7 @@ def test_the_newest_is_told_by_its_step_and_not_by_the_clock(tmp_path: Path) -> 
     older, newer = write(tmp_path, 6), write(tmp_path, 9)
     for file in (newer, *newer.iterdir()):
         os.utime(file, (0, 0))
-    assert folders.newest_complete(tmp_path)[0] == folders.read_state(newer)
+    assert newest_complete(tmp_path)[0] == folders.read_state(newer)
     folders.remove_superseded(tmp_path, 9, keep_last=1, keep_every_steps=0)
     assert folders.list_checkpoints(tmp_path) == [newer]
     assert not older.exists()
@@ -281,13 +282,13 @@ def test_nothing_but_damage_is_an_error_that_names_all(tmp_path: Path) -> None:
     for path in paths:
         shorten(path)
     with pytest.raises(CheckpointError) as error:
-        folders.newest_complete(tmp_path)
+        newest_complete(tmp_path)
     assert all(str(path) in str(error.value) for path in paths)
 
 
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    assert folders.newest_complete(tmp_path / "none") == (None, [])
-    assert folders.the_newest(tmp_path / "none") is None
+    assert newest_complete(tmp_path / "none") == (None, [])
+    assert the_newest(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(

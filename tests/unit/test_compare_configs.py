@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megamem.config import ModelConfig
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 from tools.compare.rules import load_configs

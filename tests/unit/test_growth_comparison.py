@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
 from tools.compare.growth import Growth, planned, read_growth

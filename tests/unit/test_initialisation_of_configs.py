@@ -30,7 +30,7 @@ from megamem.memory_config import PlacementConfig
 from megamem.random_fill import fill, normal_rows
 from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.sharing import SharingConfig
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CHOICES: tuple[Initialisation, ...] = get_args(Initialisation)

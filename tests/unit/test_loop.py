@@ -42,7 +42,8 @@ from pretrain.evaluation.evaluate import Evaluation
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import End, Incident, Start, read_history
 from pretrain.state import RunState
-from pretrain.train.callbacks import Callback, MetricsFile, TensorBoard, default_callbacks
+from pretrain.train.callback import Callback
+from pretrain.train.callbacks import MetricsFile, TensorBoard, default_callbacks
 from pretrain.train.run import Run
 
 DATA_SIZE, DATA_RANK, WORLD_SIZE = 2, 1, 4

@@ -14,7 +14,8 @@ from pretrain.config.loader import to_yaml
 from pretrain.config.schema import LoggingConfig, RunConfig, TrainConfig
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident
-from pretrain.train.callbacks import Callback, MemoryWatch
+from pretrain.train.callback import Callback
+from pretrain.train.callbacks import MemoryWatch
 from pretrain.train.health.memories import Finding, course, findings, in_words
 from tools.cli import main
 from tools.metrics import curves

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megamem.config import ModelConfig
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.growth.placement import anchors, positions

@@ -16,7 +16,7 @@ import pytest
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.equal_compute import core_measure, flops_measure, solve_experts, solve_ffn_width
 from pretrain.planning.costs.formulas import count_parameters

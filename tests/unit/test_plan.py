@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.layout_rules import layout_problems
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.checkpoints import checkpoint_costs
 from pretrain.planning.costs.formulas import (

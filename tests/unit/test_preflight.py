@@ -13,7 +13,8 @@ import pytest
 
 import pretrain.run.preflight as preflight_module
 from pretrain.checkpoint import folder as checkpoints
-from pretrain.config.loader import load_config, to_dict
+from pretrain.config.loader import to_dict
+from pretrain.config.stages import load_config
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.run.folder import RunFolder

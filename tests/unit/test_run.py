@@ -20,7 +20,7 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.fields import all_keys, role_of
-from pretrain.config.loader import load_config, to_dict
+from pretrain.config.loader import to_dict
 from pretrain.config.schema import (
     DataConfig,
     DatasetEntry,
@@ -30,6 +30,7 @@ from pretrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from pretrain.config.stages import load_config
 from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.planning.costs.formulas import training_flops_per_token
 from pretrain.run.folder import RunFolder

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.loader import load_config
-from pretrain.config.stages import load_stages
+from pretrain.config.stages import load_config, load_stages
 from pretrain.config.validate import validate
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.layouts import all_estimates, estimate, recommended

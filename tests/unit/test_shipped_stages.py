@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megamem.config import ModelConfig
-from pretrain.config.loader import load_config
 from pretrain.config.position import tokens_of_run
-from pretrain.config.stages import load_stages
+from pretrain.config.stages import load_config, load_stages
 from pretrain.config.validate import validate
 from pretrain.run.preflight import check_gpu_memory
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.formulas import count_parameters
 

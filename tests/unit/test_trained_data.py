@@ -19,9 +19,9 @@ from pretrain.checkpoint import folder as checkpoints
 from pretrain.checkpoint.folder import SavedState, read_state
 from pretrain.checkpoint.index import INDEX_FILE
 from pretrain.checkpoint.index_writer import pickled_index
-from pretrain.config.loader import load_config, to_dict
+from pretrain.config.loader import to_dict
 from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, StageConfig
-from pretrain.config.stages import load_stages
+from pretrain.config.stages import load_config, load_stages
 from pretrain.data.manifest import open_dataset, save_tokenizer
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, CodeTokenizer

@@ -177,7 +177,7 @@ def _run(name: str) -> Callable[[argparse.Namespace], int]:
 
 def opened(path: Path, step: int | None = None, config: Path | None = None) -> OpenedCheckpoint:
     """A checkpoint of whatever format; `config` is the file with the configuration of one that has none."""
-    from pretrain.config.loader import load_config
+    from pretrain.config.stages import load_config
     from pretrain.convert.registry import open_checkpoint
 
     return open_checkpoint(path, step, None if config is None else load_config(config))

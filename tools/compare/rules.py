@@ -8,8 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.loader import load_config
 from pretrain.config.schema import DatasetEntry, RunConfig
+from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 

@@ -116,7 +116,7 @@ def finished_steps(config: RunConfig, folder: RunFolder) -> int:
     Raises:
         CheckpointError: the folder holds a run of something else.
     """
-    from pretrain.checkpoint.folder import newest_complete
+    from pretrain.checkpoint.newest import newest_complete
     from pretrain.config.changes import config_changes
     from pretrain.config.loader import from_dict
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from tools.compare.key_files import read_keys
 from tools.compare.rules import with_seed

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrain.config.context_ways import WAYS
-from pretrain.config.loader import from_dict, load_config, to_dict
+from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

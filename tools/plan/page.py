@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.planning.costs.checkpoints import checkpoint_costs
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.hardware import Hardware, load_hardware

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.config.loader import load_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.blend import model_vocab_size
 from pretrain.data.manifest import open_saved_tokenizer

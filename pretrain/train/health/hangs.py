@@ -8,7 +8,7 @@ from parallel.hang_watch import GRACE_S, HangWatch
 from pretrain.checkpoint.saver import SaveReport
 from pretrain.config.schema import RunConfig
 from pretrain.run.history import Incident
-from pretrain.train.callbacks import Callback, Row
+from pretrain.train.callback import Callback, Row
 from pretrain.train.run import Run
 
 

@@ -19,7 +19,7 @@ from pretrain.engine.build import unwrap
 from pretrain.engine.nonfinite import named_globally
 from pretrain.errors import UserError
 from pretrain.run.history import Incident, now
-from pretrain.train.callbacks import Callback, Row
+from pretrain.train.callback import Callback, Row
 from pretrain.train.run import Run
 
 PART_ELEMENTS = 1 << 22

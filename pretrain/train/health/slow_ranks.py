@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain.run.history import Incident, now
-from pretrain.train.callbacks import Callback, Row
+from pretrain.train.callback import Callback, Row
 from pretrain.train.run import Run
 
 _REPETITIONS = 5

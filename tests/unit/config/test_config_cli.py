@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.loader import load_config
+from pretrain.config.stages import load_config
 from pretrain.errors import CheckpointError, ConfigError, DataError, StoppedEarly
 from tools import cli
 

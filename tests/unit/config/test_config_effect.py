@@ -16,8 +16,9 @@ from megamem.families.registry import FAMILIES
 from megamem.slots import Slot
 from pretrain.config.effective import RUN_RULES, ineffective_fields
 from pretrain.config.fields import all_keys
-from pretrain.config.loader import load_as, load_config, parse_config
+from pretrain.config.loader import load_as, parse_config
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 

@@ -12,10 +12,11 @@ import pytest
 from megamem.families.registry import FAMILIES
 from pretrain.config.compose import _set
 from pretrain.config.fields import all_keys
-from pretrain.config.loader import from_dict, load_config, parse_config
+from pretrain.config.loader import from_dict, parse_config
 from pretrain.config.parse import build
 from pretrain.config.schema import LoggingConfig, RunConfig
 from pretrain.config.source import Layer, from_plain
+from pretrain.config.stages import load_config
 from pretrain.config.suggest import nearest_keys
 from pretrain.errors import ConfigError
 

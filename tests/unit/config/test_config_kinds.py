@@ -16,8 +16,9 @@ from megamem.families.registry import FAMILIES
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.describe import describe_fields
 from pretrain.config.fields import all_keys
-from pretrain.config.loader import from_dict, load_config, parse_config, to_dict
+from pretrain.config.loader import from_dict, parse_config, to_dict
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 
 # All keys that one configuration of all kinds had, at their defaults.

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.loader import from_dict, load_config, parse_config, to_dict, to_yaml
+from pretrain.config.loader import from_dict, parse_config, to_dict, to_yaml
 from pretrain.config.schema import DatasetEntry, RunConfig
+from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 
 

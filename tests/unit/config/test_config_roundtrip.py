@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from megamem.config_base import FieldSpec, field_specs
 from pretrain.config.effective import ineffective_fields
-from pretrain.config.loader import from_dict, load_as, load_config, parse_config, to_dict, to_yaml
+from pretrain.config.loader import from_dict, load_as, parse_config, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, dump_scalar, parse_yaml
+from pretrain.config.stages import load_config
 from tools.config import explained_lines
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.loader import load_config
 from pretrain.config.position import batch_size_at, check_position, position_in_data, samples_until, steps_for_tokens
 from pretrain.config.schema import BatchRampConfig, RunConfig, TrainConfig
 from pretrain.config.source import dump_yaml
-from pretrain.config.stages import StartingPoint, load_stage, load_stages, stage_of_step, to_entries
+from pretrain.config.stages import StartingPoint, load_config, load_stage, load_stages, stage_of_step, to_entries
 from pretrain.config.validate import validate
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.state import RunState
