@@ -88,7 +88,7 @@ test-ranks:  ## a short quickstart and tests that start ranks, for another inter
 
 check-plan:  ## what megamem plan predicts of every configuration, beside what dry runs count, in half an hour of one core
 	@$(INSTALL) $(TEST_EXTRAS)
-	@"$(BIN)/megamem" check-plan
+	@"$(BIN)/python" -m tools.maintenance.check_plan
 
 mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
 	@$(INSTALL) $(TEST_EXTRAS),mutants

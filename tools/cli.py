@@ -12,19 +12,18 @@ import select
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tools.packages import hidden_packages
+from tools.parsers import add_command
 
 COMMAND_MODULES = (
     "tools.train",
     "tools.replay",
     "tools.data",
     "tools.evaluate",
-    "tools.probe.command",
-    "tools.analyse.command",
     "tools.generate",
     "tools.tables",
     "tools.checkpoint.command",
@@ -35,18 +34,23 @@ COMMAND_MODULES = (
     "tools.submit",
     "tools.cancel",
     "tools.cluster",
-    "tools.bench.command",
     "tools.plan.command",
     "tools.dryrun",
-    "tools.check_plan",
-    "tools.compare.command",
-    "tools.recall",
     "tools.config",
     "tools.doctor",
     "tools.gpu_check.command",
 )
 """In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
 when that is called, so that `--help` is fast."""
+
+STUDY_MODULES = (
+    "tools.studies.compare.command",
+    "tools.studies.recall",
+    "tools.studies.probe.command",
+    "tools.studies.analyse.command",
+    "tools.studies.bench.command",
+)
+"""Commands of `megamem study`; their names are answered without that word, too."""
 
 TWO_WORD_COMMANDS = (
     *("bench step", "bench kernels", "bench context", "bench hardware", "bench generate", "bench tables"),
@@ -62,11 +66,12 @@ _NUMBERS = {"invalid literal for int()": "a whole number", "could not convert st
 _CLOSED_STDOUT = "standard output is closed: send it to a file (> FILE), or nowhere (> /dev/null)"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.ArgumentParser] | None = None) -> int:
     """Runs one command.
 
     Args:
         argv: the arguments without the program's name; those of this process if None.
+        parser: of another program; None: of `megamem`.
 
     Returns:
         The exit code: 0 finished, 2 configuration or usage, or what the system refuses, 3 data, 4 checkpoint, 75 stopped
@@ -75,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hidden := hidden_packages():
         print(f"megamem: error: {hidden}", file=sys.stderr)
         return _USAGE_ERROR
-    return _run(argv)
+    return _run(argv, parser)
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, parser: Callable[[], argparse.ArgumentParser] | None) -> int:
     # Ours are imported when it is known that they are ours.
     from parallel.devices import keep_cuda_out_of_this_process
     from parallel.refusals import refusal
@@ -95,7 +100,7 @@ def _run(argv: Sequence[str] | None) -> int:
     args = argparse.Namespace()
     try:
         try:
-            args = build_parser().parse_args(argv)
+            args = (parser or build_parser)().parse_args(argv)
             code = int(args.func(args) or 0)
         except SystemExit as request:
             # From argparse, which exits with a number.
@@ -169,7 +174,7 @@ def _leave_what_stdout_refuses() -> None:
         os.close(nowhere)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> SuggestingParser:
     """The parser with every command."""
     parser = SuggestingParser(
         prog="megamem",
@@ -187,6 +192,17 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMAND_MODULES:
         importlib.import_module(name).add_parser(subparsers)
+    study = add_command(
+        subparsers,
+        "study",
+        "models compared, timed, questioned and looked into: `megamem study --help` lists what there is",
+        "`megamem study STUDY --help` explains a study.",
+        "Studies of models. Training needs none of them.",
+    )
+    studies = study.add_subparsers(dest="study", metavar="STUDY", required=True)
+    for name in STUDY_MODULES:
+        importlib.import_module(name).add_parser(studies)
+    parser.studies = tuple(studies.choices)
     return parser
 
 
@@ -200,6 +216,9 @@ def _version(package: str) -> str:
 class SuggestingParser(argparse.ArgumentParser):
     """Names the nearest command or option in its errors, takes `key=value` on either side of the options, and a leading
     `~` of a path for the home folder, which a shell does not expand in quotes and behind `=`."""
+
+    studies: tuple[str, ...] = ()
+    """Names that stand for `study NAME`, in the parser of all commands."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
@@ -218,6 +237,8 @@ class SuggestingParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but settles here what is left over, because the options of this command are known here."""
         words = _join_two_words(sys.argv[1:] if args is None else args)
+        if words[:1] and words[0] in self.studies:
+            words = ["study", *words]
         parsed, extras = super().parse_known_args(words, namespace)
         # argparse gives `nargs="*"` only the first arguments in a row: `CONFIG --nproc 4 a=1` leaves `a=1` over.
         late = [extra for extra in extras if "=" in extra and not extra.startswith("-")]
@@ -241,7 +262,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def _nearest(self, message: str) -> str | None:
         if choice := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
-            words = [word.strip(" '") for word in choice[2].split(",")]
+            words = [*(word.strip(" '") for word in choice[2].split(",")), *self.studies]
             return next(iter(difflib.get_close_matches(choice[1], words, n=1)), None)
         if override := re.search(r"unrecognized arguments: (?:.* )?--(\w+\.[\w.]+=\S+)", message):
             return override[1]

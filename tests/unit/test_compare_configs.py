@@ -13,7 +13,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
-from tools.compare.rules import load_configs
+from tools.studies.compare.rules import load_configs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = ("dense", "memory_plus", "moe", "pkm", "ultramem", "ultramemv2", "ultramemv2_block", "ultramemv2_ring")

@@ -13,8 +13,10 @@ import pytest
 
 from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, TrainConfig
 from pretrain.errors import ConfigError
-from tools.compare.command import seed_list
-from tools.compare.report import (
+from tools.drawing import svg
+from tools.metrics import Curves
+from tools.studies.compare.command import seed_list
+from tools.studies.compare.report import (
     Tuned,
     order,
     plot,
@@ -22,11 +24,9 @@ from tools.compare.report import (
     table,
     trials_table,
 )
-from tools.compare.rules import ModelFigures, check_comparable, inequalities, load_configs, with_seed
-from tools.compare.runs import RunResult, read_result, time_left
-from tools.compare.tuning import Trial, Tuning
-from tools.drawing import svg
-from tools.metrics import Curves
+from tools.studies.compare.rules import ModelFigures, check_comparable, inequalities, load_configs, with_seed
+from tools.studies.compare.runs import RunResult, read_result, time_left
+from tools.studies.compare.tuning import Trial, Tuning
 
 CONFIG = RunConfig(
     name="a", train=TrainConfig(num_steps=4, global_batch_size=8), data=DataConfig((DatasetEntry("data/x"),))

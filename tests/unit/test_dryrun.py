@@ -200,7 +200,7 @@ def reports() -> Reports:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[Any]], name: str) -> None:
-    from pretrain.planning.dryrun.agreement import figures
+    from tools.maintenance.agreement import figures
 
     config = CONFIGS[name]
     stages, sent = stage_bytes(config, WORLD), stages_sent(config, WORLD)
@@ -216,7 +216,7 @@ def test_everything_that_plans_predict_of_a_rank_agrees(reports: dict[str, list[
 
 
 def test_a_prediction_that_is_off_does_not_agree(reports: dict[str, list[Any]]) -> None:
-    from pretrain.planning.dryrun.agreement import figures
+    from tools.maintenance.agreement import figures
 
     (stage, _), (sent, _), report = stage_bytes(SPLIT, WORLD), stages_sent(SPLIT, WORLD), reports["split"][0]
     off = replace(stage, by_part={part: 1.03 * num_bytes for part, num_bytes in stage.by_part.items()})
@@ -328,7 +328,7 @@ def allocations_of_a_real_step() -> tuple[int, int]:
     """Bytes held, and at the peak of a step, of one of two gloo ranks with data."""
     from pretrain.engine.session import session
     from pretrain.planning.dryrun.recorder import Recorder
-    from tools.bench.synthetic_run import SyntheticRun
+    from tools.studies.bench.synthetic_run import SyntheticRun
 
     with session(REAL) as groups, Recorder({}, answers=False).recording() as recorder:
         run = SyntheticRun(REAL, groups)

@@ -12,11 +12,11 @@ import yaml
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters
-from tools.compare.growth import Growth, planned, read_growth
-from tools.compare.growth_report import GrownFigures, report, table
-from tools.compare.rules import ModelFigures
-from tools.compare.runs import RunResult
 from tools.metrics import Curves
+from tools.studies.compare.growth import Growth, planned, read_growth
+from tools.studies.compare.growth_report import GrownFigures, report, table
+from tools.studies.compare.rules import ModelFigures
+from tools.studies.compare.runs import RunResult
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "upscale"
 WAY = {"insert": "solar", "blocks": 2, "trained": "all"}

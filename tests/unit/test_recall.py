@@ -16,8 +16,8 @@ from pretrain.config.schema import RunConfig
 from pretrain.data.facts import FACT_LETTERS, GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
 from pretrain.data.tokenizer import ByteTokenizer
 from pretrain.evaluation.recall import Recall, _batches, asked
-from tools.compare.rules import ModelFigures
-from tools.recall import numbers_of_facts, plot, report, table
+from tools.studies.compare.rules import ModelFigures
+from tools.studies.recall import numbers_of_facts, plot, report, table
 
 FACTS = make_facts(100, 3)
 

@@ -17,8 +17,17 @@ from pretrain.planning.costs.layouts import all_estimates, estimate, recommended
 from pretrain.planning.costs.stages import Division
 from pretrain.run.preflight import check_gpu_memory
 from tests.deadline import launch_within
-from tools import check_plan, cli
-from tools.plan.page import GPUS, MODELS, Planned, against_groups, markdown_table, marks, outlook_row, rows_of
+from tools.maintenance import check_plan
+from tools.maintenance.plan_page import (
+    GPUS,
+    MODELS,
+    Planned,
+    against_groups,
+    markdown_table,
+    marks,
+    outlook_row,
+    rows_of,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL_FOLDER = REPOSITORY / "configs" / "ultramemv2"
@@ -105,7 +114,7 @@ def test_the_page_names_the_files() -> None:
 def test_check_plan_prints_a_line_for_each_and_ends_with_1_outside_of_the_limits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pretrain.planning.dryrun.agreement import Figure
+    from tools.maintenance.agreement import Figure
 
     held, activations = (
         Figure("stage 0, weights", 101.0, 100.0, 0.02),
@@ -115,7 +124,7 @@ def test_check_plan_prints_a_line_for_each_and_ends_with_1_outside_of_the_limits
     paths = [str(MODEL_FOLDER / "227m_1.2b.yaml"), str(REPOSITORY / "configs" / "stages" / "430m_5b.yaml")]
     for which, code in (("good", 0), ("bad", 1)):
         monkeypatch.setattr(check_plan, "compare", lambda config, num_ranks, which=which: iter(found[which]))
-        assert cli.main(["check-plan", *paths]) == code
+        assert check_plan.main(paths) == code
         *lines, in_all, of_held = capsys.readouterr().out.splitlines()[:6]
         assert len(lines) == 4
         assert all(("OUTSIDE stage 0, activations: 120 predicted, 100 counted" in line) == bool(code) for line in lines)

@@ -15,10 +15,10 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.step import Part, part_costs
-from tools.bench.step import Contender, config_lines, known_peak, ratios, with_pairs
-from tools.bench.step_profile import StepTimes, turns
-from tools.bench.timeline import Range, RangeTimes
 from tools.cli import build_parser
+from tools.studies.bench.step import Contender, config_lines, known_peak, ratios, with_pairs
+from tools.studies.bench.step_profile import StepTimes, turns
+from tools.studies.bench.timeline import Range, RangeTimes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -19,7 +19,7 @@ from pretrain.evaluation.suite.ask import Rows
 from pretrain.evaluation.suite.plan import Answers, Cell, Plan, cells
 from pretrain.evaluation.suite.tasks import NUM_HOPS, TASKS, is_asked
 from pretrain.evaluation.suite.texts import Filler, Writer
-from tools.probe.picture import draw, picture, table
+from tools.studies.probe.picture import draw, picture, table
 
 DEPTHS = (0.0, 0.3, 0.5, 1.0)
 NUM_WRONG = 3

@@ -12,8 +12,8 @@ import yaml
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
-from tools.compare.rules import load_configs
-from tools.compare.tuning import Search, Tuning, check_keys, read_tuning
+from tools.studies.compare.rules import load_configs
+from tools.studies.compare.tuning import Search, Tuning, check_keys, read_tuning
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 KEYS = {

@@ -167,6 +167,17 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("megamem ")
 
 
+@pytest.mark.parametrize("words", [["compare", "a.yaml"], ["bench", "a.yaml"], ["bench", "step", "a.yaml"]])
+def test_studies_are_answered_by_their_names_alone(words: list[str]) -> None:
+    parser = cli.build_parser()
+    assert parser.parse_args(words) == parser.parse_args(["study", *words])
+    assert f"\n    {words[0]} " not in parser.format_help()
+
+
+def test_a_folder_may_be_called_as_a_study(capsys: pytest.CaptureFixture[str]) -> None:
+    assert usage_error(capsys, "status", "compare").startswith("megamem: error: compare: no such folder")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [

@@ -16,15 +16,15 @@ from pretrain.errors import ConfigError
 from pretrain.growth.placement import PLACEMENTS, Placement
 from pretrain.growth.plan import METHODS, Block, Method, grown_blocks
 from pretrain.run.folder import RunFolder
-from tools.compare.arguments import command_line, open_page
-from tools.compare.growth_report import GrownFigures, plot, report, table
-from tools.compare.key_files import read_keys
-from tools.compare.rules import load_configs, model_figures, overrides_among, with_seed
-from tools.compare.runs import RunResult, RunStopped, Trainer, finished_steps
-from tools.compare.tuning import in_words
 from tools.drawing import svg
 from tools.pages import Page
 from tools.ranks import default_num_ranks, import_engine
+from tools.studies.compare.arguments import command_line, open_page
+from tools.studies.compare.growth_report import GrownFigures, plot, report, table
+from tools.studies.compare.key_files import read_keys
+from tools.studies.compare.rules import load_configs, model_figures, overrides_among, with_seed
+from tools.studies.compare.runs import RunResult, RunStopped, Trainer, finished_steps
+from tools.studies.compare.tuning import in_words
 
 _MEMORY_KEY = "model.memory."
 _WAY = {"insert": METHODS, "blocks": None, "placement": PLACEMENTS, "trained": ("inserted", "all"), "keys": None}

@@ -19,8 +19,8 @@ import yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
-from tools.compare.key_files import read_keys
-from tools.compare.rules import with_seed
+from tools.studies.compare.key_files import read_keys
+from tools.studies.compare.rules import with_seed
 
 _FIELDS = {"trials": int, "steps": int, "seed": int, "keys": dict}
 

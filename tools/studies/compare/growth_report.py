@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
-from tools.compare import report as of_models
-from tools.compare.rules import ModelFigures
-from tools.compare.runs import RunResult
 from tools.drawing import NUM_BINS
 from tools.parameter_table import markdown_table
+from tools.studies.compare import report as of_models
+from tools.studies.compare.rules import ModelFigures
+from tools.studies.compare.runs import RunResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,14 +11,21 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
-from tools.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
-from tools.compare.report import Tuned, plot, report, table
-from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures, overrides_among, with_seed
-from tools.compare.runs import RunResult, RunStopped, Trainer, finished_steps
-from tools.compare.tuning import Search, check_keys, read_tuning
 from tools.drawing import svg
 from tools.pages import Page
 from tools.ranks import add_nproc, default_num_ranks, import_engine
+from tools.studies.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
+from tools.studies.compare.report import Tuned, plot, report, table
+from tools.studies.compare.rules import (
+    ModelFigures,
+    inequalities,
+    load_configs,
+    model_figures,
+    overrides_among,
+    with_seed,
+)
+from tools.studies.compare.runs import RunResult, RunStopped, Trainer, finished_steps
+from tools.studies.compare.tuning import Search, check_keys, read_tuning
 
 _EPILOG = """\
 examples:
@@ -78,7 +85,7 @@ def run_compare(args: argparse.Namespace) -> int:
     """Trains what is not there yet, and writes the report."""
     refuse_launcher("compare")
     if args.grow is not None:
-        from tools.compare.growth import run_growth
+        from tools.studies.compare.growth import run_growth
 
         return run_growth(args)
     configs = load_configs(args.configs, args.overrides)

@@ -20,8 +20,8 @@ from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
 from tools.evaluate import check_data
 from tools.parsers import add_command
-from tools.probe.picture import draw, table
 from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
+from tools.studies.probe.picture import draw, table
 
 _EPILOG = f"""\
 examples:

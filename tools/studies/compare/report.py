@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pretrain.config.schema import RunConfig
-from tools.compare.rules import TOLERANCE, ModelFigures, inequalities
-from tools.compare.runs import RunResult
-from tools.compare.tuning import Trial, Tuning, in_words
 from tools.drawing import NUM_BINS, draw_losses, token_axes
 from tools.metrics import last_values
 from tools.parameter_table import markdown_table
+from tools.studies.compare.rules import TOLERANCE, ModelFigures, inequalities
+from tools.studies.compare.runs import RunResult
+from tools.studies.compare.tuning import Trial, Tuning, in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,11 +17,11 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
-from tools.analyse.measures import MEASURES, Analysed, deciles_of
-from tools.analyse.pages import table_and_page
 from tools.evaluate import check_data
 from tools.parsers import add_command
 from tools.ranks import add_nproc, current_rank_is_first, fewest_ranks, run_on_ranks, started_world_size
+from tools.studies.analyse.measures import MEASURES, Analysed, deciles_of
+from tools.studies.analyse.pages import table_and_page
 
 if TYPE_CHECKING:
     from pretrain.evaluation.analysis.deciles import Deciles

@@ -1,4 +1,4 @@
-"""`megamem check-plan`: what plans predict of configurations, beside what dry runs of them count."""
+"""`python -m tools.maintenance.check_plan`: bytes that plans predict of configurations, beside those of dry runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from parallel.devices import hide_gpus
 from pretrain.config.schema import RunConfig
@@ -17,14 +17,14 @@ from pretrain.config.stages import load_stages
 from pretrain.config.validate import validate
 from pretrain.planning.costs.memory import stage_bytes
 from pretrain.planning.costs.sent import stages_sent
-from tools.parsers import add_command
+from tools import cli
 from tools.vocabulary import with_vocabulary
 from tools.words import plural
 
 if TYPE_CHECKING:
-    from pretrain.planning.dryrun.agreement import Figure
+    from tools.maintenance.agreement import Figure
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 # What has no model by itself: bases of other files, and files of other kinds.
 _NO_MODELS = ("hardware", "clusters", "tuning")
 _VOCABULARY = 4096
@@ -32,29 +32,33 @@ _VOCABULARY = 4096
 
 _EPILOG = """\
 examples:
-  megamem check-plan
-  megamem check-plan configs/ultramemv2/2.5b_120b_top256.yaml --set parallel.tensor=2 --set train.recompute=none
+  make check-plan
+  python -m tools.maintenance.check_plan configs/ultramemv2/2.5b_120b_top256.yaml --set parallel.tensor=2 --set train.recompute=none
 
 All of configs/, as `make check-plan` runs them: docs/planning.md says how long that takes, and what agrees how well.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds `check-plan` to the commands of `megamem`."""
-    parser = add_command(
-        subparsers,
-        "check-plan",
-        "whether plans are true: their bytes beside those that dry runs count",
-        _EPILOG,
-        "Dry-run the first and the last stage of every configuration, on the fewest ranks on which each of its axes has "
-        "two, with as many microbatches as fill its pipeline, and compare with the closed formulas of `megamem plan`: "
-        "weights, gradients and optimizer state to 2 %, activations to 10 %, what is exchanged to the byte. A line for "
-        "each; ends with 1 if one is outside of the limits.",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check as a program of its own, with the exit codes and messages of `megamem`."""
+    return cli.main(argv, _parser)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.SuggestingParser(
+        prog="check_plan",
+        description="Dry-run the first and the last stage of every configuration, on the fewest ranks on which each of its "
+        "axes has two, with as many microbatches as fill its pipeline, and compare with the closed formulas of "
+        "`megamem plan`: weights, gradients and optimizer state to 2 %%, activations to 10 %%, what is exchanged to the "
+        "byte. A line for each; ends with 1 if one is outside of the limits.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("configs", metavar="CONFIG", nargs="*", help="YAML files (default: all that are shipped)")
     parser.add_argument("--set", action="append", default=[], metavar="key=value", dest="overrides", help="set a key")
     parser.add_argument("--all", action="store_true", help="print every figure, and not the worst ones alone")
     parser.set_defaults(func=run_check_plan)
+    return parser
 
 
 def run_check_plan(args: argparse.Namespace) -> int:
@@ -125,8 +129,8 @@ def compare(config: RunConfig, num_ranks: int) -> Iterator[Figure]:
         ConfigError: the configuration is not valid on so many ranks.
     """
     validate(replace(config, train=replace(config.train, kernels="auto")), num_ranks, on_this_machine=False)
-    from pretrain.planning.dryrun.agreement import figures
     from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
+    from tools.maintenance.agreement import figures
 
     firsts = first_ranks_of_stages(config, num_ranks)
     held, sent = stage_bytes(config, num_ranks), stages_sent(config, num_ranks)
@@ -156,3 +160,7 @@ def _line(name: str, num_ranks: int, worst: Mapping[str, Figure], fails: Sequenc
 
 def _percent(figure: Figure) -> str:
     return f"{100 * figure.error:>+8.2f} %"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

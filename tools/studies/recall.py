@@ -13,12 +13,12 @@ from pretrain.config.schema import DataConfig, DatasetEntry, ParallelConfig, Run
 from pretrain.config.validate import validate
 from pretrain.data.facts import GUESS_NATS, MAX_FACTS, documents, make_facts, write_documents
 from pretrain.run.folder import RunFolder
-from tools.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
-from tools.compare.rules import ModelFigures, inequalities, load_configs, model_figures
-from tools.compare.runs import RunStopped, Trainer
 from tools.drawing import model_colours, svg
 from tools.parameter_table import markdown_table
 from tools.ranks import add_nproc, import_engine
+from tools.studies.compare.arguments import add_folders, add_models, command_line, open_page, refuse_launcher
+from tools.studies.compare.rules import ModelFigures, inequalities, load_configs, model_figures
+from tools.studies.compare.runs import RunStopped, Trainer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
