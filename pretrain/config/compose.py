@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pretrain.config.source import Layer, Node, find, kind_of, merge, parse_yaml, read_yaml_file
+from pretrain.config.source import Layer, Node, comment_in, find, kind_of, merge, parse_yaml, read_yaml_file
 from pretrain.errors import ConfigError
 
 BASE_KEY = "base"
@@ -75,7 +75,7 @@ def apply_overrides(node: Node, overrides: Sequence[str]) -> Node:
     The value is YAML. A number names a list element; the number after the last one appends.
 
     Raises:
-        ConfigError: an override is malformed or names a list element that is not there.
+        ConfigError: an override is malformed, has a comment, or names a list element that is not there.
     """
     for text in overrides:
         key, separator, value = text.partition("=")
@@ -83,6 +83,11 @@ def apply_overrides(node: Node, overrides: Sequence[str]) -> Node:
         if not separator or not all(segments):
             raise ConfigError(f"the override {text!r} is not of the form key=value, as in optimizer.lr=3e-4")
         origin = f"override {text}"
+        if comment := comment_in(value):
+            raise ConfigError(
+                f"the override {text!r} ends before {comment!r}, which is a comment in YAML: put the value in quotes that "
+                f"the shell leaves, as in '{key}=\"...\"'"
+            )
         node = _set(node, segments, 0, parse_yaml(value, origin, Layer.OVERRIDE, fixed_origin=True))
     return node
 

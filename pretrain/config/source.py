@@ -146,6 +146,19 @@ def parse_yaml(text: str, source: str, layer: Layer, fixed_origin: bool = False)
     return _Converter(source, layer, fixed_origin, itertools.count(1)).node(root, ())
 
 
+def comment_in(text: str) -> str:
+    """The comment at the end of YAML text of one line; empty if there is none, or the text is no YAML."""
+    try:
+        end = max(token.end_mark.index for token in yaml.scan(text) if token.end_mark.index > token.start_mark.index)
+    except ValueError:
+        # There is no token.
+        end = 0
+    except yaml.YAMLError:
+        return ""
+    rest = text[end:].strip()
+    return rest if rest.startswith("#") else ""
+
+
 @dataclass(frozen=True)
 class _Converter:
     """PyYAML's nodes to ours."""

@@ -16,6 +16,8 @@ from pretrain.errors import DataError
 
 _MOST_WHOLE = 0.1
 """Share of the text: a document that is more is not held out whole for want of a smaller one."""
+_MOST_PER_CHARACTER = 4
+"""Bytes of a character in UTF-8: a text that is longer has two characters, and can be cut."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Divisio
     """The documents to hold out by their bytes of text. At least one is, or the end of one, and one is left.
 
     In the order of scores each one but the longest is held out that brings their bytes nearer to the share asked for. If
-    that is less than half of it, because the others are long, the shortest of those follows; or, where it is more than a tenth of the
-    text, the end of the one with the lowest score.
+    that is less than half of it, because the others are long, the shortest of those follows; or, where it is more than a
+    tenth of the text, the end of the one with the lowest score that is longer than a character.
 
     Args:
         sizes: bytes of each document's text.
@@ -105,10 +107,13 @@ def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Divisio
         return Division(held_out)
     rest = [index for index in order if index not in held_out]
     shortest = min(rest, key=sizes.__getitem__)
-    if len(rest) > 1 and (sizes[shortest] <= _MOST_WHOLE * total or not can_cut):
+    cuttable = [index for index in rest if can_cut and sizes[index] > _MOST_PER_CHARACTER]
+    if len(rest) > 1 and (sizes[shortest] <= _MOST_WHOLE * total or not cuttable):
         return Division(frozenset([*taken, shortest]))
-    if can_cut:
-        return Division(held_out, rest[0], (wanted - num_bytes) / sizes[rest[0]])
+    # A single text may be shorter: only what cuts it knows its characters.
+    if cuttable or (can_cut and not taken):
+        longer = (cuttable or rest)[0]
+        return Division(held_out, longer, (wanted - num_bytes) / sizes[longer])
     if not taken:
         raise DataError(
             "There is only one prompt with an answer, and training and validation need one each: add some, or leave "

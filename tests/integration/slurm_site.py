@@ -39,10 +39,10 @@ def profile(shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
 
 
 class Site:
-    """A place to submit from."""
+    """A place to submit from. All nodes see what is in its `folder`."""
 
     def __init__(self, cluster: Cluster, megamem: Megamem, config_file: Path, folder: Path) -> None:
-        self.cluster, self.config_file, self._megamem, self._folder = cluster, config_file, megamem, folder
+        self.cluster, self.config_file, self._megamem, self.folder = cluster, config_file, megamem, folder
         self.run = folder / "runs" / "tiny"
         self.jobs = JobsFolder(RunFolder(self.run))
         self._corpus = Path(yaml.safe_load(config_file.read_text())["data"]["datasets"][0]["path"])
@@ -52,8 +52,8 @@ class Site:
 
     def submit(self, *arguments: str, config: Path | None = None, expect: int = 0, **changes: Any) -> str:
         """Submits the tiny run, or another one; `changes` are of the profile. Returns what was said."""
-        path = self._folder / "here.yaml"
-        path.write_text(yaml.safe_dump(profile([self._folder, self._corpus], **changes)))
+        path = self.folder / "here.yaml"
+        path.write_text(yaml.safe_dump(profile([self.folder, self._corpus], **changes)))
         result = self.command("submit", config or self.config_file, "--cluster", path, *arguments)
         assert result.code == expect, result.output
         return result.output

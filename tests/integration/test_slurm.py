@@ -140,9 +140,11 @@ def test_what_slurm_did_not_start_is_started_again_and_what_will_fail_again_is_n
         {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
         {"name": "PATH", "value": f"{srun.parent}:{os.environ['PATH']}", "reason": "an srun that fails once"},
     ]
-    data = tmp_path / "data"
+    data = site.folder / "data"
     shutil.copytree(corpus, data)
-    site.submit(*_SHORT, f"data.datasets.0.path={data}", nodes=1, ranks_per_node=1, environment=entries)
+    site.submit(
+        *_SHORT, f"data.datasets.0.path={json.dumps(str(data))}", nodes=1, ranks_per_node=1, environment=entries
+    )
     shutil.rmtree(data)
     site.wait_for_state("FAILED")
     ends = [folder.ended() for folder in site.jobs.attempt_folders()]

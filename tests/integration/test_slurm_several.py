@@ -104,12 +104,16 @@ def test_a_chain_of_stages_is_that_run_whatever_happens_to_its_jobs(
 
 
 def test_a_chain_ends_with_a_job_that_fails_and_goes_on_from_there(
-    site: Site, cluster: Cluster, staged_file: Path, corpus: Path, tmp_path: Path
+    site: Site, cluster: Cluster, staged_file: Path, corpus: Path
 ) -> None:
     """Its followers are cancelled by Slurm; `cancel` ends those that wait with the one that runs."""
-    gone = tmp_path / "gone"
+    gone = site.folder / "gone"
     gone.symlink_to(corpus)
-    short = ("stages.first.num_steps=4", "stages.second.num_steps=4", f"stages.second.data.datasets=[{{path: {gone}}}]")
+    short = (
+        "stages.first.num_steps=4",
+        "stages.second.num_steps=4",
+        f"stages.second.data.datasets=[{{path: {json.dumps(str(gone))}}}]",
+    )
     options: dict[str, Any] = {"config": staged_file, "nodes": 1, "ranks_per_node": 2}
     site.submit("--chain", *short, "stages.third.parallel.tensor=2", **options)
     jobs = [JobsFolder(RunFolder(site.run), number).job_ids()[0] for number in (1, 2, 3)]
@@ -148,5 +152,7 @@ def test_a_sweep_is_an_array_of_runs_each_with_attempts_of_its_own(site: Site, c
     output = site.command("status", site.run).output
     for run in runs:
         assert f"{run}  30/30" in output
-    refused = site.submit(*sweep, "train.micro_batch_size=3", expect=2, nodes=1, ranks_per_node=1)
+    again: dict[str, Any] = {"expect": 2, "nodes": 1, "ranks_per_node": 1}
+    assert "are finished" in site.submit(*sweep, *steps_, **again)
+    refused = site.submit(*sweep, "train.num_steps=31", "train.micro_batch_size=3", **again)
     assert "micro_batch_size" in refused

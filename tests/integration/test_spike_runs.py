@@ -130,9 +130,11 @@ def test_a_run_that_goes_back_is_the_one_that_never_read_the_data(
 def test_what_a_run_says_of_its_rewinds(rewound: Path) -> None:
     assert [row["step"] for row in steps(rewound)] == list(range(1, 11))
     assert [row["num_rewinds"] for row in steps(rewound)] == [0] * 4 + [2] * 6
-    spike, first, _, second = incidents(rewound)
+    # A memory may drop out of so small a model, too.
+    found = [event for event in incidents(rewound) if event.kind in ("spike", "rewind")]
+    spike, first, _, second = found
     # The second one is two steps after the checkpoint.
-    assert [(event.step, event.kind) for event in incidents(rewound)] == [
+    assert [(event.step, event.kind) for event in found] == [
         (step, kind) for step in (7, 6) for kind in ("spike", "rewind")
     ]
     assert "went back to the checkpoint of step 4, and passed over samples 32 to 56 (rewind 1 of 5)" in first.message

@@ -114,7 +114,11 @@ def test_what_cannot_be_is_told(megamem: Megamem, tide: Path, saved_run: Path, t
         (2, "there is no form 'int2' of a table", ("eval", tide, "--tables", "int2")),
         (2, "rows have 32 columns: ask for 1 to 32", ("eval", tide, "--tables", "rank:33")),
         (2, "this model has one of kind ultramem_v2", ("eval", saved_run, "--tables", "int8")),
-        (2, "this model has one of kind ultramem_v2", ("tables", saved_run, "--form", "int8", "--output", empty)),
+        (
+            2,
+            "this model has one of kind ultramem_v2",
+            ("tables", saved_run, "--form", "int8", "--output", tmp_path / "new"),
+        ),
         (2, "which is there: name a folder that is not", ("tables", tide, "--form", "int8", "--output", folder)),
         (2, "--tables or --form is", ("generate", tide, "--tables", empty)),
         (4, "of another checkpoint", ("generate", tide, "--step", 4, "--tables", folder)),

@@ -183,6 +183,11 @@ def test_a_wrong_file(tmp_path: Path, text: str | bytes, message: str) -> None:
             "seed=[1",
             "override seed=[1 is not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'",
         ),
+        (
+            "data.datasets.0.path=/corpora/web #2",
+            "the override 'data.datasets.0.path=/corpora/web #2' ends before '#2', which is a comment in YAML: put the "
+            "value in quotes that the shell leaves, as in 'data.datasets.0.path=\"...\"'",
+        ),
         ("optimizer.lr=fast", "override optimizer.lr=fast: optimizer.lr is 'fast' (text), expected a number"),
         ("optimizer.lr.x=1", "override optimizer.lr.x=1: optimizer.lr is a mapping, expected a number"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,21 @@ def sections(draw: st.DrawFn, cls: Any) -> Any:
     return config if config is not None else cls(**chosen)
 
 
+def found_from_anywhere(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths of data sets, as the loader leaves them; an empty path stays empty."""
+
+    def absolute(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        paths = (entry.path and os.path.abspath(os.path.expanduser(entry.path)) for entry in entries)
+        return tuple(dataclasses.replace(entry, path=path) for entry, path in zip(entries, paths, strict=True))
+
+    data, evaluation = config.data, config.evaluation
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, datasets=absolute(data.datasets)),
+        evaluation=dataclasses.replace(evaluation, datasets=absolute(evaluation.datasets)),
+    )
+
+
 def settled(config: RunConfig) -> RunConfig:
     """The configuration with what has no effect at its default, as the loader leaves it."""
     while silent := [item.key for item in ineffective_fields(config) if not item.at_default]:
@@ -114,13 +130,13 @@ def load_text(text: str, overrides: list[str] | None = None) -> RunConfig:
 
 
 @settings(deadline=None, max_examples=40)
-@given(sections(RunConfig))
+@given(sections(RunConfig).map(found_from_anywhere))
 def test_stored_configurations_are_lossless(config: RunConfig) -> None:
     assert from_dict(to_dict(config)) == config
 
 
 @settings(deadline=None, max_examples=40)
-@given(sections(RunConfig).map(settled))
+@given(sections(RunConfig).map(found_from_anywhere).map(settled))
 def test_yaml_is_lossless(config: RunConfig) -> None:
     text = to_yaml(config)
     assert load_text(text) == config
@@ -129,7 +145,7 @@ def test_yaml_is_lossless(config: RunConfig) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(sections(RunConfig).map(settled))
+@given(sections(RunConfig).map(found_from_anywhere).map(settled))
 def test_overrides_say_all_that_a_file_can(config: RunConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.yaml"

@@ -84,6 +84,11 @@ def test_pairs_are_never_cut(tmp_path: Path) -> None:
     assert len(texts_of(dataset, "train")) == 2
 
 
+def test_documents_of_one_character_are_not_cut(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path, ["a", "b"], 0.01)
+    assert sorted(texts_of(dataset, "train") + texts_of(dataset, "validation")) == ["a", "b"]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5) | st.integers(1, 10_000), min_size=1, max_size=40),
@@ -101,12 +106,14 @@ def test_every_division_leaves_both_and_comes_as_near_as_documents_allow(
     assert division.held_out or division.cut is not None
     if division.cut is not None:
         assert 0 < division.cut_share < 1
+        assert len(sizes) == 1 or sizes[division.cut] > 4
         assert held + division.cut_share * sizes[division.cut] == pytest.approx(fraction * total)
         return
     # Without a cut: at least about half, and if it is too much, then for one document of less than a tenth.
-    assert held >= fraction * total / 2
+    left = [size for index, size in enumerate(sizes) if index not in division.held_out]
+    assert held >= fraction * total / 2 or max(left) <= 4
     longest = max(sizes[index] for index in division.held_out)
-    assert held <= fraction * total * 2 or longest <= 0.1 * total
+    assert held <= fraction * total * 2 or longest <= 0.1 * total or longest <= 4
     if len(sizes) > 1:
         assert divide(hold_out, sizes, can_cut=False).cut is None
 

@@ -38,7 +38,7 @@ def make(folder: Path, name: str = "a", first_letter: str = "!", weight: float =
     texts = ["".join(letters[i : i + NUM_LETTERS]) for i in range(0, len(letters), NUM_LETTERS)]
     source = folder / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare([str(source)], folder / name, ByteTokenizer(), validation_fraction=1e-9, num_workers=1)
+    prepare([str(source)], folder / name, ByteTokenizer(), validation_fraction=1 / (NUM_DOCUMENTS + 1), num_workers=1)
     assert len(epoch_of(folder / name)) == EPOCH_TOKENS
     return DatasetEntry(str(folder / name), weight)
 
