@@ -12,9 +12,9 @@ import yaml
 from pretrain.config.source import dump_yaml
 from pretrain.config.stages import load_stages, to_entries
 from pretrain.errors import ConfigError
+from pretrain.run import trained_stages
 from pretrain.run.folder import RunFolder
 from pretrain.run.trained_stages import refuse_edited_past
-from pretrain.train.run import trained_stages
 
 RUN: dict[str, Any] = {
     "data": {"datasets": [{"path": "/old"}]},
