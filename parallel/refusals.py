@@ -65,6 +65,9 @@ _KINDS = {
 }
 _NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO)
 """Those of them that come of files alone, of whichever file."""
+_OF_DANGLING_LINKS = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR)
+_OF_TARGETS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+"""Those that are said of what stands where something was to be moved to."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def refusal(error: BaseException) -> Refusal | None:
         return None
     reason = error.strerror or type(error).__name__
     what, fix = kind.what, kind.fix
-    if error.errno == errno.ENOENT and (target := _missing_target(thing)) is not None:
+    if error.errno in _OF_DANGLING_LINKS and (target := missing_target(thing)) is not None:
         reason, fix = f"it is a link to {target}, which is not there", "make that, or remove the link"
     elif error.errno == errno.ENOENT and error.filename is None:
         return Refusal(f"{reason}: {fix}", kind.exit_code)
@@ -147,6 +150,8 @@ def check_can_write(path: Path) -> None:
 
 def _thing(error: OSError) -> str | None:
     """The path that was refused, or other words for it; None if it is not of a file, nor of what files are made of."""
+    if error.errno in _OF_TARGETS and isinstance(error.filename2, str | bytes | os.PathLike):
+        return os.fsdecode(error.filename2)
     if isinstance(error.filename, str | bytes | os.PathLike):
         return os.fsdecode(error.filename)
     if error.errno in (errno.ENOENT, errno.ENOMEM):
@@ -188,7 +193,7 @@ def _name_of(stream: Any) -> object:
         return None
 
 
-def _missing_target(path: str) -> str | None:
+def missing_target(path: str | Path) -> str | None:
     """The target of a link that leads nowhere, if a path is one, or leads through one."""
     for place in (Path(path), *Path(path).parents):
         try:

@@ -289,7 +289,7 @@ def _held_out_warning(dataset: PreparedDataset) -> str | None:
     one = " (one is more than half of it)" if held_out.num_documents > 1 and longest > held_out.num_tokens / 2 else ""
     return (
         f"{plural(held_out.num_documents, 'document')} of {held_out.num_bytes:,} bytes{one}, {share:.3g} of the text{asked}, "
-        "decide every validation loss. --cut-documents N makes documents of long texts, and --validation INPUT names what "
+        f"{'decides' if held_out.num_documents == 1 else 'decide'} every validation loss. --cut-documents N makes documents of long texts, and --validation INPUT names what "
         "is held out."
     )
 

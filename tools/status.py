@@ -201,7 +201,7 @@ def _configured(folder: RunFolder) -> tuple[str, int | None]:
         stage = content.get("stage")
         num_steps = content["train"]["num_steps"] if stage is None else stage["run_steps"]
         return str(content["name"]), None if num_steps is None else int(num_steps)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{folder.config} is not the configuration of a run: {error}. `megamem train` writes it anew"
         ) from error

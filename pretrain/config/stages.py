@@ -201,7 +201,7 @@ def staged(node: Node) -> StagedRun:
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError(join_problems(problems))
+        raise ConfigError(join_problems(list(dict.fromkeys(problems))))
     _refuse_without_effect(node, dropped)
     _refuse_differences(entries, configs, listed.value)
     return StagedRun(tuple(entries), tuple(configs))

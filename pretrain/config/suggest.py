@@ -61,10 +61,12 @@ def did_you_mean(value: object, choices: Iterable[object]) -> str:
 def did_you_mean_path(path: Path) -> str:
     """`: did you mean X?` by the names beside a path that is not there, or a full stop where none is alike."""
     try:
-        beside = [path.parent / name for name in os.listdir(path.parent)]
+        # Names alone, as a long folder would make all of them alike; and not a link's own, which leads nowhere.
+        beside = [name for name in os.listdir(path.parent) if name != path.name]
     except OSError:
         beside = []
-    return did_you_mean(path, beside) or "."
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f": did you mean {path.parent / close[0]}?" if close else "."
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from parallel.refusals import missing_target
 from pretrain.errors import ConfigError
 
 
@@ -33,6 +34,11 @@ class RunFolder:
         Raises:
             ConfigError: it could not.
         """
+        if (target := missing_target(self.path)) is not None:
+            raise ConfigError(
+                f"the run folder {self.path} cannot be made: it leads to {target}, which is not there. Make that, or use "
+                "another --run-dir"
+            )
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             reason = "is no folder" if not there.is_dir() else "cannot be written"
@@ -49,6 +55,8 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
+            target = missing_target(self.path)
+            reason = error.strerror if target is None else f"it leads to {target}, which is not there"
             raise ConfigError(
-                f"the run folder {self.path} cannot be written ({error.strerror}): use another --run-dir"
+                f"the run folder {self.path} cannot be written ({reason}): use another --run-dir"
             ) from error

@@ -94,8 +94,15 @@ def _damage(saved: SavedState, *, with_optimizer: bool) -> list[str]:
 
 
 def ranks_were_started() -> bool:
-    """Whether torchrun or srun started this process among others, who look at contents together."""
-    ranks = current_ranks()
+    """Whether torchrun or srun started this process among others, who look at contents together.
+
+    Raises:
+        ConfigError: the environment contradicts itself.
+    """
+    try:
+        ranks = current_ranks()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return ranks is not None and not ranks.are_watched
 
 

@@ -13,6 +13,8 @@ import pytest
 from parallel.atomic_write import atomic_write
 from parallel.rank_errors import Failure, FailureKind
 from parallel.refusals import check_can_write, in_words, naming, refusal
+from pretrain.errors import ConfigError
+from pretrain.folder import RunFolder
 from tests.every_command import commands_of
 from tools import cli
 from tools.packages import PACKAGES, hidden_packages
@@ -76,6 +78,25 @@ def test_a_dangling_link_is_called_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"No such file|exists") as caught:
         (tmp_path / "link" / "file").write_text("x")
     assert f"is a link to {tmp_path / 'away'}, which is not there" in in_words(caught.value)
+
+
+def test_what_cannot_be_moved_is_told_of_where_it_was_to_go(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    with pytest.raises(NotADirectoryError) as caught:
+        (tmp_path / "made").rename(tmp_path / "link")
+    assert in_words(caught.value).startswith(
+        f"{tmp_path / 'link'} cannot be opened (it is a link to {tmp_path / 'away'},"
+    )
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_run_folder_at_a_dangling_link_is_refused_as_one(tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    folder = RunFolder(tmp_path / "link" / below)
+    for see in (folder.check_writable, folder.make):
+        with pytest.raises(ConfigError, match=f"it leads to {tmp_path / 'away'}, which is not there"):
+            see()
 
 
 def test_a_write_that_fails_is_of_the_file_that_was_open() -> None:

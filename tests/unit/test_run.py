@@ -365,6 +365,19 @@ def test_the_newest_checkpoint_or_that_of_a_step_is_found(tmp_path: Path, monkey
         saved_run_module.find_checkpoint(RunFolder(tmp_path / "none"), None)
 
 
+@pytest.mark.parametrize("is_port_there", [False, True])
+def test_variables_of_ranks_that_contradict_each_other_are_told(
+    monkeypatch: pytest.MonkeyPatch, is_port_there: bool
+) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"} | (
+        {"MASTER_PORT": "29500"} if is_port_there else {}
+    )
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is not set" if is_port_there else "MASTER_PORT is not"):
+        saved_run_module.ranks_were_started()
+
+
 def test_the_number_of_microbatches_is_of_one_rank() -> None:
     nothing: Any = None
     for data_size, expected in ((1, 4), (2, 2), (4, 1)):

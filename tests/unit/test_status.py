@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -238,6 +239,23 @@ def test_a_damaged_run_does_not_hide_the_others(
     printed = capsys.readouterr()
     assert "runs/good" in printed.out
     assert problem in " ".join(printed.err.split())
+
+
+def test_a_configuration_that_may_not_be_read_is_not_called_damaged(
+    make: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, read = make("closed").config, Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert main(["status", str(make("good").path.parent)]) == ConfigError.exit_code
+    printed = capsys.readouterr()
+    assert "runs/good" in printed.out
+    assert "config.yaml cannot be opened (Permission denied): ask its owner" in " ".join(printed.err.split())
 
 
 def test_durations_in_words() -> None:

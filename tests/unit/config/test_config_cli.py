@@ -229,11 +229,13 @@ def test_a_mistyped_run_gets_the_nearest_name(
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "dense"):
         (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "gone").symlink_to("away")
     for command in (["status"], ["report"], ["plot"], ["eval"], ["checkpoint", "inspect"]):
         assert cli.main([*command, "runs/quikstart"]) != 0
         assert ": did you mean runs/quickstart?" in " ".join(capsys.readouterr().err.split()), command
-        assert cli.main([*command, "runs/xyz"]) != 0
-        assert "did you mean" not in capsys.readouterr().err, command
+        for other in ("xyz", "tiny", "gone"):
+            assert cli.main([*command, f"runs/{other}"]) != 0
+            assert "did you mean" not in capsys.readouterr().err, (command, other)
 
 
 def test_show_imports_no_torch() -> None:

@@ -156,6 +156,11 @@ def test_an_override_of_a_named_stage_outdoes_its_entry(three: Path) -> None:
     assert third.model.rotary_base == 500000
 
 
+def test_a_problem_of_all_stages_is_told_once(three: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^override train\.num_stepz=3: unknown key train\.num_stepz"):
+        load_stages(three, ["train.num_stepz=3"])
+
+
 def test_what_is_shown_loads_again(three: Path, tmp_path: Path) -> None:
     stages = load_stages(three)
     (tmp_path / "shown.yaml").write_text(dump_yaml(to_entries(stages)))

@@ -140,8 +140,9 @@ def test_a_warning_where_few_documents_decide(tmp_path: Path, capsys: pytest.Cap
     many = [SENTENCE * 5] * 200
     assert said(many, "--validation-fraction", "0.1") == ""
     assert said(many, "--validation-fraction", "0") == ""
-    assert "1 document of 105 bytes, 0.05 of the text, where 0.001 was asked for, decide every validation loss" in said(
-        many[:20], "--validation-fraction", "0.001"
+    assert (
+        "1 document of 105 bytes, 0.05 of the text, where 0.001 was asked for, decides every validation loss"
+        in said(many[:20], "--validation-fraction", "0.001")
     )
     assert "--cut-documents N makes documents of long texts, and --validation INPUT" in said(many[:20])
     held_out = lines(tmp_path / "b.jsonl", many[:2])
