@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tools.packages import hidden_packages
+from megamem.packages import hidden_packages
 from tools.parsers import add_command
 
 COMMAND_MODULES = (

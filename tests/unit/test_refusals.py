@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from pretrain.folder import RunFolder
 
+from megamem.packages import PACKAGES, hidden_packages
 from parallel.atomic_write import atomic_write
 from parallel.rank_errors import Failure, FailureKind
 from parallel.refusals import check_can_write, in_words, naming, refusal
 from pretrain.errors import ConfigError
-from pretrain.folder import RunFolder
 from tests.every_command import commands_of
 from tools import cli
-from tools.packages import PACKAGES, hidden_packages
 
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = sorted(commands_of(cli.build_parser()))
@@ -190,12 +190,13 @@ def test_the_packages_are_all_that_there_are() -> None:
     assert not hidden_packages()
 
 
-@pytest.mark.parametrize("stray", ["parallel.py", "kernels/__init__.py"])
+@pytest.mark.parametrize("stray", ["parallel.py", "kernels/__init__.py", "tools.py", "tools/__init__.py"])
 def test_a_stray_file_of_a_packages_name_is_named(tmp_path: Path, stray: str) -> None:
     (tmp_path / stray).parent.mkdir(exist_ok=True)
     (tmp_path / stray).write_text("")
     path = f"{tmp_path}{os.pathsep}{REPOSITORY}"
-    code = "import sys; from tools.cli import main; sys.exit(main(['--version']))"
+    # As the installed program does.
+    code = "import sys; from megamem.start import main; sys.argv[1:] = ['--version']; sys.exit(main())"
     ended = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Packages of ours that another file hides: Python takes the first of a name on its path. It imports nothing of ours."""
+"""Packages of ours that another file hides, as Python takes the first of a name on its path. It imports nothing of ours."""
 
 from __future__ import annotations
 
