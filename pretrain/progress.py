@@ -1,4 +1,4 @@
-"""How far long work has come: a bar where there is a terminal, and a line now and then where there is none."""
+"""Progress of long work: a bar where there is a terminal, and a line now and then where there is none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Progress:
         self.close()
 
     def update(self, number: int, note: str = "") -> None:
-        """So many more are done; the note is about now."""
+        """Count `number` more as done; the note is about now."""
         self._done, self._note = self._done + number, note
         if self._bar is not None:
             self._bar.set_description_str(f"{note} | " if note else "", refresh=False)
@@ -65,16 +65,16 @@ class Progress:
             self._tell()
 
     def say(self, text: str) -> None:
-        """A line between the others."""
+        """Print a line between the others."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:
-            # What came before it is told before it.
+            # Progress from before the line is told before it.
             self._tell_news()
             self._print(text)
 
     def close(self) -> None:
-        """The work has ended, well or not."""
+        """End the progress, whether the work ended well or not."""
         if self._bar is not None:
             self._bar.close()
         elif self._leave:

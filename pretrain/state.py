@@ -1,4 +1,4 @@
-"""How far a run has come: everything a resume needs besides tensors."""
+"""State of a run: everything a resume needs besides tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainedOn:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> TrainedOn:
-        """From the values of a checkpoint's `state.json`."""
+        """Make it from the values of a checkpoint's `state.json`."""
         return cls(values["first_step"], tuple(DataRead(**dataset) for dataset in values["datasets"]))
 
     @property
@@ -150,7 +150,7 @@ class RunState:
         )
 
     def back_at(self, saved: RunState) -> RunState:
-        """Where a run stands that goes back to a checkpoint, and passes over the samples it has read since then."""
+        """The state of a run that goes back to a checkpoint, and passes over the samples it has read since then."""
         before = tuple((first, end) for first, end in self.passed_over if end <= saved.consumed_samples)
         back = saved.reading(self.tokenizer, self.trained_on[-1].datasets) if self.trained_on else saved
         return replace(

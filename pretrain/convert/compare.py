@@ -15,7 +15,7 @@ from pretrain.checkpoint.store.tensors import TensorReader, pieces
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not the same of one tensor.
+    """Difference between two checkpoints in one tensor.
 
     Attributes:
         name: of the tensor.
@@ -28,7 +28,7 @@ class Difference:
 
 @dataclass
 class _Values:
-    """What differs so far between two tensors of one shape."""
+    """Differences so far between two tensors of one shape."""
 
     num_elements: int = 0
     largest: float = 0.0
@@ -144,7 +144,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class Counter:
-    """Adds up from several threads, and passes on."""
+    """Pass on numbers from several threads, one at a time."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
         self._lock, self._tell = threading.Lock(), tell

@@ -25,7 +25,7 @@ MIB = 2**20
 RESERVE_BYTES = 1024 * MIB
 """Memory that is left to Python, torch and the indices of large checkpoints."""
 _COPIES = 4
-"""Of a piece that a thread holds at a time: as read, assembled, in its dtype, and on its way to the file."""
+"""Copies of a piece that a thread holds at a time: as read, assembled, in its dtype, and on its way to the file."""
 _LARGEST_PIECE_BYTES = 64 * MIB
 _SMALLEST_PIECE_BYTES = MIB
 _LOCK_FILE = ".lock"
@@ -33,7 +33,7 @@ _LOCK_FILE = ".lock"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has made, and what was read back from it.
+    """Result of a conversion, which was read back.
 
     Attributes:
         path: of the new checkpoint.
@@ -50,7 +50,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a conversion may use.
+    """Resources that a conversion may use.
 
     Attributes:
         num_workers: threads.
@@ -70,7 +70,7 @@ class Resources:
 
     @property
     def piece_bytes(self) -> int:
-        """Of a tensor, that a thread holds at a time."""
+        """Bytes of a piece of a tensor, of which a thread holds one at a time."""
         share = (self.max_memory_bytes - RESERVE_BYTES) // (self.num_workers * _COPIES)
         return min(share, _LARGEST_PIECE_BYTES)
 
@@ -135,7 +135,7 @@ def convert(
 
 
 def _refuse_damage(source: OpenedCheckpoint, on_start: Callable[[str, int], Callable[[int], None]]) -> None:
-    """Hold a checkpoint of ours against the hashes of its contents: what is converted could no longer be told."""
+    """Hold a checkpoint of ours against the hashes of its contents: its conversion would hide any damage."""
     if source.saved is not None:
         total = sum(file.num_bytes for file in source.saved.files.values())
         damage = damaged_files(source.path, on_bytes=Counter(on_start("check", total)))
@@ -146,7 +146,7 @@ def _refuse_damage(source: OpenedCheckpoint, on_start: Callable[[str, int], Call
 
 
 def _identity(source: OpenedCheckpoint) -> Any:
-    """What tells one source from another, and from itself at a later step."""
+    """Values that tell one source from another, and from itself at a later step."""
     state = None if source.saved is None else hashlib.sha256((source.path / STATE_FILE).read_bytes()).hexdigest()
     path, notes = str(source.path.absolute()), dict(source.notes or {})
     config = to_dict(source.config)

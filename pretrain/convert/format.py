@@ -1,4 +1,4 @@
-"""What a format of checkpoints is: how one is found, opened, and written."""
+"""Format of checkpoints: how one is found, opened, and written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
 
 OPTIMIZER_PREFIX = "optimizer."
-"""What the names of optimizer state start with, in our own checkpoints."""
+"""Prefix of the names of optimizer state, in our own checkpoints."""
 
 _BUFFERS = (".memory.u", ".memory.v", ".memory.permutation")
 
@@ -68,7 +68,7 @@ class OpenedCheckpoint:
     def weights_in(self, dtype: torch.dtype | None) -> Selected:
         """The model's tensors in another dtype, rounded from fp32 main weights where there are any; None: as they are.
 
-        What is no weight stays as it is: permutations, and the singular vectors that retrieval selects by.
+        Tensors that are no weights stay as they are: permutations, and the singular vectors that retrieval selects by.
         """
         tensors = self.reader.tensors
         cast = [name for name in self.weights if dtype is not None and not name.endswith(_BUFFERS)]
@@ -92,7 +92,7 @@ class OpenedCheckpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """What a conversion is to make.
+    """Properties that the result of a conversion is to have.
 
     Attributes:
         layout: that it is for.
@@ -116,12 +116,12 @@ class Conversion(Protocol):
 
     @property
     def files(self) -> Sequence[OutputFile]:
-        """What is written by threads."""
+        """Files that threads write."""
         ...
 
     @property
     def reader(self) -> TensorReader:
-        """Of what the files ask for."""
+        """Reader of the tensors that the files ask for."""
         ...
 
     def finish(self, folder: Path, written: Sequence[WrittenFile]) -> None:
@@ -129,28 +129,28 @@ class Conversion(Protocol):
         ...
 
     def reopen(self, folder: Path) -> TensorReader:
-        """What was written, which must be what `reader` gives."""
+        """Open the written tensors, which must be those of `reader`."""
         ...
 
 
 class CheckpointFormat(Protocol):
-    """A format."""
+    """A format of checkpoints."""
 
     @property
     def name(self) -> str:
-        """As in `--format`."""
+        """Name, as in `--format`."""
         ...
 
     def holds_optimizer(self, model: ModelConfig) -> bool:
-        """Whether it can hold the optimizer's state of such a model."""
+        """Tell whether it can hold the optimizer's state of such a model."""
         ...
 
     def is_at(self, path: Path) -> bool:
-        """Whether a path looks like a checkpoint of this format."""
+        """Tell whether a path looks like a checkpoint of this format."""
         ...
 
     def open(self, path: Path, step: int | None, config: RunConfig | None) -> OpenedCheckpoint:
-        """Open one.
+        """Open a checkpoint.
 
         Args:
             step: of a run's checkpoint; None: the newest complete one.

@@ -1,4 +1,4 @@
-"""What a checkpoint says that it holds. No tensor is read, and of our own checkpoints' PyTorch is not even imported."""
+"""Contents of a checkpoint, as it states them. No tensor is read; for our own checkpoints PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Listing:
 
 
 def listing_of(opened: OpenedCheckpoint) -> Listing:
-    """The same of a checkpoint that has been opened."""
+    """Listing of a checkpoint that has been opened."""
     return Listing(
         opened.path,
         opened.format_name,
@@ -59,7 +59,7 @@ def listing_of(opened: OpenedCheckpoint) -> Listing:
 
 
 def native_listing(path: Path, step: int | None) -> Listing:
-    """The same of a checkpoint of ours.
+    """Listing of a checkpoint of ours.
 
     Args:
         path: of a run, or of one of its checkpoints.
@@ -76,7 +76,7 @@ def native_listing(path: Path, step: int | None) -> Listing:
 
 
 def is_native(path: Path) -> bool:
-    """Whether a path looks like a run's folder, or a checkpoint of ours."""
+    """Tell whether a path looks like a run's folder, or a checkpoint of ours."""
     return _is_checkpoint(path) or RunFolder(path).checkpoints.is_dir()
 
 
@@ -89,7 +89,7 @@ def native_at(path: Path, step: int | None) -> tuple[SavedState, RunFolder]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint of ours, by its contents or by its name and place: what it holds may be damaged."""
+    """Tell whether a folder is a checkpoint of ours, by its contents or by its name and place: it may be damaged."""
     whole = path.resolve()
     place = RunFolder(whole.parent.parent).checkpoints
     # As `os.path` sees it: whatever may not be looked into is none.
@@ -99,7 +99,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _facts(saved: SavedState) -> dict[str, Any]:
-    """What a checkpoint of ours says of itself besides its tensors."""
+    """Facts that a checkpoint of ours states besides its tensors."""
     content = json.loads((saved.path / STATE_FILE).read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise CheckpointError(f"{saved.path / STATE_FILE} holds no object")

@@ -1,4 +1,4 @@
-"""Which formats there are."""
+"""Formats of checkpoints, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pretrain.errors import CheckpointError, ConfigError
 
 _EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), MegatronRanksFormat(), ReleasedFormat())
 FORMATS = {each.name: each for each in _EVERY}
-"""By their names; in this order a path is looked at."""
+"""Formats by name, in the order in which a path is tried."""
 
 
 def open_checkpoint(path: Path, step: int | None = None, config: RunConfig | None = None) -> OpenedCheckpoint:

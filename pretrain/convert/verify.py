@@ -21,7 +21,7 @@ def problems_of(
     finite: bool,
     on_start: Callable[[str, int], Callable[[int], None]],
 ) -> list[str]:
-    """What is wrong with a checkpoint, in words.
+    """Problems of a checkpoint, in words.
 
     Args:
         finite: also look for NaN and infinities.
@@ -33,7 +33,7 @@ def problems_of(
         problems += damaged_files(checkpoint.path, on_bytes=Counter(on_start("hash", total)))
         problems += _misplaced_parts(checkpoint)
     if problems:
-        # What else is found would follow from these.
+        # Further problems would follow from these.
         return problems
     if checkpoint.differing_copies is not None:
         found_copies = checkpoint.differing_copies(Counter(on_start("compare copies", 0)))

@@ -20,7 +20,7 @@ _PASS_MICROBATCHES = 16
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the held-out documents cost.
+    """Loss on the held-out documents.
 
     Attributes:
         loss: mean nats per target token.

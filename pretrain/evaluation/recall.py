@@ -17,7 +17,7 @@ from pretrain.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Recall:
-    """What a model knows of its facts.
+    """Recall of a model's facts.
 
     Attributes:
         accuracy: share of the facts of which every letter of the value is the likeliest one.

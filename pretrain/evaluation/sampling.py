@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Settings of the choice of the next token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pretrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings of the choice of the next token.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.

@@ -35,7 +35,7 @@ from pretrain.errors import CheckpointError, ConfigError
 
 _FORMAT_VERSION = 1
 _BLOCK_ELEMENTS = 2**22
-"""Of a table that are in memory at once."""
+"""Elements of a table that are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _bases_file(folder: Path, bank: int) -> Path:
 
 
 def open_tables(word: str, checkpoint: Path, memory: TokenTableConfig) -> TablesInMemory | TablesInFolder:
-    """What stands in for a checkpoint's tables: a folder of them, or a form that is made in memory.
+    """Open the stand-in for a checkpoint's tables: a folder of them, or a form that is made in memory.
 
     Raises:
         CheckpointError: the folder does not hold this checkpoint's tables.

@@ -1,4 +1,4 @@
-"""Where new blocks go between those of a model (MIDUS, Eq. 11 and appendix G.4). Blocks count from 0."""
+"""Places of new blocks between those of a model (MIDUS, Eq. 11 and appendix G.4). Blocks count from 0."""
 
 from __future__ import annotations
 

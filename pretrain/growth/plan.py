@@ -1,4 +1,4 @@
-"""What the blocks of a grown model are made of.
+"""Blocks of a grown model, and the blocks that each is made of.
 
 Legend: L blocks of the model, D new ones.
 """

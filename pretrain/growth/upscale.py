@@ -164,8 +164,8 @@ def _origins(
 def _memory_origins(
     model: ModelConfig, memory: MemoryConfig, dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Origin]]:
-    """The memories' own weights, and their tables. What follows from other weights (Tucker layers' gains and singular
-    vectors) is kept, of a layer that is made for it."""
+    """The memories' own weights, and their tables. Weights that follow from others (Tucker layers' gains and
+    singular vectors) are kept, of a layer that is made for it."""
     no_tables: Any = None
     for index in range(model.num_memory_layers):
         # It is asked for the shapes of its weights, and reads nothing.

@@ -1,4 +1,4 @@
-"""Base class of what a run does besides training. The loop knows it alone."""
+"""Base class of a run's work besides training. The loop knows it alone."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Callback:
     """Hooks of the training loop, called on every rank in the order of the callbacks. By default they do nothing."""
 
     def on_start(self, run: Run) -> None:
-        """Before the first step, and after a checkpoint was restored."""
+        """Act before the first step, and after a checkpoint was restored."""
 
     def on_step(self, run: Run, row: Row) -> None:
-        """After a step, which `run.state` already counts. A callback may add to `row`, the step's metrics."""
+        """Act after a step, which `run.state` already counts. A callback may add to `row`, the step's metrics."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """After an evaluation."""
+        """Act after an evaluation."""
 
     def on_save(self, run: Run, report: SaveReport) -> None:
-        """After a checkpoint is complete, which may be some steps after its own."""
+        """Act after a checkpoint is complete, which may be some steps after its own."""
 
     def on_incident(self, run: Run, incident: Incident) -> None:
-        """After something was noticed that people should know of, and before the row of its step."""
+        """Act after something was noticed that people should know of, and before the row of its step."""
 
     def on_rewind(self, run: Run) -> None:
-        """After the run went back to a checkpoint: the steps past `run.state` are to be forgotten."""
+        """Act after the run went back to a checkpoint: the steps past `run.state` are to be forgotten."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step, or before an early stop; not after an error."""
+        """Act after the last step, or before an early stop; not after an error."""
 
     def on_failure(self, run: Run) -> None:
-        """After an error, perhaps of this rank alone and before `on_start`: nothing that asks the others may follow."""
+        """Act after an error, perhaps of this rank alone and before `on_start`: ask nothing of other ranks any more."""

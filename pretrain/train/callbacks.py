@@ -31,7 +31,7 @@ from pretrain.train.run import Run
 
 
 class Ownership(Callback):
-    """Stops a run whose folder another one has taken over, before it writes. Rank 0 only, and first of all."""
+    """Stop a run whose folder another one has taken over, before it writes. Rank 0 only, and first of all."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -47,7 +47,7 @@ class Ownership(Callback):
 
 
 class RowWriter(Callback):
-    """Writes the rows of steps that are logged, and those of evaluations. Rank 0 only."""
+    """Writer of the rows of steps that are logged, and those of evaluations. Rank 0 only."""
 
     def on_step(self, run: Run, row: Row) -> None:
         step, settings = run.state.step, run.config.logging
@@ -118,7 +118,7 @@ def evaluation_row(evaluation: Evaluation) -> Row:
 
 
 def observes_usage(run: Run, step: int) -> bool:
-    """Whether the use of the memory is observed on this step (counted from 1)."""
+    """Tell whether the use of the memory is observed on this step (counted from 1)."""
     every = run.config.logging.memory_every_steps
     return run.config.model.memory is not None and every > 0 and step > 0 and step % every == 0
 
@@ -156,9 +156,9 @@ def _finite(value: Any) -> Any:
 
 
 class MemoryUsage(Callback):
-    """Adds to the row how the memory was used, on one step of every so many. All ranks; before the row is written.
+    """Add to the row how the memory was used, on one step of every so many. All ranks; before the row is written.
 
-    What is observed is the whole step: all its microbatches on all ranks, in training only.
+    It observes the whole step: all its microbatches on all ranks, in training only.
     """
 
     def on_start(self, run: Run) -> None:
@@ -192,7 +192,7 @@ class MemoryUsage(Callback):
 
 
 class MemoryWatch(Callback):
-    """Notices memories that drop out, once each while a run is trained; after `MemoryUsage`."""
+    """Notice memories that drop out, once each while a run is trained; after `MemoryUsage`."""
 
     def __init__(self, listeners: list[Callback]) -> None:
         self._listeners = listeners
@@ -318,7 +318,7 @@ class WandB(RowWriter):
         self._run.finish()
 
     def on_failure(self, run: Run) -> None:
-        # What was logged is sent off; the run is shown as failed until it goes on.
+        # The logged rows are sent off; the run is shown as failed until it goes on.
         if self._run is not None:
             self._run.finish(exit_code=1)
 
@@ -332,7 +332,7 @@ def _wandb_id(path: Path) -> str:
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps, and at the end, and tells the other callbacks what is complete. All ranks."""
+    """Save every so many steps, and at the end, and tell the other callbacks what is complete. All ranks."""
 
     def __init__(self, listeners: list[Callback]) -> None:
         self._listeners = listeners
@@ -357,7 +357,7 @@ class Checkpoints(Callback):
 
 
 class Evaluations(Callback):
-    """Evaluates every so many steps, and after the last one, and tells the other callbacks. All ranks.
+    """Evaluate every so many steps, and after the last one, and tell the other callbacks. All ranks.
 
     Data without held-out documents is not evaluated.
     """
@@ -381,8 +381,8 @@ class Evaluations(Callback):
 
 
 def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
-    """The callbacks that the configuration asks for, on this rank, and what guards the folder, and records who trained
-    in it, if this rank owns it."""
+    """The callbacks that the configuration asks for, on this rank; if it owns the folder, also those that guard it and
+    record who trained in it."""
     measuring: list[Callback] = [] if owner is None else [Ownership(owner)]
     if run.config.model.memory is not None and run.config.logging.memory_every_steps:
         measuring.append(MemoryUsage())
@@ -414,7 +414,7 @@ def default_callbacks(run: Run, owner: Owner | None = None) -> list[Callback]:
 
 @dataclass(frozen=True)
 class HealthCallbacks:
-    """What looks after a run's health, by its place among the other callbacks."""
+    """Callbacks that look after a run's health, by their place among the others."""
 
     first: list[Callback]
     before_rows: list[Callback]
@@ -423,7 +423,7 @@ class HealthCallbacks:
 
 
 def health_callbacks(run: Run, listeners: list[Callback]) -> HealthCallbacks:
-    """Those that the configuration asks for; `listeners` are told of incidents."""
+    """Health callbacks that the configuration asks for; `listeners` are told of incidents."""
     rules = run.config.health
     hangs = [Hangs(run)] if hang_limit_s(run.config) else []
     has_others = run.groups.world_size > 1

@@ -101,7 +101,7 @@ class Run:
         ]
 
     def complete_weights(self) -> None:
-        """To be called before anybody but a forward pass reads weights. Collective."""
+        """Complete the weights, before anybody but a forward pass reads them. Collective."""
         complete_weights(self.chunks)
 
     def save(self) -> None:
@@ -240,7 +240,7 @@ def _checkpoint_to_go_on_from(
 
 
 def resets_optimizer(config: RunConfig, saved: SavedState) -> bool:
-    """Whether moments start at zero: at the first step of a stage that asks for it.
+    """Tell whether moments start at zero: at the first step of a stage that asks for it.
 
     A checkpoint of that step is always from before the reset: the stage saves none before it has taken a step.
     """

@@ -37,8 +37,8 @@ def train_stages(
     Collective.
 
     Args:
-        stages: of the run, in order; one without a place is the whole run. Of a run whose stages are trained one by one,
-            the one whose turn it is: nothing is done if it is done already.
+        stages: of the run, in order; one without a place is the whole run. If stages are trained one by one, the stage
+            whose turn it is: nothing is done if it is done already.
         folder: of the run.
         groups: of the first stage's layout. Those of other stages' layouts take their place, within the same ranks.
         train_one: trains an opened stage to its end, and saves it. It must not keep the run: its memory is wanted.
@@ -46,7 +46,7 @@ def train_stages(
         start: the checkpoint that the run goes on from, while its own folder has none.
 
     Returns:
-        Whether any was opened: not if the last of `stages` is done and others come after it.
+        True if any was opened: not if the last of `stages` is done and others come after it.
 
     Raises:
         StoppedEarly: a rank was told to stop, between two stages.

@@ -15,13 +15,13 @@ from pretrain.convert.huggingface.config import OWN, architecture_of
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.state import RunState
 
-# What the data were and where things are kept is the run's own affair.
+# Its data and the places of its files are the run's own affair.
 _SHOWN_SECTIONS = ("seed", "model", "train", "optimizer")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """How far a run had come, and how well.
+    """Progress of a run, and its losses.
 
     Attributes:
         steps: optimizer steps.

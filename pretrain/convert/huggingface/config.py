@@ -23,7 +23,7 @@ from pretrain.errors import CheckpointError, ConfigError
 LLAMA, QWEN3, OWN = "LlamaForCausalLM", "Qwen3ForCausalLM", "MegamemForCausalLM"
 _MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", OWN: "megamem"}
 
-# What `remote_code/memory_megamem.py` computes with: the weights that it needs, and those that there may be besides.
+# Weights of `remote_code/memory_megamem.py`: those that it needs, and those that there may be besides.
 _TUCKER_WEIGHTS = {"query_proj", "query_norm", "keys", "keys_norm", "cores", "u", "v", "value_proj"}
 _PRODUCT_OPTIONS = {
     *("query_bias", "query_norm", "value_proj", "value_bias"),
@@ -120,7 +120,7 @@ def exported_config(
 
 
 def _native(model: ModelConfig, vocab_size: int, seed: int) -> dict[str, Any]:
-    """What makes it a model of ours again."""
+    """Configuration that makes it a model of ours again."""
     plain = to_dict(RunConfig(seed=seed, model=replace(model, vocab_size=vocab_size)))
     return {"seed": seed, "model": plain["model"]}
 
@@ -170,7 +170,7 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
 
 
 def _round_keys(model: ModelConfig, index: int, seed: int) -> list[int] | None:
-    """Of a memory layer's shuffle; None: it has none that is drawn from a seed."""
+    """Round keys of a memory layer's shuffle; None: it has none that is drawn from a seed."""
     memory, view = model.memory, model.memory_plan.views[index]
     if not isinstance(memory, TuckerConfig) or memory.shuffle != "keyed":
         return None

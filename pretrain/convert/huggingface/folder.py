@@ -25,7 +25,7 @@ from pretrain.errors import CheckpointError
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
 _REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py")
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one file; Hugging Face's own default."""
+"""Bytes of one file, at most; Hugging Face's own default."""
 _MAX_CONFIG_BYTES = 2**24
 
 

@@ -19,7 +19,7 @@ _NOT_EXPORTED = (Slot.VALUES, Slot.LATENTS, Slot.HEADS)
 
 
 def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorInfo]) -> list[Pair]:
-    """Which of our elements are which of Hugging Face's; all of the model but the padding of the vocabulary.
+    """Pairs of our elements and Hugging Face's: all of the model but the padding of the vocabulary.
 
     Args:
         model: the model.
@@ -98,7 +98,7 @@ def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) ->
 
 
 def _exported_slot(model: ModelConfig, index: int) -> Slot:
-    """Of a memory layer. Raises CheckpointError where the exported model has no place for it."""
+    """Slot of a memory layer. Raises CheckpointError where the exported model has no place for it."""
     assert model.memory is not None
     slot = model.memory.slot_of(model.memory_spans[index])
     if slot in _NOT_EXPORTED:

@@ -1,4 +1,4 @@
-"""How a key of a `config.json` is refused."""
+"""Refusal of a key of a `config.json`."""
 
 from __future__ import annotations
 

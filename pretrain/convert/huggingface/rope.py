@@ -28,7 +28,7 @@ _KEYS: dict[str, dict[str, str]] = {
     },
 }
 _NEEDED = {"factor", "original_length", "low_frequency_factor", "high_frequency_factor"}
-# What `rope_parameters` may hold besides.
+# Other keys that `rope_parameters` may hold.
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Values that are what a file means without the key.
 _IDLE = {"truncate": (True,), "mscale": (None,), "mscale_all_dim": (None,), "attention_factor": (None,)}

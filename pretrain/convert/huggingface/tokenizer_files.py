@@ -41,7 +41,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int)
 
 def _definition(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        # What training did not apply would be applied here: tokens at the beginning, truncation, padding.
+        # These would be applied here, and training did not apply them: tokens at the beginning, truncation, padding.
         unused = {"post_processor": None, "truncation": None, "padding": None}
         return json.dumps({**json.loads(tokenizer.definition), **unused}, ensure_ascii=False, indent=2)
     assert isinstance(tokenizer, ByteTokenizer)

@@ -78,7 +78,7 @@ class NativeConversion:
         self.reader = Joined(weights, source.reader, stored)
         # Without moments, AdamW has seen no update.
         self._state = source.state if target.with_optimizer else source.state.without_moments()
-        # Where a run writes a checkpoint before it has its name.
+        # The folder that a run writes a checkpoint in before it has its name.
         self._inside = writing_folder(RunFolder(Path()).checkpoints, self._state.step)
         self.files = _files(f"{self._inside}/", self.reader.tensors, target)
 

@@ -97,7 +97,7 @@ def _renamed(ours: Region, theirs: str, shape: tuple[int, ...] | None = None) ->
 
 
 def _memory_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
-    """Which memory layer's parameter this is, and its name there."""
+    """Memory layer that a parameter belongs to, and its name there; None: it belongs to none."""
     for layer in range(model.num_memory_layers):
         prefix = f"{model.memory_name(layer)}."
         if name.startswith(prefix):
@@ -177,7 +177,7 @@ def as_ours(source: TensorReader, model: ModelConfig, release: str) -> PairedRea
         raise CheckpointError(f"the checkpoint is not one of this model in the release {release}: {error}") from error
     pairs = released_pairs(model, {name: tuple(tensor.shape) for name, tensor in ours.items()}, release)
     there = [pair for pair in pairs if pair.theirs.name in source.tensors]
-    # Of a table that layers share, any copy will do.
+    # Any copy will do of a table that layers share.
     filled = {pair.ours for pair in there}
     missing = {pair.ours.name for pair in pairs if pair.ours not in filled}
     if isinstance(model.memory, TuckerConfig):
@@ -191,7 +191,7 @@ def as_ours(source: TensorReader, model: ModelConfig, release: str) -> PairedRea
 
 
 def _missing(found: set[str], model: ModelConfig, release: str) -> set[str]:
-    """Of our names, those that the found ones lack: what some blocks or memory layers have, all must have."""
+    """Names of ours that the found ones lack: what some blocks or memory layers have, all must have."""
     expected = {f"banks.{bank.index}.{table.name}" for bank in model.memory_plan.banks for table in _tables(model)}
     memories = [f"{model.memory_name(layer)}." for layer in range(model.num_memory_layers)]
     # Without a memory layer's keys nothing is said of it.
@@ -213,7 +213,7 @@ def _tables(model: ModelConfig) -> tuple[Table, ...]:
 
 
 def _in_all(names: set[str], prefixes: list[str]) -> set[str]:
-    """What one of the prefixes has, for all of them."""
+    """Names of what one of the prefixes has, for all of them."""
     parts = {name.removeprefix(prefix) for prefix in prefixes for name in names if name.startswith(prefix)}
     return {f"{prefix}{part}" for prefix in prefixes for part in parts}
 

@@ -1,1 +1,1 @@
-"""What trained models with token tables, and models without, do with rare and common tokens: measured on ranks."""
+"""Measurements on ranks of what trained models, with and without token tables, do with rare and common tokens."""

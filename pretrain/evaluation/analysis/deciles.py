@@ -15,7 +15,7 @@ from pretrain.errors import DataError
 
 NUM_BINS = 10
 RARE, MID, COMMON = range(3), range(3, 7), range(7, 10)
-"""Bins that the paper calls so."""
+"""Bins of rare, middling and common types, as the paper divides them."""
 
 _TOKENS_AT_ONCE = 2**24
 
@@ -38,7 +38,7 @@ class Deciles:
 
 
 def count_tokens(entries: Sequence[DatasetEntry], vocab_size: int) -> NDArray[np.int64]:
-    """[vocabulary], how often each id comes in the training documents of a blend, each document once.
+    """[vocabulary], the number of times each id comes in the training documents of a blend, each document once.
 
     Raises:
         DataError: a data set does not open, or holds an id outside the vocabulary.
@@ -59,8 +59,8 @@ def count_tokens(entries: Sequence[DatasetEntry], vocab_size: int) -> NDArray[np
 
 
 def is_word(text: bytes) -> bool:
-    """Whether a token passes the paper's filter: it has a letter or a digit. White space and punctuation alone have none,
-    and neither have parts of a character."""
+    """Tell whether a token passes the paper's filter: it has a letter or a digit. White space and punctuation alone
+    have none, and neither have parts of a character."""
     return any(character.isalnum() for character in text.decode("utf-8", errors="ignore"))
 
 

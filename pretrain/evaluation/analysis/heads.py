@@ -1,4 +1,4 @@
-"""How much the loss hangs on each head of attention (MIDUS, Eq. 16).
+"""Importance of each head of attention to the loss (MIDUS, Eq. 16).
 
 Legend: s tokens of a sequence and b sequences of this context-parallel rank, n heads of this tensor-parallel rank, d
 width of a head.
@@ -24,12 +24,12 @@ from pretrain.engine.step import read_microbatch
 from pretrain.evaluation.evaluate import passes_over
 
 READINGS = ("sum", "mean")
-"""What a window's loss is: over its predicted tokens."""
+"""Reductions of a window's loss over its predicted tokens."""
 
 
 @dataclass(frozen=True)
 class HeadImportance:
-    """Of every head.
+    """Importance of every head.
 
     Attributes:
         scores: [readings of the loss, blocks, heads] float64, in the order of `READINGS`.

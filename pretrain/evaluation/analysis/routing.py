@@ -1,4 +1,4 @@
-"""How token memories weigh their slots, by layer and by the frequency of the token (TIDE, Fig. 10; MoVE's gates)."""
+"""Slot weights of token memories, by layer and by the frequency of the token (TIDE, Fig. 10; MoVE's gates)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     @property
     def num_answers(self) -> int:
-        """To each question."""
+        """Answers to each question."""
         return 1 + self._plan.num_wrong
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
             raise IndexError(index)
         text = self._text_of(self._questions[index // self.num_answers])
         answer = text.answers[index % self.num_answers]
-        # What follows an answer is not seen by it.
+        # An answer does not see what follows it.
         ids = torch.full((self.sequence_length + 1,), self._eod)
         start, end = len(text.prompt), len(text.prompt) + len(answer)
         ids[:start], ids[start:end] = torch.from_numpy(text.prompt), torch.from_numpy(answer)
@@ -109,7 +109,7 @@ def _asking_step(iterator: Iterator[Batch], chunk: Chunk) -> tuple[Tensor, Calla
 
 
 def _scores(mask: Tensor | None, row: Tensor | None, judged: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Of this rank's part of each row [b, 4]: its number, nats, tokens and likeliest tokens; `judged` is [2, b, t]."""
+    """Scores of this rank's part of each row [b, 4]: number, nats, tokens, likeliest tokens; `judged` is [2, b, t]."""
     assert mask is not None
     assert row is not None
     nats, likeliest = (judged.double() * mask).sum(-1)

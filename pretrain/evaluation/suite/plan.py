@@ -1,4 +1,4 @@
-"""What is asked, and what came out, without torch: a command looks here before it starts ranks."""
+"""Questions of a suite, and their results, without torch: a command looks here before it starts ranks."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Plan:
             raise ConfigError(f"--wrong is {self.num_wrong}: give 0 to leave wrong answers out, or more")
 
     def questions(self) -> list[Question]:
-        """Those of each length, in the order of their cells."""
+        """Questions of each length, in the order of their cells."""
         return [Question(*key) for key in product(self.tasks, self.depths, range(self.num_samples))]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a model did with the texts of one task, length and depth.
+    """Results of a model on the texts of one task, length and depth.
 
     Attributes:
         exact: share of the texts of which every token of the answer was the likeliest, given those before it.
@@ -85,10 +85,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered: a file in its run's folder."""
+    """Answers of a model: a file in its run's folder."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     checkpoint: str
     overrides: tuple[str, ...]
     seed: int
@@ -96,7 +96,7 @@ class Answers:
     cells: tuple[Cell, ...]
 
     def write(self, path: Path) -> None:
-        """As JSON, whole or not at all."""
+        """Write it as JSON, whole or not at all."""
         with atomic_write(path) as stream:
             stream.write(f"{json.dumps(asdict(self), indent=1)}\n".encode())
 
@@ -120,7 +120,7 @@ def cells(plan: Plan, length: int, scores: Sequence[Sequence[tuple[float, float,
         of_cell = scores[number * plan.num_samples : (number + 1) * plan.num_samples]
         means = [[nats / num_tokens for nats, num_tokens, _ in answers] for answers in of_cell]
         exact = sum(hits == num_tokens for (_, num_tokens, hits), *_ in of_cell)
-        # What is as likely as a wrong answer is not chosen.
+        # An answer that is only as likely as a wrong one is not chosen.
         chosen = sum(right < min(wrong) for right, *wrong in means) if plan.num_wrong else None
         count = len(of_cell)
         yield Cell(

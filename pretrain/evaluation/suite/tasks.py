@@ -24,13 +24,13 @@ _SYLLABLES = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWEL
 _SYLLABLES_OF_A_NAME = 3
 _SMALLEST_VALUE, _LARGEST_VALUE = 1000, 9999
 _ONE_ASKED_OF = 4
-"""Of so many names one is kept for asking."""
+"""Number of names of which one is kept for asking."""
 
 NUM_HOPS = 2
 """Assignments between the name that is asked for and the one that has a value."""
 MOST_ROUNDS = 8
 MOST_FACTS = 20_000
-"""In one text; there are 85,750 names to ask for, about."""
+"""Statements in one text, at most; there are about 85,750 names to ask for."""
 _NUM_INPUTS, _NUM_LABELS = 8, 4
 
 
@@ -54,7 +54,7 @@ class Problem:
 
 
 class Names:
-    """Draws names and values, no name twice.
+    """Source of names and values, no name twice.
 
     Args:
         asked: names that are asked for, or names to train on: no name is both.
@@ -81,7 +81,7 @@ class Names:
         return self.name(), self.value()
 
     def wrong(self, answer: str, likely: Sequence[str], number: int) -> tuple[str, ...]:
-        """So many different answers that are not right: likely ones, then any."""
+        """Wrong answers, `number` different ones: likely ones, then any."""
         found = list(dict.fromkeys(value for value in likely if value != answer))[:number]
         while len(found) < number:
             value = self.value()
@@ -91,7 +91,7 @@ class Names:
 
 
 def is_asked(name: str) -> bool:
-    """Whether a name is kept for asking."""
+    """Tell whether a name is kept for asking."""
     return hashlib.blake2b(name.encode(), digest_size=1).digest()[0] % _ONE_ASKED_OF == 0
 
 
@@ -106,7 +106,7 @@ def asked(name: str) -> str:
 
 
 MakeProblem = Callable[[Names, float, int, int], Problem]
-"""From names, a depth in [0, 1], the number of statements for which there is room, and that of wrong answers."""
+"""Maker of a problem from names, a depth in [0, 1], the number of statements that fit, and that of wrong answers."""
 
 
 def needle(names: Names, depth: float, num_facts: int, num_wrong: int) -> Problem:
@@ -191,7 +191,7 @@ TASKS: dict[str, MakeProblem] = {
     "rounds": rounds,
     "mapping": mapping,
 }
-"""By the names that commands know."""
+"""Tasks by the names that commands know."""
 
 
 def _place(depth: float, number: int) -> int:
@@ -199,5 +199,5 @@ def _place(depth: float, number: int) -> int:
 
 
 def _further(names: Names, facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """All of them, in any order."""
+    """Questions about all facts, in any order."""
     return [(asked(name), f" {value}") for name, value in names.draw.sample(facts, len(facts))]

@@ -1,4 +1,4 @@
-"""From a problem to token ids of a given number: statements in a filler, then the question."""
+"""Token ids of a problem, of a given number: statements in a filler, then the question."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pretrain.evaluation.suite.tasks import MOST_FACTS, TASKS, Names, Problem, s
 
 _STATEMENTS_MEASURED = 64
 _SHARE_OF_QUESTIONS = 0.5
-"""Of a document to train on, besides its first question. The more of its tokens can be looked up, the sooner a model
+"""Share of a training document that further questions take. The more of its tokens can be looked up, the sooner a model
 looks back."""
 
 
@@ -42,7 +42,7 @@ class Filler:
         ]
 
     def take(self, draw: Random, number: int) -> NDArray[np.int64]:
-        """So many ids [number] in a row, from a random place on; at the end of a data set from its start.
+        """Consecutive ids [number], from a random place on; at the end of a data set from its start.
 
         Raises:
             DataError: an id is outside of the vocabulary.
@@ -72,7 +72,7 @@ class Text:
 
 
 class Writer:
-    """Writes problems as ids, of texts of any length."""
+    """Writer of problems as ids, of texts of any length."""
 
     def __init__(self, filler: Filler) -> None:
         self._filler, self.tokenizer = filler, filler.tokenizer

@@ -1,1 +1,1 @@
-"""What models, layouts and steps cost, by closed formulas: parameters, operations, bytes read, sent and held."""
+"""Costs of models, layouts and steps, by closed formulas: parameters, operations, bytes read, sent and held."""

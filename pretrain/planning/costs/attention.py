@@ -1,4 +1,4 @@
-"""What the attention of one block has, costs and keeps, by closed formulas.
+"""Weights, FLOPs and kept bytes of the attention of one block, by closed formulas.
 
 Legend: D hidden size, n query heads, g key/value heads, d width of a head, C width of a latent, Q of one
 of queries and r of a rotary key.
@@ -13,7 +13,7 @@ from megamem.slots import Slot
 
 
 def slots_of_memories(model: ModelConfig, block: int | None = None) -> list[Slot]:
-    """Where the memory layers of a block act, or those of all blocks."""
+    """Slots in which the memory layers of a block act, or those of all blocks."""
     memory = model.memory
     if memory is None:
         return []
@@ -78,9 +78,9 @@ def attention_kept(model: ModelConfig, element: int) -> float:
 def cached_bytes_per_token(model: ModelConfig, element: int) -> int:
     """Bytes that generation keeps of a token of the text, in elements of so many bytes.
 
-    A block's cache holds keys and values of its key/value heads, 2 g d columns. Of latent attention it holds a latent and a
-    rotary key, C + r; and one more latent, C, where a memory mixes those of values alone. What a memory mixes into values
-    or latents adds nothing else: they are held as they were mixed.
+    A block's cache holds keys and values of its key/value heads, 2 g d columns. With latent attention it holds a latent
+    and a rotary key, C + r; and one more latent, C, where a memory mixes those of values alone. Values and latents are
+    held as they were mixed, so a memory adds nothing else.
     """
     latent = model.latent_attention
     if latent is None:

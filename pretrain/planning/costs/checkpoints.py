@@ -1,4 +1,4 @@
-"""What a checkpoint of a run is and takes: bytes, and seconds to write it, to stand still for it and to start from it."""
+"""Costs of a run's checkpoints: bytes, and seconds to write one, to stand still for it and to start from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pretrain.planning.costs.stages import stages_of
 
 @dataclass(frozen=True)
 class CheckpointCosts:
-    """Of one checkpoint of a run.
+    """Bytes and seconds of one checkpoint of a run.
 
     Attributes:
         num_bytes: of all its files.
@@ -29,7 +29,7 @@ class CheckpointCosts:
 
 
 def checkpoint_costs(config: RunConfig, num_ranks: int, hardware: Hardware) -> CheckpointCosts:
-    """Of a run on so many ranks. Items are shared out evenly over all ranks."""
+    """Costs of a checkpoint of a run on `num_ranks` ranks. Items are shared out evenly over all ranks."""
     parameters = sum(
         stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
         for stage in stages_of(config)

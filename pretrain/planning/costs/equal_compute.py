@@ -13,7 +13,7 @@ from megamem.config import ModelConfig, MoEConfig
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token
 
 Measure = Callable[[ModelConfig], float]
-"""What is to be equal, as a function of the model."""
+"""Quantity to make equal, as a function of the model."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FfnWidth:
 
     @property
     def residual(self) -> float:
-        """How far the measure at `width` lies above the target, as a share of it."""
+        """Share of the target by which the measure at `width` lies above it."""
         return self.value / self.target - 1
 
 
@@ -87,7 +87,7 @@ class EqualExperts:
 
     Attributes:
         moe: the mixture.
-        active_residual: how far its active parameters lie above their target, as a share of it.
+        active_residual: share of the target by which its active parameters lie above it.
         total_residual: the same of all parameters.
     """
 

@@ -1,4 +1,4 @@
-"""What a mixture of experts sends and keeps, by closed formulas, where its router sends every expert as many tokens.
+"""Bytes that a mixture of experts with a balanced router sends and keeps, by closed formulas.
 
 Legend: T tokens of a microbatch on a rank, K experts per token, E experts, G ranks that share them, D hidden size, F
 inner width of an expert, e bytes per element.
@@ -37,9 +37,9 @@ def dispatched_bytes(config: RunConfig, stage: Stage, division: Division) -> flo
 def experts_kept(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:
     """Bytes that backward of one block needs of its mixture.
 
-    Of every token and expert that it is sent to: the input, gate and up, their product without and with the router's
-    weight, and where it came from. Of every token: the router's input in fp32, and its logits,
-    probabilities and maps. And the router's weights in fp32.
+    For every token and expert that it is sent to: the input, gate and up, their product without and with the router's
+    weight, and where it came from. For every token: the router's input in fp32, and its logits, probabilities and maps.
+    Once: the router's weights in fp32.
     """
     rows = tokens * moe.top_k
     of_router = tokens * (4 * model.hidden_size + 22 * moe.num_experts + 4) + 4 * moe.num_experts * model.hidden_size
@@ -47,5 +47,5 @@ def experts_kept(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) 
 
 
 def experts_backward(model: ModelConfig, moe: MoEConfig, tokens: int, element: int) -> float:
-    """Bytes that its backward pass has at a time on top: gradients of what was sent, before and after each order."""
+    """Bytes that a mixture's backward adds at its peak: gradients of what was sent, before and after each order."""
     return 4.0 * tokens * moe.top_k * model.hidden_size * element

@@ -104,7 +104,7 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
 
 
 def _shared_parameters(model: ModelConfig) -> int:
-    """Of what all memory layers read together, besides the table."""
+    """Parameters of the read that all memory layers share, besides the table."""
     return family_of(model.memory).shared_parameters(model.memory, model.hidden_size) if model.memory is not None else 0
 
 
@@ -125,7 +125,7 @@ def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
 
 
 def memory_layer_costs(model: ModelConfig) -> LayerCosts:
-    """What all memory layers cost by themselves, without their tables."""
+    """Costs of all memory layers, without their tables."""
     if model.memory is None:
         return LayerCosts()
     costs = family_of(model.memory).costs
@@ -175,10 +175,10 @@ def training_flops_per_token(
 
 
 def backward_flops(products: float, trained_products: float, attended: float) -> float:
-    """Of what takes so many in a forward pass.
+    """FLOPs of a backward pass, from those of the forward pass.
 
     Args:
-        products: with weights: the gradients of their inputs take as many again.
+        products: of products with weights; the gradients of their inputs take as many again.
         trained_products: of these, the ones with weights that are trained, whose gradients take as many again, too.
         attended: see `attended_flops`; both operands have gradients.
     """
@@ -188,7 +188,7 @@ def backward_flops(products: float, trained_products: float, attended: float) ->
 def forward_flops_of_block(model: ModelConfig, block: int) -> float:
     """A block's share of `forward_flops_per_token`, but for attention's scores and their products with values.
 
-    What the memories of all blocks read together is the first one's.
+    The read that the memories of all blocks share counts for the first of them.
     """
     memory, width = model.memory, model.hidden_size
     here = [index for index, span in enumerate(model.memory_spans) if span.read == block]

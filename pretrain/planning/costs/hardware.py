@@ -24,35 +24,35 @@ class Hardware(Config):
     memory_gb: PositiveFloat = 80.0
     """Device memory."""
     reserve_gb: NonNegativeFloat = 4.0
-    """Of that, what no tensor gets: context, communication buffers, fragments."""
+    """Device memory that no tensor gets: context, communication buffers, fragments."""
     peak_bf16_tflops: PositiveFloat = 989.0
     """Dense bf16 products of matrices, 10^12 per second."""
     matmul_fraction: Fraction = 0.6
     """Share of the peak that products of a training step reach."""
     memory_bandwidth_gb_per_s: PositiveFloat = 3350.0
-    """Of device memory, reads and writes together."""
+    """Bandwidth of device memory, reads and writes together."""
     stream_fraction: Fraction = 0.8
     """Share of it that streaming kernels reach."""
     gather_fraction: Fraction = 0.5
     """Share of it that gathers of table rows reach."""
     nvlink_gb_per_s: PositiveFloat = 450.0
-    """To GPUs of the same node."""
+    """Bandwidth to GPUs of the same node."""
     nvlink_fraction: Fraction = 0.75
     """Share of it that collectives reach."""
     network_gb_per_s: PositiveFloat = 50.0
-    """To GPUs of other nodes."""
+    """Bandwidth to GPUs of other nodes."""
     network_fraction: Fraction = 0.8
     """Share of it that collectives reach."""
     host_link_gb_per_s: PositiveFloat = 50.0
-    """Between device and host memory, one direction (optimizer.value_offload)."""
+    """Bandwidth between device and host memory, one direction (optimizer.value_offload)."""
     host_memory_gb_per_s: PositiveFloat = 40.0
-    """Of host memory, one GPU's share of its node's."""
+    """Bandwidth of host memory, one GPU's share of its node's."""
     host_memory_gb: PositiveFloat = 2000.0
-    """Of a node; what is saved and tables that are stepped on the host may take nine tenths of it."""
+    """Host memory of a node; what is saved and tables that are stepped on the host may take nine tenths of it."""
     storage_gb_per_s: PositiveFloat = 2.0
-    """Between a node and the file system that checkpoints are on."""
+    """Bandwidth between a node and the file system that checkpoints are on."""
     start_s: NonNegativeFloat = 120.0
-    """From a job's start to its first collective: imports, rendezvous, process groups, kernels from their cache."""
+    """Seconds until a job's first collective: imports, rendezvous, process groups, kernels from their cache."""
     gpus_per_node: PositiveInt = 8
     """GPUs that NVLink connects."""
     launch_us: NonNegativeFloat = 5.0
@@ -64,7 +64,7 @@ class Hardware(Config):
 
     @property
     def host_bytes(self) -> float:
-        """Of host memory, what one GPU's rank may take."""
+        """Host memory that one GPU's rank may take."""
         return 0.9 * self.host_memory_gb * 1e9 / self.gpus_per_node
 
     @property

@@ -39,13 +39,13 @@ def copied_elements(model: ModelConfig) -> int:
 
 
 def held_bytes(config: RunConfig, num_ranks: int) -> HeldBytes:
-    """What a rank of `num_ranks` holds; without `model.vocab_size` embeddings are not counted.
+    """Bytes that a rank of `num_ranks` holds; without `model.vocab_size` embeddings are not counted.
 
     Tables and experts are split over the G = `parallel.memory` ranks of a group, the rest over tensor parallelism, and
     all over the stages: (e + 4) ((dense / tensor + split / G) / pipeline), with e bytes per weight. The optimizer's
     state is split over all ranks: 8 bytes per parameter of moments, and 4 more of main weights beside bf16 ones. A bank
-    of which every stage holds a copy is divided by the stages in neither. What is not trained
-    (`optimizer.trained_layers`) has its weights alone.
+    of which every stage holds a copy is divided by the stages in neither. Weights that are not
+    trained (`optimizer.trained_layers`) have neither gradients nor optimizer state.
     """
     counts, layout, train = count_parameters(config.model), config.parallel, config.train
     split = counts.tables + counts.experts

@@ -34,21 +34,21 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest stage."""
+        """Device bytes of a rank of the fullest stage, at the peak of a step."""
         return self.stages[self.fullest_stage].total
 
     @property
     def host_bytes(self) -> float:
-        """In host memory, of the rank that takes most of it while it saves."""
+        """Host bytes of the rank that takes most of them while it saves."""
         return max(stage.host for stage in self.stages)
 
     def fits(self, hardware: Hardware, *, share: float = 1.0) -> bool:
-        """Whether device and host memory suffice, with `share` of what tensors may take on the device."""
+        """Tell whether device and host memory suffice, with `share` of what tensors may take on the device."""
         return self.peak_bytes <= share * hardware.usable_bytes and self.host_bytes <= hardware.host_bytes
 
     @property
     def days(self) -> float:
-        """To the end of the run."""
+        """Days to the end of the run."""
         return self.time.total_s * self.config.train.num_steps / 86_400
 
     @property
@@ -72,12 +72,12 @@ class Estimate:
 
 
 def estimate(config: RunConfig, num_ranks: int, hardware: Hardware) -> Estimate:
-    """Of a configuration that is valid on so many ranks."""
+    """Estimate of a configuration that is valid on `num_ranks` ranks."""
     return Estimate(config, stage_bytes(config, num_ranks), step_time(config, num_ranks, hardware))
 
 
 def estimates_of(layout: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
-    """Of every microbatch, recomputation and offloading that a layout can have."""
+    """Estimates of a layout with every microbatch, recomputation and offloading that it can have."""
     return [
         estimate(varied, num_ranks, hardware)
         for varied in _variants(layout)
@@ -116,7 +116,7 @@ def possible_layouts(config: RunConfig, num_ranks: int, hardware: Hardware) -> I
 
 
 def _variants(config: RunConfig) -> Iterator[RunConfig]:
-    """What a rank does with its part: microbatch, recomputation, where tables are stepped."""
+    """Variants of a layout: microbatch, recomputation, where tables are stepped."""
     offloads: tuple[Literal["none", "cpu"], ...] = ("none", "cpu") if config.model.memory is not None else ("none",)
     # The core of attention alone keeps little more than its inputs, but where it has gathered those of other ranks.
     selective = config.parallel.context > 1
@@ -137,7 +137,7 @@ _WORTH = 1.05
 
 
 def recommended(found: Sequence[Estimate], hardware: Hardware) -> Estimate | None:
-    """Of the layouts that fit, the smallest whose step is within 5 % of the fastest's; None if nothing fits.
+    """Layout of the smallest peak that fits and whose step is within 5 % of the fastest's; None if nothing fits.
 
     Estimated seconds are no better than that, and free memory is what a run meets surprises with.
     """
@@ -149,7 +149,7 @@ def recommended(found: Sequence[Estimate], hardware: Hardware) -> Estimate | Non
 
 
 def all_estimates(config: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
-    """Of every layout, the fastest first."""
+    """Estimates of every layout, the fastest first."""
     found = [
         e for layout in possible_layouts(config, num_ranks, hardware) for e in estimates_of(layout, num_ranks, hardware)
     ]
@@ -191,7 +191,7 @@ _HELP = {
 
 
 def too_large(found: Estimate, hardware: Hardware) -> str:
-    """Why a layout does not fit: the fullest stage's largest part, and what makes it smaller."""
+    """Reason that a layout does not fit: the fullest stage's largest part, and what makes it smaller."""
     stage = found.stages[found.fullest_stage]
     if found.fits(replace(hardware, host_memory_gb=math.inf)):
         return (

@@ -1,4 +1,4 @@
-"""What a rank's device holds at the peak of a step, by part and stage, in closed formulas.
+"""Bytes that a rank's device holds at the peak of a step, by part and stage, in closed formulas.
 
 `megamem dryrun` counts the same on the real model. Bytes are those that tensors ask for: an allocator rounds them up.
 
@@ -51,18 +51,18 @@ STATE_PARTS = (
     MemoryPart.OPTIMIZER,
     MemoryPart.TABLE_OPTIMIZER,
 )
-"""What is there from the first step to the last; the rest comes and goes within a step."""
+"""Parts that are held from the first step to the last; the rest comes and goes within a step."""
 
 _GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
 ITEM_BYTES = 1 << 26
-"""What a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
+"""Bytes that a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
 WINDOW_ELEMENTS = 1 << 22
 """Elements that pass through the host at a time: `pretrain.engine.value_offload` has the same."""
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Of one rank of a stage.
+    """Bytes of one rank of a stage.
 
     Attributes:
         by_part: bytes on the device at the peak of a step.
@@ -76,7 +76,7 @@ class StageBytes:
 
     @property
     def host(self) -> float:
-        """What a rank takes of its node's memory, while it saves."""
+        """Bytes that a rank takes of its node's memory, while it saves."""
         return self.host_tables + self.save
 
     @property
@@ -85,17 +85,17 @@ class StageBytes:
 
     @property
     def held(self) -> float:
-        """What is there between steps."""
+        """Bytes on the device between steps."""
         return sum(self.by_part[part] for part in STATE_PARTS)
 
     @property
     def activations(self) -> float:
-        """What a step adds at its peak."""
+        """Bytes that a step adds at its peak."""
         return self.total - self.held
 
 
 def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
-    """Of the ranks of every stage, first to last. The formulas of activations are for bf16."""
+    """Bytes of a rank of every stage, first to last. The formulas of activations are for bf16."""
     division = Division.of(config, num_ranks)
     total = sum(
         stage.table_elements + stage.expert_weights + stage.split_weights + stage.whole_weights
@@ -135,17 +135,17 @@ def local_tables(config: RunConfig, stage: Stage) -> float:
 
 
 def trained_dense(config: RunConfig, stage: Stage) -> float:
-    """Of `local_dense` what is trained."""
+    """Trained part of `local_dense`."""
     return stage.trained.split / config.parallel.tensor + stage.trained.whole
 
 
 def trained_tables(config: RunConfig, stage: Stage) -> float:
-    """Of `local_tables` what is trained."""
+    """Trained part of `local_tables`."""
     return (stage.trained.table_elements + stage.trained.experts) / config.parallel.memory
 
 
 def _held(config: RunConfig, stage: Stage, division: Division) -> dict[MemoryPart, float]:
-    """e bytes per weight; and of what is trained 4 for the gradient, and 12 (in fp32: 8) of optimizer state, split over
+    """Bytes per weight: e; where it is trained, also 4 of gradient, and 12 (in fp32: 8) of optimizer state, split over
     replicas."""
     element = config.train.element_bytes
     state = _MOMENTS + (_MAIN_WEIGHT if config.train.precision == "bf16" else 0)
@@ -181,22 +181,22 @@ def in_flight(config: RunConfig, rank: int, division: Division) -> int:
 
 
 def _activations(config: RunConfig, stage: Stage, rank: int, division: Division) -> dict[MemoryPart, float]:
-    """What passes in flight keep, and the larger of one block's backward pass and the loss."""
+    """Bytes that passes in flight keep, and the larger of one block's backward pass and the loss, by part."""
     model, train = config.model, config.train
     tokens, element = division.rank_tokens, train.element_bytes
     flights = in_flight(config, rank, division)
     # Blocks below what is trained keep nothing.
     blocks_in_flight = flights * stage.backward.num / config.parallel.virtual_pipeline
     kept = block_kept(config, stage, stage.backward, stage.trained_blocks, tokens)
-    # Of one that is trained, if any is.
+    # One trained block, if any is trained.
     one = stage.trained_blocks if stage.trained_blocks.num else stage.backward
     of_one = _with_memory(block_kept(config, stage, one, stage.trained_blocks, tokens), one)
     passing = block_passing(config, stage, tokens, of_one) if stage.backward.num else {}
     if not stage.backward.num:
-        # What forward makes of one block.
+        # The forward pass of one block.
         waiting, in_block = {}, block_kept(config, stage, stage.blocks, stage.blocks, tokens)
     elif train.recompute == "full":
-        # Of every block what it is handed; a whole block only while its backward pass runs, at most one with a memory.
+        # Every block keeps its input; a whole block only while its backward pass runs, at most one with a memory.
         inputs = blocks_in_flight * (1 + stage.backward.arrivals / max(1, stage.backward.num))
         waiting = {MemoryPart.RESIDUAL: inputs * tokens * model.hidden_size * element}
         in_block = _sum(of_one, passing)
@@ -236,7 +236,7 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
 def block_kept(
     config: RunConfig, stage: Stage, blocks: Blocks, trained: Blocks, tokens: int
 ) -> dict[MemoryPart, float]:
-    """What backward of one block needs of its forward pass: the mean over some blocks of a stage.
+    """Bytes that backward of one block needs of its forward pass, by part: the mean over some blocks of a stage.
 
     A weight that is not trained needs no input: a norm not its normalised values nor the linear behind it what it is
     given, and a feed-forward not the product that goes into its output projection.
@@ -265,19 +265,19 @@ def block_kept(
     shared = family_of(model.memory).shared_kept_wide(model.memory, model.hidden_size)
     memory += len(stage.lookups) * tokens * 4 * shared
     exchange = sum(n * _lookup_kept(config, rows, tokens) for rows, n in Counter(stage.lookups).items())
-    # Of all memories of the stage those in these blocks.
+    # The share of the stage's memories that are in these blocks.
     share *= blocks.memories / stage.blocks.memories
     return {**parts, MemoryPart.MEMORY: share * memory, MemoryPart.EXCHANGE: share * exchange}
 
 
 def _with_memory(kept: dict[MemoryPart, float], blocks: Blocks) -> dict[MemoryPart, float]:
-    """Of one block that has a memory, where not all of them have: from the mean over all."""
+    """Bytes of one block that has a memory, from the mean over all blocks, of which some have none."""
     per_block = min(1.0, blocks.memories / max(1, blocks.num)) or 1.0
     return kept | {part: kept[part] / per_block for part in (MemoryPart.MEMORY, MemoryPart.EXCHANGE) if part in kept}
 
 
 def _core_kept(config: RunConfig, tokens: int) -> float:
-    """Of the core of one block's attention beyond its inputs and outputs, which others keep: what `selective` drops."""
+    """Bytes that the core of one block's attention keeps beyond its inputs and outputs: `selective` drops them."""
     return float(tokens * 4 * config.model.num_attention_heads + kept_beyond_whole_sequences(config))
 
 
@@ -302,14 +302,14 @@ def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
 def block_passing(
     config: RunConfig, stage: Stage, tokens: int, kept: dict[MemoryPart, float]
 ) -> dict[MemoryPart, float]:
-    """What one block has at a time on top of `kept`, what backward needs of its forward pass.
+    """Bytes that one block adds at its peak to `kept`, the bytes that backward needs of its forward pass, by part.
 
-    The largest of six moments. While entries are selected: what the family says. While the memory is read: the scores
-    of all keys, all ranks' ids unpacked, 8 bytes and as many for bins, and coefficients as they are cut for ranks and as
-    they leave, or before them rows and bins in one. While what was read is in backward: the ids again, and their sort,
-    of rows 4 bytes before and 4 behind, and of positions 8. While the retrieval is: the gradients of the key scores,
-    when what the lookup and the entries kept is gone. Of the feed-forward: see `_ffn_backward`. Of attention across ranks,
-    when what the feed-forward kept is gone: see `attention_backward`.
+    The peak is the largest of six moments. Selection of entries: the family's figure. Read of the memory: the scores of
+    all keys, all ranks' ids unpacked, 8 bytes and as many for bins, and coefficients as they are cut for ranks and as
+    they leave, or before them rows and bins in one. Backward of the read: the ids again, and their sort, 4 bytes of
+    rows before and 4 after, and 8 of positions. Backward of the retrieval: the gradients of the key scores, when what
+    the lookup and the entries kept is gone. Backward of the feed-forward: see `_ffn_backward`. Backward of attention
+    across ranks, when what the feed-forward kept is gone: see `attention_backward`.
     """
     model, element, group = config.model, config.train.element_bytes, config.parallel.memory
     moments: list[dict[MemoryPart, float]] = [{}]
@@ -321,7 +321,7 @@ def block_passing(
         moments.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
     memory = model.memory
     if memory is not None and memory.reads_once and stage.backward.memories:
-        # Of what blocks read together: the sum so far, what one more adds, and both; the block itself is gone.
+        # Gradient of a shared read: the sum so far, what one more block adds, and both; the block itself is gone.
         shared = tokens * memory.lookup.bins * memory.width("values") * element
         gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
         whole = config.train.recompute == "full"
@@ -349,14 +349,14 @@ def block_passing(
 
 
 def _ffn_kept(model: ModelConfig, tokens: int, element: int, *, trained: bool = True) -> float:
-    """Of one feed-forward: gate and up, and their product where it is trained."""
+    """Bytes that one feed-forward keeps: gate and up, and their product where it is trained."""
     if model.moe is not None:
         return experts_kept(model, model.moe, tokens, element)
     return (2.0 + trained) * tokens * model.ffn_hidden_size * element
 
 
 def _ffn_backward(config: RunConfig, tokens: int, *, trained: bool) -> float:
-    """Of one feed-forward: the gradient of gate and up, of their product, and, where it is trained, of the weight."""
+    """Bytes of one feed-forward's gradients: of gate and up, their product, and, where it is trained, the weight."""
     model, element = config.model, config.train.element_bytes
     if model.moe is not None:
         return experts_backward(model, model.moe, tokens, element)
@@ -365,7 +365,7 @@ def _ffn_backward(config: RunConfig, tokens: int, *, trained: bool) -> float:
 
 
 def _norm_bytes(element: int, *, trained: bool = True) -> int:
-    """Per element: the input, and where what it feeds is trained the output."""
+    """Bytes per element that a norm keeps: the input, and the output where the weights that it feeds are trained."""
     return (1 + trained) * element
 
 

@@ -1,4 +1,4 @@
-"""What a rank of every stage sends to others in one optimizer step, by the axis of the group, in closed formulas.
+"""Bytes that a rank of every stage sends in one optimizer step, by the axis of the group, in closed formulas.
 
 `megamem dryrun` counts the same at the calls themselves. Sums over a group are counted as rings send them.
 
@@ -43,7 +43,7 @@ class StageSent:
 
 
 def stages_sent(config: RunConfig, num_ranks: int) -> tuple[StageSent, ...]:
-    """Of the ranks of every stage, first to last."""
+    """Bytes that a rank of every stage sends per step, first stage to last."""
     division = Division.of(config, num_ranks)
     return tuple(_sent(config, stage, division, num_ranks) for stage in stages_of(config))
 
@@ -70,7 +70,7 @@ def _sent(config: RunConfig, stage: Stage, division: Division, num_ranks: int) -
 
 
 def tensor_bytes(config: RunConfig, stage: Stage, division: Division) -> float:
-    """Of hidden states and latents that tensor-parallel ranks gather and scatter in one microbatch."""
+    """Bytes of hidden states and latents that a rank sends to tensor-parallel ranks in one microbatch."""
     elements = _tensor_passes(config, stage) * config.model.hidden_size + _latents(config, stage)
     return (config.parallel.tensor - 1) * division.rank_tokens * elements * config.train.element_bytes
 

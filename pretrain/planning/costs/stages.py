@@ -1,4 +1,4 @@
-"""What every pipeline stage of a layout has: the model's parts by stage, and how tokens and ranks are divided."""
+"""Parts of the model in every pipeline stage of a layout, and the division of tokens and ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pretrain.planning.costs.attention import attention_gains, attention_weights
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """Of a stage's weights those that have gradients and optimizer state, see `Stage`."""
+    """Weights of a stage that have gradients and optimizer state, see `Stage`."""
 
     split: int
     whole: int
@@ -67,7 +67,7 @@ class Stage:
     Attributes:
         chunks: of the depth, in the order of its virtual stages.
         blocks: all of them.
-        backward: those that have a backward pass. A lowest one of which the table alone is trained is counted whole; without
+        backward: those that have a backward pass. A lowest block whose table alone is trained is counted whole; without
             recomputation it has one only from the read onwards.
         trained_blocks: of these, the ones that are trained; the others pass gradients on.
         gradients_sent: chunks that hand gradients to the chunk before.
@@ -189,7 +189,7 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
 
 
 def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights:
-    """What is trained of a stage with these blocks, in a model of which only some are."""
+    """Trained weights of a stage with these blocks, in a model of which only some blocks are trained."""
     model, memory = part.model, part.model.memory
     trained = [block for block in blocks if part.trains({block})]
     split, whole, experts = _blocks_weights(model, trained)
@@ -242,7 +242,7 @@ def _block_weights(model: ModelConfig, slots: Sequence[Slot]) -> tuple[int, int,
 
 @dataclass(frozen=True)
 class Division:
-    """How a run's ranks and tokens are divided.
+    """Division of a run's ranks and tokens.
 
     Attributes:
         replicas: data-parallel size.

@@ -41,7 +41,7 @@ _ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank and step.
+    """Cost of a part, for one rank and step.
 
     Attributes:
         flops: floating-point operations; None where bytes are what counts.

@@ -1,8 +1,8 @@
-"""How long an optimizer step takes on given hardware, in closed formulas: an estimate, part by part.
+"""Seconds of an optimizer step on given hardware, in closed formulas: an estimate, part by part.
 
 Products of matrices run at a share of the peak, streams and gathers at a share of the memory's bandwidth, messages at a
-share of a link's. What runs beside something else is counted with what sticks out. `configs/hardware` says which of
-these shares are assumed; `megamem bench hardware` measures them.
+share of a link's. Work that overlaps other work counts only for the time by which it lasts longer. `configs/hardware`
+says which of these shares are assumed; `megamem bench hardware` measures them.
 
 Legend: T tokens of a microbatch on a rank, G ranks of the memory group, m microbatches, P stages.
 """
@@ -32,11 +32,11 @@ LAUNCHES_DENSE = (70, 117)
 LAUNCHES_MEMORY = (48, 121)
 """Kernels of a memory layer with a split table, forward and backward, counted alike."""
 LAUNCHES_MIXTURE = (18, 50)
-"""What a mixture's router and dispatcher add to a block, counted alike."""
+"""Kernels that a mixture's router and dispatcher add to a block, counted alike."""
 LAUNCHES_EXPERT = (7, 22)
-"""What each of a rank's experts adds, one after the other."""
+"""Kernels that each of a rank's experts adds, one after the other."""
 SECTOR_BYTES = 32
-"""What a GPU's memory moves at the least."""
+"""Bytes that a GPU's memory moves at the least."""
 
 
 class TimePart(StrEnum):
@@ -73,7 +73,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class SentBytes:
-    """What one rank of a stage sends per optimizer step, to its own node and to others.
+    """Bytes that one rank of a stage sends per optimizer step, to its own node and to others.
 
     Attributes:
         exchange: of lookups.
@@ -110,7 +110,7 @@ class StepTime:
 
     @property
     def memory_s(self) -> float:
-        """What the memory takes of it."""
+        """Seconds of the step that the memory takes."""
         return sum(seconds for part, seconds in self.by_part.items() if part.startswith("memory: "))
 
     @property
@@ -155,7 +155,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     tokens, element = division.rank_tokens, train.element_bytes
     forwards = 2 if train.recompute == "full" else 1
     loss = 2.0 * padded_size(model.vocab_size or 0, model.vocab_size_multiple) * model.hidden_size * stage.has_loss
-    # What a block keeps where all is trained is about what its forward pass writes.
+    # A block's forward pass writes about as much as the block keeps where all is trained.
     kept = block_kept(config, stage, stage.blocks, stage.blocks, tokens)
     written = sum(num for part, num in kept.items() if part not in (MemoryPart.MEMORY, MemoryPart.EXCHANGE))
     passes = stage.blocks.num + forwards * stage.backward.num
@@ -258,7 +258,7 @@ def _exchanged(config: RunConfig, stage: Stage, division: Division, hardware: Ha
 
 
 def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[float, float]:
-    """Of bytes that the members of a group of consecutive ranks send each other alike: in the node, and to others."""
+    """Split of bytes that a group of consecutive ranks sends to its members alike: in the node, and to others."""
     if group == 1:
         return 0.0, 0.0
     near = num_bytes * (min(group, hardware.gpus_per_node) - 1) / (group - 1)
@@ -266,7 +266,7 @@ def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[flo
 
 
 def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
-    """Of a microbatch's tokens on their way to experts and back, which nothing hides."""
+    """Seconds that a microbatch's tokens take to experts and back, which nothing hides."""
     sent = dispatched_bytes(config, stage, division)
     near, far = _near_and_far(sent, config.parallel.memory, hardware)
     return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
@@ -314,7 +314,7 @@ def _after_backward(
             # One after the other: what the first needs, the second cannot hide behind.
             room[index] = max(0.0, room[index] - seconds)
         parts[part] = exposed
-    # What the stages add up of banks that each has a copy of comes after all else.
+    # The stages add up the gradients of banks that each has a copy of after all else.
     num_ranks = division.table_replicas * layout.memory * layout.pipeline
     parts[TimePart.MEMORY_REDUCTION] += copies_bytes(config, num_ranks) / hardware.network_bytes_per_s
     for part, (_, weights, replicas, _) in zip((TimePart.MEMORY_UPDATE, TimePart.UPDATE), domains, strict=True):
@@ -331,7 +331,7 @@ def _after_backward(
 
 
 def _ring_s(num_bytes: float, size: int, stride: int, hardware: Hardware) -> float:
-    """Of a reduce-scatter or gather of so many bytes over ranks that are `stride` apart.
+    """Seconds of a reduce-scatter or gather of `num_bytes` over `size` ranks that are `stride` apart.
 
     A ring crosses between nodes once per node, and its members in a node share their adapters.
     """

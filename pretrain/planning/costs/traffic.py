@@ -21,7 +21,7 @@ from pretrain.planning.costs.stages import Division, Stage, stages_of
 
 @dataclass(frozen=True)
 class LookupTraffic:
-    """What one rank sends to the others of its group in one forward pass of one lookup, in bytes; it receives as much.
+    """Bytes that one rank sends to the others of its group in a forward pass of one lookup; it receives as many.
 
     Attributes:
         rows: (G - 1) T J x bytes per id.
@@ -39,12 +39,12 @@ class LookupTraffic:
 
     @property
     def forward(self) -> int:
-        """All five."""
+        """Bytes of a forward pass: all five."""
         return sum(astuple(self))
 
     @property
     def backward(self) -> int:
-        """The mirror image; the rows are there already."""
+        """Bytes of a backward pass: the mirror image; the rows are there already."""
         return self.forward - self.rows
 
 
@@ -77,17 +77,17 @@ def lookup_traffic(
 
 
 def follows_heads(config: RunConfig) -> bool:
-    """Whether the columns that a rank holds are those of its attention heads, see `lookup_traffic`."""
+    """Tell whether the columns that a rank holds are those of its attention heads, see `lookup_traffic`."""
     memory, layout = config.model.memory, config.parallel
     of_heads = memory is not None and memory.slot is Slot.VALUES and config.model.latent_attention is None
     return of_heads and layout.memory == layout.tensor <= config.model.query_groups
 
 
 def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
-    """What a rank of a stage sends for all lookups of a microbatch, forward, once more where their blocks are recomputed,
-    and backward.
+    """Bytes that a rank of a stage sends for all lookups of a microbatch: forward, forward again where blocks are
+    recomputed, and backward.
 
-    What is read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
+    A read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
     """
     memory = config.model.memory
     if memory is None:
@@ -123,15 +123,15 @@ def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:
 def copies_bytes(config: RunConfig, num_ranks: int) -> int:
     """Bytes that a rank sends per optimizer step to add up the stages' gradients of the banks that each has a copy of.
 
-    Of P stages, 2 (P - 1) / P times its share: the bank's fp32 gradient, divided by the ranks of a stage.
+    With P stages it sends 2 (P - 1) / P times its share: the bank's fp32 gradient, divided by the ranks of a stage.
     """
     stages = config.parallel.pipeline
     return 2 * (stages - 1) * 4 * copied_elements(config.model) // num_ranks
 
 
 def context_bytes(config: RunConfig, stage: Stage) -> int:
-    """What a rank of a stage sends for attention across cut sequences in a microbatch; Transformer Engine's is not
-    counted."""
+    """Bytes that a rank of a stage sends for attention across cut sequences in a microbatch; Transformer Engine's are
+    not counted."""
     if config.parallel.context == 1 or config.model.implementation == "transformer_engine":
         return 0
     costs = run_costs(config, context_way(config))

@@ -1,4 +1,4 @@
-"""Where a mixture's tokens go in a dry run: to all experts alike, as a balanced router would send them.
+"""Routing of a mixture's tokens in a dry run: to all experts alike, as a balanced router would send them.
 
 Shapes of a mixture depend on data, of which a dry run has none. Sizes are decided here, on the host, and all else is
 Megatron's own: what is gathered, permuted, sent, computed and kept.
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess"
-"""What `balanced` takes the place of."""
+"""Megatron's method that `balanced` takes the place of."""
 
 
 def balanced(dispatcher: Any, routing_map: Tensor) -> Any:

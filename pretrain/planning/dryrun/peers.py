@@ -1,4 +1,4 @@
-"""Whether ranks that were dry-run one by one would have met: the same calls in the same order, of the same sizes."""
+"""Check that ranks that were dry-run one by one would have met: the same calls in the same order, of the same sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pretrain.planning.dryrun.recorder import Collective
 
 
 def mismatches(reports: Sequence[RankReport]) -> list[str]:
-    """What one of these ranks does and another does not answer, in sentences; empty if they agree.
+    """Calls that one of these ranks makes and another does not answer, in sentences; empty if they agree.
 
     Messages are compared between ranks that are both there, other collectives between all members of a group that are
     there. Ranks of one stage hold the same shapes, so the first rank of every stage stands for all.

@@ -34,7 +34,7 @@ from pretrain.planning.dryrun.world import fake_rank, without_data
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank was seen to do.
+    """Observations of one rank.
 
     Attributes:
         rank: of `world_size`.
@@ -64,7 +64,7 @@ class RankReport:
 
     @property
     def activation_bytes(self) -> int:
-        """What the step's peak has on top of what is held."""
+        """Bytes of the step's peak on top of those held."""
         return self.peak_of_step.total - self.held.total
 
 
@@ -85,7 +85,7 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int]) -> Iterato
         raise ConfigError("triton is not installed, whose kernels a dry run counts: pip install -e '.[gpu]'")
     for rank in ranks:
         with warnings.catch_warnings():
-            # Of Megatron, about optional packages.
+            # Megatron warns about optional packages.
             warnings.simplefilter("ignore")
             with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed) as groups:
                 report = _step_of(config, groups)
@@ -143,7 +143,7 @@ def _step_of(config: RunConfig, groups: ParallelGroups) -> RankReport:
 
 
 def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedDataParallel], MemoryOptimizer]:
-    """As a run does, with all optimizer state, which a run has from its first update on."""
+    """Build chunks and optimizer as a run does, with all the state that a run has from its first update on."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     bare = build_unset_chunks(config, groups, vocab_size=vocab_size, kernels=_gpu_kernels())
@@ -170,7 +170,7 @@ def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel],
         ):
             recorder.assign([b.param_data for b in buffers if b.param_data is not None], weights)
             recorder.assign([b.grad_data for b in buffers], gradients)
-        # What is not trained is in no buffer.
+        # Weights that are not trained are in no buffer.
         tables = {parameter for bank in unwrap(chunk).own_banks for parameter in bank.parameters()}
         still = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
         recorder.assign([p for p in still if p in tables], MemoryPart.TABLES)

@@ -1,5 +1,5 @@
-"""What a rank allocates and sends while it runs on fake tensors: every storage and every collective, seen below
-autograd.
+"""Recorder of what a rank allocates and sends while it runs on fake tensors: every storage and every collective, seen
+below autograd.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends to others, if the library sends no more than it must (a ring, for sums)."""
+        """Bytes that this rank sends to others, if the library sends no more than it must (a ring, for sums)."""
         size, num_bytes = len(self.ranks), self.num_bytes
         match self.op:
             case "all_gather":
@@ -83,10 +83,10 @@ class _Live:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts live bytes by part, and remembers them at the peak.
+    """Counter of live bytes by part, which remembers them at the peak.
 
-    Of tensors without data it also answers collectives, without a library, and what the host reads, with ones. It
-    watches real tensors as well, whose collectives and reads it leaves alone.
+    For tensors without data it also answers collectives, without a library, and the host's reads, with ones. It watches
+    real tensors as well, whose collectives and reads it leaves alone.
 
     Attributes:
         collectives: in the order of the calls.
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         if self._answers and func.namespace == "c10d":
             return self._answer(func, args)
         if self._answers and func is torch.ops.aten.masked_select.default:
-            # How many there are is data; only a mixture's map selects anything.
+            # The number of them is data; only a mixture's map selects anything.
             return self._new(args[0].new_empty(args[1].shape[1] * self._experts_per_token))
         out = func(*args, **(kwargs or {}))
         writes = func._schema.is_mutable
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Sees what happens until the block ends."""
+        """Record until the block ends."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage: Any, num_bytes: int) -> Any:
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             yield self
 
     def now(self) -> Snapshot:
-        """What is held at this moment."""
+        """Bytes held at this moment."""
         on_device: dict[MemoryPart, int] = {
             part: num for part, num in self._bytes.items() if num and part != MemoryPart.HOST
         }
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def _see(self, tensor: Tensor) -> bool:
-        """Whether its storage is new."""
+        """Record a tensor's storage; True if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
         axis = self._axes.get(group.group_name, "other")
         self.collectives.append(Collective(op, axis, ranks, num_bytes, part_of_caller()))
         work = FakeWork().boxed()
-        # Of the schema's results all but the last are tensors that were handed in to be written.
+        # All results of the schema but the last are tensors that were handed in to be written.
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
 
@@ -218,7 +218,7 @@ def _is_group(arg: torch.ScriptObject) -> bool:
     return str(arg._type()).endswith("ProcessGroup")
 
 
-# By the name of PyTorch's operator: what a reader calls it, and which argument this rank hands over.
+# Readers' name of each of PyTorch's operators, and the argument that this rank hands over.
 _OPS = {
     "allreduce_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),

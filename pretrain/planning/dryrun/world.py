@@ -21,12 +21,12 @@ from pretrain.planning.dryrun.recorder import Recorder
 
 
 def _keep_converted(parameter: Tensor, converted: Tensor) -> None:
-    """Of `Module.bfloat16`: weights are made in the run's precision, so that there is nothing to swap."""
+    """Swap nothing in `Module.bfloat16`: weights are made in the run's precision."""
     assert parameter.dtype == converted.dtype
 
 
-# What fake tensors cannot answer, beyond the stand-in for CUDA, each with who asks. The first are of random states, which
-# nothing in a step reads.
+# Calls that fake tensors cannot answer, beyond the stand-in for CUDA, each with its caller. The first are of random
+# states, which nothing in a step reads.
 _ANSWERS: dict[str, Any] = {
     # Recomputation, and tensor-parallel regions.
     "torch.get_rng_state": lambda: None,
@@ -43,7 +43,7 @@ _ANSWERS: dict[str, Any] = {
 }
 
 
-# What readers call Megatron's groups.
+# Readers' names of Megatron's groups.
 _AXES = {
     "tp": "tensor",
     "cp": "context",
@@ -60,7 +60,7 @@ _AXES = {
 
 
 def names_of_groups(groups: ParallelGroups) -> dict[str, str]:
-    """What readers call each group, by PyTorch's name of it."""
+    """Readers' name of each group, by PyTorch's name of it."""
     world = dist.group.WORLD
     assert world is not None
     named = {attribute: getattr(groups.megatron, attribute, None) for attribute in _AXES}

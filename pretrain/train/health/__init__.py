@@ -1,1 +1,1 @@
-"""What a run of weeks meets: spikes, NaNs, hangs, slow or wrong hardware, memory that runs out; docs/health.md."""
+"""Health of a run of weeks: spikes, NaNs, hangs, slow or wrong hardware, memory that runs out; docs/health.md."""

@@ -19,10 +19,10 @@ def hang_limit_s(config: RunConfig) -> float:
 
 
 class Hangs(Callback):
-    """Watches what is no plain step: the first one, and all that comes between two steps. First of the callbacks.
+    """Watch over what is no plain step: the first one, and all that comes between two steps. First of the callbacks.
 
-    Every rank has its own watch. Whether there is a checkpoint to go on from is remembered and not looked up: the disk
-    may be what hangs.
+    Every rank has its own watch. It remembers whether there is a checkpoint to go on from, and does not look it up: the
+    disk may be what hangs.
     """
 
     def __init__(self, run: Run) -> None:
@@ -53,11 +53,11 @@ class Hangs(Callback):
         self._watch.stop()
 
     def next_step(self, run: Run) -> None:
-        """All that comes after a step is done."""
+        """Expect a plain step: all that came after the last one is done."""
         self._watch.expect(f"step {run.state.step + 1}", self._step_s)
 
     def stop(self) -> None:
-        """The run has ended."""
+        """Stop the watch: the run has ended."""
         self._watch.stop()
 
     def _verdict(self) -> tuple[str, int]:
@@ -67,7 +67,7 @@ class Hangs(Callback):
 
 
 class NextStep(Callback):
-    """Tells the watch when a plain step begins. Last of the callbacks."""
+    """Tell the watch when a plain step begins. Last of the callbacks."""
 
     def __init__(self, hangs: Hangs) -> None:
         self._hangs = hangs

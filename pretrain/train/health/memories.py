@@ -21,7 +21,7 @@ SILENT = 0.01
 
 Kind: TypeAlias = Literal["collapsed keys", "silent memory"]
 Course: TypeAlias = Mapping[int, Mapping[str, Sequence[float]]]
-"""By block and figure, its values in the order of the steps."""
+"""Values by block and figure, in the order of the steps."""
 
 _ADVICE: Mapping[Kind, str] = {
     "collapsed keys": "raise model.memory.key_balance_weight tenfold",
@@ -31,7 +31,7 @@ _ADVICE: Mapping[Kind, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with the memory of a block.
+    """Fault in the memory of a block.
 
     Attributes:
         kind: what has happened to it.
@@ -58,7 +58,7 @@ def course(observed: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[int, dic
 
 
 def findings(of_blocks: Course) -> list[Finding]:
-    """Which memories have dropped out, by the last observed steps; none before there are `NUM_OBSERVED` of them."""
+    """Memories that have dropped out, by the last observed steps; none before there are `NUM_OBSERVED` of them."""
     recent = {
         block: {name: fmean(values[-NUM_OBSERVED:]) for name, values in figures.items() if len(values) >= NUM_OBSERVED}
         for block, figures in sorted(of_blocks.items())

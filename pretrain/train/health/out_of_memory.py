@@ -18,7 +18,7 @@ from pretrain.planning.costs.memory import StageBytes, stage_bytes
 from pretrain.run.preflight import gigabytes
 
 _LEAST_SHARE = 0.01
-"""Of what a rank needs: what saves less is not worth a word."""
+"""Share of what a rank needs: a change that saves less is not worth a word."""
 _HOST_ALLOCATOR = "can't allocate memory"
 
 
@@ -38,12 +38,12 @@ def out_of_memory_explained(config: RunConfig, num_ranks: int) -> Iterator[None]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised it: CUDA's, Python's, or PyTorch's on the host."""
+    """Tell whether an allocator raised it: CUDA's, Python's, or PyTorch's on the host."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or _HOST_ALLOCATOR in str(error)
 
 
 def explanation(config: RunConfig, num_ranks: int, words: str) -> str:
-    """What a rank needs by part, what it has taken, and what would save how much."""
+    """Memory that a rank needs by part, that it has taken, and that single changes would save, in words."""
     with contextlib.suppress(UserError):
         vocab_size = model_vocab_size(config.model, check_blend(config.data.datasets))
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))
@@ -92,7 +92,7 @@ def _savings(config: RunConfig, num_ranks: int) -> Iterator[tuple[float, str]]:
 
 
 def _taken() -> str:
-    """What this process has taken."""
+    """Memory that this process has taken, in words."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return f"The rank's process has {gigabytes(psutil.Process().memory_info().rss)} of the machine's memory"
     stats = torch.cuda.memory_stats()

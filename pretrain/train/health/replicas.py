@@ -1,4 +1,4 @@
-"""Weights that several ranks hold are equal bit for bit, or a rank's hardware is wrong.
+"""Comparison of replicas: weights that several ranks hold are equal bit for bit, or a rank's hardware is wrong.
 
 The hash of a tensor is sum_i b_i (2 i + 1) mod 2^64, with b_i the bits of element i as an integer: sums of integers have
 no order, and an odd factor keeps every change of a single element visible.
@@ -23,7 +23,7 @@ from pretrain.train.callback import Callback, Row
 from pretrain.train.run import Run
 
 PART_ELEMENTS = 1 << 22
-"""Hashed at once: 64 MB of temporaries."""
+"""Elements hashed at once: 64 MB of temporaries."""
 _INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES_IN_WORDS = 3
 
@@ -58,9 +58,9 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing_replicas(run: Run) -> tuple[Difference, ...]:
-    """What differs, said by every rank that holds a replica of it; the same on every rank. Collective.
+    """Tensors that differ, as told by every rank that holds a replica; the same on every rank. Collective.
 
-    A small all-reduce for each kind of replica, and one over all ranks.
+    It takes a small all-reduce for each kind of replica, and one over all ranks.
     """
     run.complete_weights()
     mine: list[Difference] = []
@@ -117,7 +117,7 @@ def _replicated(run: Run) -> Iterator[tuple[dist.ProcessGroup, dict[str, Tensor]
 
 
 def in_words(found: tuple[Difference, ...]) -> str:
-    """Which tensors differ, and on which ranks: those in the minority, or all where there is none."""
+    """Names of the tensors that differ, and their ranks: those in the minority, or all where there is none."""
     tensors: dict[tuple[str, tuple[int, ...]], list[Difference]] = {}
     for difference in found:
         tensors.setdefault((difference.name, difference.replicas), []).append(difference)
@@ -133,7 +133,7 @@ def in_words(found: tuple[Difference, ...]) -> str:
 
 
 class Replicas(Callback):
-    """Compares replicas every so many steps, and before every checkpoint; before the callback that saves. All ranks."""
+    """Compare replicas every so many steps, and before every checkpoint; before the callback that saves. All ranks."""
 
     def __init__(self, listeners: list[Callback]) -> None:
         self._listeners = listeners

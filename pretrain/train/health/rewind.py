@@ -15,7 +15,7 @@ def rewind(run: Run, spike: str) -> str | None:
     the state says which samples were passed over. Streams of microbatches have to be opened anew.
 
     Returns:
-        What was done, in words; None: the stage has no checkpoint to begin from yet, and nothing was done.
+        The rewind, in words; None: the stage has no checkpoint to begin from yet, and nothing was done.
 
     Raises:
         UserError: the run went back too often, or no checkpoint can be read.
@@ -39,7 +39,7 @@ def rewind(run: Run, spike: str) -> str | None:
     restored = restore_run(saved, run.chunks, run.optimizer, trained_layers=trained, with_moments=with_moments)
     run.state = spiked.back_at(restored)
     run.last_saved_step = saved.step
-    # What was passed over is missing at the end.
+    # The samples that were passed over are missing at the end.
     run.train_data = training_samples(run.config, run.state, run.tokenizer, run.folder)
     first, end = run.state.passed_over[-1]
     damaged = "".join(f"; passed over a damaged checkpoint: {problem}" for problem in problems)

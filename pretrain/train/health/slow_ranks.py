@@ -21,7 +21,7 @@ from pretrain.train.callback import Callback, Row
 from pretrain.train.run import Run
 
 _REPETITIONS = 5
-# Of the square matrices: a GPU needs more to be busy for longer than it takes to start.
+# Rows of the square matrices: a GPU needs more to be busy for longer than it takes to start.
 _SIZE = {"cpu": 256, "cuda": 4096}
 
 Measure = Callable[[torch.device], float]
@@ -49,7 +49,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 class SlowRanks(Callback):
-    """Gathers the ranks' times every so many steps, and names who is slow for some windows in a row. All ranks.
+    """Gather the ranks' times every so many steps, and name who is slow for some windows in a row. All ranks.
 
     The row of such a step says how much slower than the median rank the slowest is (`slowest_rank`,
     `slowest_rank_times`).

@@ -1,4 +1,4 @@
-"""What a spike is: a loss or a gradient norm far above those of the steps before it.
+"""Spikes: a loss or a gradient norm far above those of the steps before it.
 
 A pure function of numbers that every rank knows and that the run's state keeps, so all ranks decide alike, and a resumed
 run decides as the uninterrupted one.
@@ -35,7 +35,7 @@ def find_spike(rule: SpikeConfig, recent: Recent, loss: float, grad_norm: float)
 def remember(rule: SpikeConfig, recent: Recent, loss: float, grad_norm: float) -> Recent:
     """The last steps with one more.
 
-    A spike that was skipped counts too: a level that stays is accepted after a few steps. What is not finite does not.
+    A spike that was skipped counts too: a level that stays is accepted after a few steps. Non-finite steps do not.
     """
     if rule.action == "none":
         return ()

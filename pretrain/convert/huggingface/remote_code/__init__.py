@@ -1,1 +1,1 @@
-"""What goes into an exported folder as it is: the model for transformers. It imports torch and transformers alone."""
+"""The model for transformers, copied into exported folders as it is. It imports torch and transformers alone."""

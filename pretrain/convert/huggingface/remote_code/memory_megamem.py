@@ -43,7 +43,7 @@ def list_topk(scores: Tensor, top_k: int) -> Tensor:
             places = None
     if places is None:
         places = scores.sort(dim=-1, descending=True, stable=True).indices
-    # What is kept for backward must not be a view of all positions.
+    # A tensor that is kept for backward must not be a view of all positions.
     return places[..., :top_k].contiguous()
 
 
@@ -291,7 +291,7 @@ class MegamemMemory(nn.Module):
         return rows, entries // num_rows if self.memory["num_sums"] > 1 else None
 
     def _pre_input(self, x: Tensor, bank: MegamemBank) -> Tensor | None:
-        """What pre-values are multiplied with, [T, P]: the projected input, or the input itself."""
+        """Input that pre-values are multiplied with, [T, P]: the projected input, or the input itself."""
         if "pre_values" not in bank.names:
             return None
         return x if self._weight("pre_value_proj") is None else self._linear(x, "pre_value_proj")

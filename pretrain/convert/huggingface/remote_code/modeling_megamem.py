@@ -67,7 +67,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Visible:
-    """What each token of a forward pass may attend to."""
+    """Positions that each token of a forward pass may attend to."""
 
     def __init__(self, attention_mask: Tensor | None, tokens: Tensor, cache: Cache | None) -> None:
         """
@@ -239,7 +239,7 @@ class MegamemBlock(nn.Module):
 
 
 class MegamemPreTrainedModel(PreTrainedModel):
-    """What transformers asks of every model."""
+    """Base class that transformers asks of every model."""
 
     config_class = MegamemConfig
     base_model_prefix = "model"
