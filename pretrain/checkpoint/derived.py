@@ -20,7 +20,7 @@ def main_name(weight: str) -> str:
 
 
 def derived_weights(names: Iterable[str]) -> dict[str, str]:
-    """Which weights are not among a checkpoint's tensors, but follow from one of them.
+    """Weights that a checkpoint does not store because one of its tensors determines them.
 
     Args:
         names: of the tensors that are stored.
@@ -38,5 +38,5 @@ def derived_weights(names: Iterable[str]) -> dict[str, str]:
 
 
 def is_moment(name: str) -> bool:
-    """Whether a tensor is of use to the optimizer alone: whoever wants the weights does not read it."""
+    """True if a tensor is of use to the optimizer alone: readers of the weights skip it."""
     return name.startswith(STATE_PREFIX) and not name.startswith(MAIN_PREFIX)

@@ -3,7 +3,7 @@
 A checkpoint is written into `.writing_step_XXXXXXXX` and renamed to `step_XXXXXXXX` when every rank's files are on
 disk. It is complete if its `state.json`, which is written last, lists files that are all there at the size they had.
 Format 2 also says the SHA-256 of every file, against which `pretrain.checkpoint.hashes` holds the contents; format 1
-knows sizes alone, and is read as before. Which checkpoint is the newest is told by its step, never by a clock.
+knows sizes alone, and is read as before. The newest checkpoint is the one of the highest step; no clock decides.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKAGES = ("megamem", "torch", "megatron-core", "numpy", "triton", "transforme
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a checkpoint holds besides tensors.
+    """Contents of a checkpoint besides its tensors.
 
     Attributes:
         path: the checkpoint's folder.
@@ -59,18 +59,18 @@ class SavedState:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, once complete."""
+    """Folder of the complete checkpoint of a step."""
     return folder / f"step_{step:08d}"
 
 
 def step_named(path: Path) -> int | None:
-    """The step whose checkpoint a path is by its name; None: a checkpoint would have another."""
+    """Step in the name of a checkpoint's folder; None if the path is not named like one."""
     match = _STEP_NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def writing_folder(folder: Path, step: int) -> Path:
-    """Where it is while being written."""
+    """Folder of the checkpoint of a step while it is being written."""
     return folder / f"{_WRITING_PREFIX}step_{step:08d}"
 
 
@@ -113,7 +113,7 @@ def write_state(path: Path, files: Mapping[str, RecordedFile], content: Mapping[
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `state.json` says, with the hash of it that tells whether it still says that."""
+    """Add to the contents of `state.json` their hash, which reveals a later change."""
     content = {key: value for key, value in state.items() if key != _SEAL}
     # As JSON gives it back: lists for tuples, text for keys.
     text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
@@ -194,8 +194,9 @@ def newest_readable(folder: Path) -> SavedState | None:
 def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_every_steps: int) -> list[Path]:
     """Delete checkpoints that the retention rules no longer keep; returns what was deleted.
 
-    The last checkpoint of a stage is kept: other stages can be tried from it. Damaged ones do not count as kept. Nor do those of later steps: the run was resumed from before them, so they cannot
-    be used, and they are replaced when it comes to their steps.
+    The last checkpoint of a stage is kept: other stages can be tried from it. Damaged ones do not count as kept. Nor do
+    those of later steps: the run was resumed from before them, so they cannot be used, and are replaced when it reaches
+    their steps.
 
     Args:
         folder: the run's checkpoints.
@@ -217,7 +218,7 @@ def remove_superseded(folder: Path, newest_step: int, *, keep_last: int, keep_ev
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what is installed of the packages that decide a checkpoint's contents, and of Python."""
+    """Versions of Python, and of the installed packages that decide a checkpoint's contents."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -230,7 +231,7 @@ def step_of(path: Path) -> int:
 
 
 def _ends_stage(path: Path) -> bool:
-    """Whether a checkpoint that can be read is that of a stage's last step, in a run of stages."""
+    """True for a readable checkpoint of a stage's last step, in a run of stages."""
     try:
         saved = read_state(path)
     except CheckpointError:

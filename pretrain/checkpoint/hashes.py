@@ -1,4 +1,4 @@
-"""What a checkpoint's files should contain: their SHA-256, noted while they are written. No ranks, and no torch."""
+"""SHA-256 of a checkpoint's files, noted while they are written. No ranks, and no torch."""
 
 from __future__ import annotations
 

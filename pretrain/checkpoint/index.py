@@ -1,9 +1,9 @@
-"""A checkpoint's index: which tensors there are, and in which file, where, each part of them is.
+"""A checkpoint's index: its tensors, and for each of their parts the file and the place in it.
 
 On disk it is what PyTorch's distributed checkpoints have, a pickled `Metadata` named `.metadata`. Here it becomes plain
 values that hold together: every part lies inside of its tensor and inside of a file of this folder, and takes as many
-bytes there as its elements need. So whoever allocates what an index speaks of allocates no more than there is on disk.
-PyTorch is not imported for it, which takes longer than all the rest.
+bytes there as its elements need. So a reader that allocates by the index allocates no more than there is on disk.
+PyTorch is not imported: its import takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StoredItem:
     """A part of a tensor as `torch.save` wrote it into a file.
 
     Attributes:
-        region: what it is a part of, and which.
+        region: its tensor and its place in it.
         file: name of the file in the checkpoint's folder.
         start: first byte of the item in the file.
         num_bytes: of the item, the envelope of `torch.save` included.
@@ -55,7 +55,7 @@ class StoredItem:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """Tensors of a checkpoint and the parts that they are stored in.
 
     Attributes:
         stored: global shapes and dtypes, by name.

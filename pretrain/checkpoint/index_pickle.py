@@ -1,8 +1,8 @@
 """Reading the pickle that PyTorch's distributed checkpoints have for an index, without PyTorch and without trust.
 
-PyTorch unpickles it without restraint. Here it is read by an unpickler that knows the names of the index's classes and
-nothing else, that makes plain records of them, and that makes no object larger than an index has: a few bytes of a
-pickle can otherwise ask for a copy of a copy of a copy. Nothing is imported for it, PyTorch neither.
+PyTorch unpickles it without restraint. The unpickler here knows the names of the index's classes and nothing else,
+makes plain records of them, and makes no object larger than an index has: a few bytes of a pickle can otherwise ask for
+a copy of a copy of a copy. It imports nothing, not even PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_FIELDS = 32
 
 
 class Record:
-    """An object of the index: the fields that its class has there, and nothing that its class does."""
+    """An object of the index: the fields of its class, without the behaviour."""
 
     # Left out of the pickle where it is None.
     transform_descriptors: Any = None
@@ -91,7 +91,7 @@ def _empty(kind: type) -> Callable[[], Any]:
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
-# What Megatron 0.16.1 with torch 2.11 to 2.13 writes into an index.
+# Classes that Megatron 0.16.1 with torch 2.11 to 2.13 writes into an index.
 _KNOWN: dict[tuple[str, str], Any] = {
     (_METADATA, "Metadata"): IndexRecord,
     (_METADATA, "TensorStorageMetadata"): TensorRecord,
@@ -106,7 +106,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     (_PLANNER, "WriteItemType"): _unread,
     ("pathlib", "PosixPath"): _unread,
     ("torch.serialization", "_get_layout"): _unread,
-    # What would copy anything as often as it is asked to, in the one way in which an index needs it.
+    # These would copy anything as often as asked: each is allowed in the one way that an index needs.
     ("torch", "Size"): _size,
     ("builtins", "int"): _integer,
     ("builtins", "slice"): slice,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from pretrain.checkpoint.index import StoredItem
 from pretrain.checkpoint.store.tensors import TensorInfo
 
-# Of the format of PyTorch's checkpoints; its name there is not in all versions that we run with.
+# Version of PyTorch's checkpoint format. Not all versions of PyTorch that we run with have a name for it.
 _PYTORCH_FORMAT = "1.0.0"
 
 

@@ -1,8 +1,7 @@
 """Files of items, hashed while they are written.
 
-A rank writes with several threads, each of which has a file of its own at a time, and one item of it in memory. What
-only the optimizer reads is in other files than the weights, so that who wants the weights needs to read, and to check,
-no more than them.
+A rank writes with several threads, each of which has a file of its own at a time, and one item of it in memory. Tensors
+that only the optimizer reads have files of their own, so that a reader of the weights reads and checks nothing else.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class HashedFile:
 
     @property
     def recorded(self) -> RecordedFile:
-        """What `state.json` is to say of the file."""
+        """Size and hash of the file, for `state.json`."""
         return RecordedFile(self.num_bytes, self._digest.hexdigest())
 
     def write(self, content: Any) -> int:
@@ -81,7 +80,7 @@ class HashedFile:
         return total
 
     def flush(self) -> None:
-        """Nothing is held back; `torch.save` asks."""
+        """Do nothing: no bytes are held back, but `torch.save` calls this."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class FileWriters:
         Args:
             folder: exists.
             rank: files are named `__<rank>_<number>.distcp`.
-            data: what to write, which must not change meanwhile.
+            data: the items, which must not change meanwhile.
             num_threads: at work; there are up to twice as many files.
         """
         self._stop = threading.Event()
@@ -121,12 +120,12 @@ class FileWriters:
 
     @property
     def are_done(self) -> bool:
-        """Whether nothing is being written any more, well or not."""
+        """True if no file is being written any more, whether or not all succeeded."""
         return all(future.done() for future in self._futures)
 
     @property
     def failure(self) -> BaseException | None:
-        """Why a file could not be written, rather than that the others were given up for it; None if all went well."""
+        """The first error of a write, before those of files abandoned because of it; None if all went well."""
         failures = [error for future in self._futures if future.done() and (error := future.exception()) is not None]
         return min(failures, key=lambda error: isinstance(error, SaveAbandonedError), default=None)
 
@@ -150,7 +149,7 @@ class FileWriters:
         try:
             return write_file(path, data, self._stop)
         except BaseException:
-            # What the others write will not be used.
+            # The other threads' files will not be used.
             self._stop.set()
             raise
 

@@ -27,7 +27,7 @@ _READING_THREADS = 2
 
 @dataclass(frozen=True)
 class Target:
-    """Where a region of a stored tensor goes.
+    """Destination of a region of a stored tensor.
 
     Attributes:
         region: of the stored tensor.
@@ -47,7 +47,7 @@ def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
 
     Args:
         folder: of the checkpoint.
-        targets_of: what to fill, given what there is.
+        targets_of: the targets, given the checkpoint's index.
 
     Raises:
         CheckpointError: on every rank: the checkpoint is damaged, lacks a tensor or a part of it, or has it in another
@@ -72,7 +72,7 @@ def load(folder: Path, targets_of: Callable[[Index], Sequence[Target]]) -> None:
 
 
 def _remedy(shortfall: str) -> str:
-    """What to do about a checkpoint that does not fit the model. One of another shape follows from keys or data."""
+    """Advice on a checkpoint that does not fit the model. Another shape follows from the model's keys or the data."""
     if " has the shape " in shortfall:
         return (
             "Shapes follow from the model's keys and from the vocabulary of the data's tokenizer: use those that it was "
@@ -90,7 +90,7 @@ def _agree(problem: str | None) -> None:
 
 
 def _shortfall(target: Target, index: Index) -> str | None:
-    """What a checkpoint lacks of a target, in words; None if it has all of it. Stored parts do not overlap."""
+    """Missing parts of a target, in words; None if the checkpoint has all of it. Stored parts do not overlap."""
     name = target.region.name
     if name not in index.tensors:
         return f"it has no tensor {name}"
@@ -103,7 +103,7 @@ def _shortfall(target: Target, index: Index) -> str | None:
 
 
 def _fill(folder: Path, index: Index, targets: Sequence[Target]) -> str | None:
-    """Read every item that a target has a part of; what went wrong, in words."""
+    """Read every item that a target has a part of. Returns the error in words; None if there is none."""
     uses: dict[StoredItem, list[Target]] = {}
     for target in targets:
         for item in index.items[target.region.name]:

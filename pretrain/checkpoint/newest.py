@@ -17,7 +17,7 @@ _MOST_OLDER_NAMED = 5
 
 
 def no_damage(saved: SavedState) -> Sequence[str]:
-    """The contents of a checkpoint as they are taken where nobody looks at them."""
+    """Report no damage, for callers that do not check contents."""
     return ()
 
 
@@ -29,7 +29,7 @@ def newest_complete(
     Args:
         folder: the run's checkpoints.
         before: a step; None: any.
-        damage: what is wrong with the contents of a checkpoint whose files have the right sizes, in words.
+        damage: finds damage in the contents of a checkpoint whose files have the right sizes, in words.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is complete.
@@ -51,7 +51,7 @@ def newest_complete(
 
 
 def the_newest(folder: Path, *, damage: Callable[[SavedState], Sequence[str]] = no_damage) -> SavedState | None:
-    """The newest checkpoint, for whoever takes it elsewhere: an older one does not stand in for it; None without one.
+    """The newest checkpoint, to be used outside of its run: no older one stands in for it; None if there is none.
 
     Raises:
         CheckpointError: it is not complete, or damaged; with the older ones that can be taken instead.
@@ -69,7 +69,7 @@ def the_newest(folder: Path, *, damage: Callable[[SavedState], Sequence[str]] = 
 
 
 def naming_older_ones(error: CheckpointError, path: Path) -> CheckpointError:
-    """What is wrong with a checkpoint, with which other ones its run has instead, if it is the run's newest."""
+    """Add the run's older checkpoints to the error of its newest one; any other error is returned as it is."""
     *others, newest = list_checkpoints(path.parent) or [path]
     if newest != path:
         return error
@@ -84,7 +84,8 @@ def naming_older_ones(error: CheckpointError, path: Path) -> CheckpointError:
 
 
 def refuse_damage(saved: SavedState, damage: Sequence[str]) -> None:
-    """
+    """Refuse a damaged checkpoint.
+
     Raises:
         CheckpointError: naming the checkpoint and its damage, if there is any.
     """
@@ -93,7 +94,7 @@ def refuse_damage(saved: SavedState, damage: Sequence[str]) -> None:
 
 
 def nothing_complete(folder: Path, problems: Sequence[str]) -> CheckpointError:
-    """What to raise where every checkpoint of a run has a problem."""
+    """Error to raise where every checkpoint of a run has a problem."""
     return CheckpointError(
         "no checkpoint of this run can be read: "
         + "; ".join(problems)
@@ -112,7 +113,7 @@ def damaged_files(
         on_bytes: told how many bytes each portion had that was read, in any of several threads.
 
     Returns:
-        What is wrong, a sentence per file that names it, in the order of their names. Files that were recorded without
+        The damage, a sentence per file that names it, in the order of their names. Files that were recorded without
         a hash (format 1) are held against their sizes alone.
 
     Raises:
@@ -126,7 +127,7 @@ def damaged_files(
 
 
 def _damage(file: Path, expected: RecordedFile | None, on_bytes: Callable[[int], None] | None) -> str | None:
-    """What is wrong with a file, in words; None if nothing is."""
+    """Damage of a file, in words; None if there is none."""
     if expected is None:
         return f"{file.name} is not among the files that were written"
     if expected.sha256 is None:

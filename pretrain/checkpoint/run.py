@@ -1,4 +1,4 @@
-"""What of a run is saved, and how it is restored: weights, optimizer state, counters."""
+"""Save and restore a run: weights, optimizer state, counters."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def save_run(
 def entries_to_save(
     config: RunConfig, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer
 ) -> dict[str, Any]:
-    """Sharded state dict of what a checkpoint of this run holds.
+    """Sharded state dict of the contents of a checkpoint of this run.
 
-    Without `checkpoint.weights_copy` that is the optimizer's state, and of the model what its main weights do not
-    determine.
+    Without `checkpoint.weights_copy` it has the optimizer's state, and those tensors of the model that the main weights
+    do not determine.
     """
     model = _model_entries([unwrap(chunk) for chunk in chunks])
     state = optimizer.sharded_state_dict(model)
@@ -66,8 +66,8 @@ def entries_to_save(
 
 
 def is_trained(tensor: Tensor) -> bool:
-    """Whether a model's tensor has fp32 main weights: `pretrain.engine.optimizer` steps all parameters that want gradients,
-    which those outside of `optimizer.trained_layers` do not."""
+    """True if a model's tensor has fp32 main weights: `pretrain.engine.optimizer` steps all parameters that require
+    gradients, and those outside of `optimizer.trained_layers` do not."""
     return tensor.requires_grad
 
 
@@ -83,7 +83,7 @@ def restore_run(
 
     The weights come from the main weights, each rank's share of them, and are gathered as after an update. Where a
     checkpoint has weights and no main weights, because it holds weights alone or they were not trained, the weights are
-    the main weights, the moments start at zero, and their updates are counted anew. Without `with_moments` those of all
+    the main weights, the moments start at zero, and their updates are counted anew. Without `with_moments` all moments
     start at zero.
 
     Args:
@@ -118,7 +118,7 @@ def restore_run(
 
 
 def _updates_of(run: RunState, chunks: Sequence[MemoryGPTModel]) -> Callable[[nn.Parameter], int]:
-    """How many updates the moments of a parameter have seen."""
+    """Number of updates that the moments of a parameter have seen."""
     served = {parameter: blocks for chunk in chunks for parameter, blocks in chunk.blocks_served().items()}
     model = chunks[0].model_config
 
@@ -129,7 +129,7 @@ def _updates_of(run: RunState, chunks: Sequence[MemoryGPTModel]) -> Callable[[nn
 
 
 def _state_targets(shards: Sequence[ShardedTensor], index: Index) -> Iterator[Target]:
-    """Of main weights and moments; of those that were not trained, the weights are the main weights."""
+    """Targets of main weights and moments. Where the weights were not trained, they are the main weights."""
     for shard in shards:
         weight = shard.key.removeprefix(STATE_PREFIX).partition(".")[2]
         if weight not in index.tensors or main_name(weight) in index.tensors:

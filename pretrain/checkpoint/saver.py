@@ -1,14 +1,14 @@
 """Saving a run in three phases: stage, write, finalise.
 
-1. Stage: ranks agree on who writes what, and each gets hold of the data that is its part.
+1. Stage: ranks divide the writing among them, and each gets hold of the data of its part.
 2. Write: threads of every rank write and hash its files.
-3. Finalise: rank 0 collects what was written, writes the index and `state.json`, gives the folder its name, and removes
-   what the rules of retention no longer keep.
+3. Finalise: rank 0 collects the list of written files, writes the index and `state.json`, gives the folder its name,
+   and removes the checkpoints that the retention rules no longer keep.
 
 A synchronous save is these three back to back, and writes the live tensors. An asynchronous one stages copies in host
-memory and returns; the ranks go on training. Whether all of them have written rides on an all-reduce that every step
-has anyway (`SaveVotes`), so that all of them take the next phase after the same step, without waiting for one that is
-not there yet; and rank 0 finalises in a thread. At most one save is in flight.
+memory and returns; the ranks go on training. The number of ranks that have written is part of an all-reduce that every
+step has anyway (`SaveVotes`), so all ranks take the next phase after the same step and none waits for another; rank 0
+finalises in a thread. At most one save is in flight.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class Saver:
     def start(self, config: RunConfig, state: RunState, entries: Any, folder: Path) -> None:
         """Begin to save; with `checkpoint.asynchronous` the rest goes on beside training. Collective.
 
-        What is in flight is finished first.
+        A save in flight is finished first.
 
         Args:
             config: of the run.
             state: how far it has come.
-            entries: sharded state dict of what is to be written.
+            entries: sharded state dict to write.
             folder: the run's checkpoints.
 
         Raises:
@@ -149,7 +149,7 @@ class Saver:
 
     @property
     def votes(self) -> SaveVotes:
-        """To be summed over the ranks in the next step."""
+        """This rank's votes, which the next step sums over the ranks."""
         save = self._save
         if save is None:
             return NO_VOTES
@@ -160,7 +160,7 @@ class Saver:
         return SaveVotes(save.finish.done(), save.finish.done() and save.finish.exception() is not None)
 
     def hear(self, num_done: int, num_failed: int) -> None:
-        """The sums of all ranks' votes, as a step has them."""
+        """Take note of the sums of all ranks' votes, as a step has them."""
         self._heard = (num_done, num_failed)
 
     def advance(self) -> None:
@@ -177,7 +177,7 @@ class Saver:
         started_s = time.perf_counter()
         if not save.is_written:
             if num_failed:
-                # What this rank still writes is of no use.
+                # This rank's further files would be of no use.
                 save.writers.abandon()
             self._collect(save, background=True)
         else:
@@ -204,7 +204,7 @@ class Saver:
         self._report(save)
 
     def abandon(self) -> None:
-        """This rank ends for an error that others may not know of: have its threads stop. Not collective."""
+        """Stop this rank's threads: the rank ends with an error that others may not know of. Not collective."""
         if self._save is not None:
             self._save.writers.abandon()
             self._save = None
@@ -218,7 +218,7 @@ class Saver:
         return (self._staging.copy(data) if copy else data), plan.tensors
 
     def _collect(self, save: _Save, *, background: bool) -> None:
-        """Gather what the ranks have written, waiting for it, and have rank 0 begin to finalise."""
+        """Wait for the files that the ranks write, gather their list, and have rank 0 begin to finalise."""
         written: list[WrittenFile] = []
 
         def wait() -> None:
@@ -303,7 +303,7 @@ def _write_small(path: Path, content: bytes) -> RecordedFile:
 
 
 def _failure_of(action: Callable[[], object]) -> BaseException | None:
-    """Do something, and return what it raised instead of a result: the other ranks are to know before this one ends."""
+    """Run an action and return its exception, if any: the other ranks are to know of it before this one ends."""
     try:
         action()
     except BaseException as error:
@@ -320,10 +320,10 @@ def _agree(path: Path, failure: BaseException | None) -> None:
 
     Raises:
         CheckpointError: on all ranks: one of them could not write.
-        BaseException: what this rank failed with, if it is a defect and no refusal of the disk.
+        BaseException: this rank's own failure, if it is a defect and no refusal of the disk.
     """
     if isinstance(failure, SaveAbandonedError):
-        # For what failed on another rank, which says so.
+        # The failure is another rank's, which reports it.
         failure = None
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, None if failure is None else in_words(failure))

@@ -1,4 +1,4 @@
-"""Holding a checkpoint's contents against their hashes, by all ranks together: each file is read by one of them."""
+"""Check a checkpoint's contents against their hashes, by all ranks together: each file is read by one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pretrain.errors import CheckpointError
 
 
 def damage_seen_by_ranks(saved: SavedState, names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the contents of a checkpoint, or of some of its files, in words. Collective."""
+    """Damage in the contents of a checkpoint, or of some of its files, in words. Collective."""
     chosen = saved.files if names is None else {name: saved.files[name] for name in names}
     mine = shares(chosen, dist.get_world_size())[dist.get_rank()]
     try:

@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 class StagingBuffer:
-    """One buffer, as large as what the rank writes, allocated at the first save and used again by the later ones.
+    """One buffer, as large as the rank's part, allocated at the first save and used again by the later ones.
 
     Page-locked where there is a GPU to copy from.
     """
@@ -28,7 +28,7 @@ class StagingBuffer:
         return self._buffer.nbytes
 
     def copy(self, data: Mapping[Region, Tensor]) -> dict[Region, Tensor]:
-        """Copies of all items in the buffer, complete when this returns; what the buffer held before is overwritten."""
+        """Copies of all items in the buffer, complete when this returns; its previous contents are overwritten."""
         needed = num_bytes(data) + _ALIGNMENT * len(data)
         on_gpu = any(tensor.is_cuda for tensor in data.values())
         if self._buffer.nbytes < needed:

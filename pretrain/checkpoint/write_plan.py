@@ -1,8 +1,8 @@
-"""Who writes what: every element of every tensor once over all ranks, in balance.
+"""Division of a checkpoint's writing among ranks: every element of every tensor once, in balance.
 
-A shard that several ranks hold may be written by any of them. All ranks know what all of them hold, cut it in the same
-way into items of bounded size, and give the items that have a choice to whoever has the fewest bytes so far. So no rank
-asks another who writes what, and a table is written by all its replicas, each a part of it.
+A shard that several ranks hold may be written by any of them. Every rank knows the shards of all ranks, cuts them in
+the same way into items of bounded size, and gives each item that has a choice to the rank with the fewest bytes so far.
+So the ranks agree without a message, and a table is written by all its replicas, each a part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megamem.shards import walk_shards
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, pieces
 
 ITEM_BYTES = 1 << 26
-"""Largest item in a file: what a thread copies from a device, and what a reader holds, at a time."""
+"""Largest item in a file, which a thread copies from a device, and a reader holds, at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ def _held(leaf: ShardedTensor) -> tuple[HeldShard, Tensor]:
 
 
 def region_of(leaf: ShardedTensor) -> Region:
-    """Which part of its global tensor a shard is. Along a prepended axis it is one element long."""
+    """Region of a shard in its global tensor. Along a prepended axis it is one element long."""
     return Region(leaf.key, tuple(leaf.global_offset), (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape))
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What a rank writes.
+    """Items that a rank writes.
 
     Attributes:
         items: regions of shards that it holds, in the order of their names.
@@ -68,7 +68,7 @@ class WritePlan:
 
 
 def plan_writes(held: Sequence[Iterable[HeldShard]], rank: int, item_bytes: int = ITEM_BYTES) -> WritePlan:
-    """The part of one rank in writing what all ranks hold.
+    """One rank's part in writing the shards of all ranks.
 
     Args:
         held: by rank.
@@ -89,7 +89,7 @@ def plan_writes(held: Sequence[Iterable[HeldShard]], rank: int, item_bytes: int 
     _check_tiling(main, tensors)
     loads = [0] * len(held)
     mine: list[Region] = []
-    # First what has no choice.
+    # First the items without a choice.
     for region in sorted(main, key=lambda region: (len(holders[region]) > 1, region.name, region.offset)):
         itemsize = tensors[region.name].dtype.itemsize
         for item in pieces(region, max(1, item_bytes // itemsize)):
@@ -101,7 +101,7 @@ def plan_writes(held: Sequence[Iterable[HeldShard]], rank: int, item_bytes: int 
 
 
 def _check_tiling(main: set[Region], tensors: Mapping[str, TensorInfo]) -> None:
-    """Whether main replicas have as many elements as there are: what was laid out wrongly is not to be saved."""
+    """Assert that the main replicas have as many elements as the tensors: a wrong layout must not be saved."""
     found = dict.fromkeys(tensors, 0)
     for region in main:
         found[region.name] += region.numel
@@ -128,11 +128,11 @@ def _cut_from(item: Region, shards: Iterable[tuple[Region, Tensor]]) -> Tensor:
 
 
 def num_bytes(data: Mapping[Region, Tensor]) -> int:
-    """Of all items."""
+    """Bytes of all items."""
     return sum(tensor.numel() * tensor.element_size() for tensor in data.values())
 
 
 def with_storage_of_its_own(tensor: Tensor) -> Tensor:
-    """The same elements on the CPU, as the whole of a storage: `torch.save` writes whole storages. CPU memory is shared."""
+    """The same elements on the CPU, as a whole storage: `torch.save` writes whole storages. CPU memory is shared."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)

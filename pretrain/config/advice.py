@@ -1,4 +1,4 @@
-"""What runs, and could run faster with another value: said, and not refused."""
+"""Advice on configurations that run, and could run faster with another value; nothing is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two configurations."""
+"""Differences between two configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pretrain.config.schema import RunConfig
 
 
 def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
-    """What differs between two configurations: "key: before -> now" by key."""
+    """Differences between two configurations: "key: before -> now" by key."""
     old, new = flat(to_dict(before)), flat(to_dict(now))
     return {
         key: f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"

@@ -1,4 +1,4 @@
-"""Which values a configuration consists of: a file, the bases it names, and the overrides of the command line.
+"""Compose a configuration of a file, the bases it names, and the overrides of the command line.
 
 `base: other.yaml` (or a list, later ones winning) is relative to the file that says it. Mappings merge key by key,
 lists are replaced, `null` removes a section, and a mapping over null starts from the defaults again.
@@ -70,7 +70,7 @@ def _missing_message(path: Path, chain: tuple[Path, ...]) -> str:
 
 
 def apply_overrides(node: Node, overrides: Sequence[str]) -> Node:
-    """Lays `key.sub=value` texts over a tree, in order.
+    """Lay `key.sub=value` texts over a tree, in order.
 
     The value is YAML. A number names a list element; the number after the last one appends.
 

@@ -1,4 +1,4 @@
-"""The ways of attention across cut sequences: which of them a run takes, what they send and what they keep.
+"""The ways of attention across cut sequences: the choice of a run, bytes sent and bytes kept.
 
 Legend: CP ranks of the group, T tokens of a rank before tensor parallelism splits them, n query heads and g key/value
 heads of a tensor-parallel rank, g' = max(g, CP) key/value heads that are sent where heads are exchanged, d head
@@ -36,7 +36,7 @@ class ContextCosts:
 def context_costs(
     model: ModelConfig, way: Way, *, context_size: int, tensor_size: int, num_tokens: int, element_bytes: int
 ) -> ContextCosts:
-    """What a way costs for T = `num_tokens` of CP = `context_size` ranks, per layer and pass.
+    """Cost of a way for T = `num_tokens` of CP = `context_size` ranks, per layer and pass.
 
     | way | forward | backward | kept |
     |---|---|---|---|
@@ -72,7 +72,7 @@ def context_costs(
 
 
 def run_costs(config: RunConfig, way: Way) -> ContextCosts:
-    """What a way costs in a layer of a run, per microbatch."""
+    """Cost of a way in a layer of a run, per microbatch."""
     layout, train = config.parallel, config.train
     return context_costs(
         config.model,
@@ -106,9 +106,10 @@ def attention_backward(config: RunConfig, tokens: int) -> float:
     """Bytes that the backward pass of attention across ranks has at its peak, for a rank's tokens before ranks split
     heads.
 
-    The gradients of outputs, and of queries in fp32. Of keys and values those in fp32, and: of gathered ones, of all
-    ranks, the same in the precision of the run; in a ring what is sent, what arrives and their sum, two pairs on their
-    way, and a tile's operands and gradients. Of exchanged heads all in the precision of the run.
+    Gradients of outputs are in the precision of the run, those of queries, keys and values in fp32. `gather` has keys
+    and values of all ranks, and their gradients in the precision of the run too. `ring` adds the fp32 gradients that
+    are sent, those that arrive and their sum, two pairs on their way, and a tile's operands and gradients. `heads` has
+    all in the precision of the run.
     """
     model, element, size = config.model, config.train.element_bytes, config.parallel.context
     queries = tokens * model.num_attention_heads * model.attention_head_dim
@@ -125,7 +126,7 @@ def attention_backward(config: RunConfig, tokens: int) -> float:
 
 
 def heads_problem(config: RunConfig) -> str | None:
-    """Why a run's heads cannot be exchanged over its context-parallel ranks; None: they can."""
+    """Reason that a run's heads cannot be exchanged over its context-parallel ranks; None: they can."""
     model, layout = config.model, config.parallel
     context = layout.context
     n, g = model.num_attention_heads // layout.tensor, max(1, model.query_groups // layout.tensor)
@@ -143,9 +144,9 @@ def heads_problem(config: RunConfig) -> str | None:
 def context_way(config: RunConfig) -> Way:
     """The way that a run takes.
 
-    `auto` is `heads` where the heads can be exchanged and that sends no more bytes in a forward and a backward pass than
-    `ring`, else `ring`. `gather` is only taken when it is asked for: what it keeps does not shrink with CP. Transformer
-    Engine's own default is `ring`.
+    `auto` is `heads` where the heads can be exchanged and that sends no more bytes in a forward and a backward pass
+    than `ring`, else `ring`. `gather` is only taken when it is asked for: its kept bytes do not shrink with CP.
+    Transformer Engine's own default is `ring`.
     """
     asked = config.parallel.context_attention
     if asked != "auto":

@@ -28,7 +28,7 @@ class FieldDoc:
     effective_when: str | None
     """The condition under which the key is read, in words; None: always."""
     is_section: bool = False
-    """Whether the key only holds other keys."""
+    """True if the key only holds other keys."""
 
 
 def describe_fields(cls: type[Config]) -> list[FieldDoc]:

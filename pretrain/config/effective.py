@@ -1,7 +1,7 @@
-"""Options without effect: which fields are not read, given the others.
+"""Options without effect: fields that nothing reads, given the others.
 
-A field says so itself where the condition is about its own section (`EffectiveWhen`); what depends on another section
-stands in `RUN_RULES`.
+A field states a condition about its own section itself (`EffectiveWhen`); conditions about another section stand in
+`RUN_RULES`.
 """
 
 from __future__ import annotations

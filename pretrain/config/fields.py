@@ -15,7 +15,7 @@ ELEMENT = "N"
 
 
 def fields_of(section: type[Config]) -> Mapping[str, FieldSpec]:
-    """The fields that a section may have. Of variants: those of all, each as the first has it that does."""
+    """The fields that a section may have; with variants, those of all, each as in the first variant that has it."""
     variants = section.variants()
     if not variants:
         return field_specs(section)
@@ -27,14 +27,14 @@ def fields_of(section: type[Config]) -> Mapping[str, FieldSpec]:
 
 
 def variant_at(section: type[Config], node: Node) -> type[Config]:
-    """Which variant a section is; the class itself where it has none, or none of the kind that is named."""
+    """The variant of a section; the class itself where it has no variants, or none of the named kind."""
     variants = section.variants()
     kind = node.value.get(KIND) if isinstance(node.value, dict) else None
     return variants.get(str(kind.value) if kind is not None else next(iter(variants), ""), section)
 
 
 def only_for(section: type[Config], name: str) -> str | None:
-    """Which variants of a section have this key, in the words of a condition; None where all have it, or none."""
+    """The variants of a section that have this key, in the words of a condition; None where all or none have it."""
     variants = section.variants()
     kinds = [kind for kind, cls in variants.items() if name in field_specs(cls)]
     if not kinds or len(kinds) == len(variants):
@@ -46,7 +46,7 @@ def role_of(key: str, config: Config) -> Role | None:
     """The role of a dotted key of a configuration: that of the nearest marked field on the way to it."""
     role, section = None, config
     for name in key.split("."):
-        # A section that is null, or the element of a list: what stands above it decides.
+        # A section that is null, or the element of a list: the key above it decides.
         if not isinstance(section, Config) or name not in field_specs(type(section)):
             break
         role, section = field_specs(type(section))[name].role or role, getattr(section, name)
@@ -54,7 +54,7 @@ def role_of(key: str, config: Config) -> Role | None:
 
 
 def spec_at(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> FieldSpec | None:
-    """What the value at a place in a tree may be; None for the whole of it."""
+    """Specification of the value at a place in a tree; None for the whole tree."""
     spec, section = None, root
     for depth, step in enumerate(loc):
         if isinstance(step, int):

@@ -1,4 +1,4 @@
-"""The section `health` of a run's configuration: what is looked for while it trains, and what is done about it."""
+"""The section `health` of a run's configuration: checks while it trains, and actions on their findings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REWINDS = EffectiveWhen(lambda c: c.action == "rewind", "health.spikes.action i
 
 @dataclass(frozen=True)
 class SpikeConfig(Config):
-    """What counts as a spike of the loss or of the gradient norm, and what is done with a step that has one."""
+    """Definition of a spike of the loss or of the gradient norm, and the action on a step that has one."""
 
     action: Literal["none", "skip", "rewind"] = "none"
     """none: nothing is judged; skip: the step's update is not applied; rewind: the run goes back to its newest
@@ -53,7 +53,7 @@ class SlowRankConfig(Config):
 
 @dataclass(frozen=True)
 class HealthConfig(Config):
-    """What is looked for while a run trains. See docs/health.md."""
+    """Checks while a run trains. See docs/health.md."""
 
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     """Spikes of the loss and of the gradient norm."""

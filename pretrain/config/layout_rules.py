@@ -1,7 +1,6 @@
-"""Which parallel layouts a model can have.
+"""Parallel layouts that a model can have.
 
-A layout is refused with what is wrong and the nearest ones that work; nothing is rounded or changed behind the user's
-back.
+A layout is refused with its fault and the nearest ones that work; nothing is rounded or changed behind the user's back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MAX_LAYOUTS_LISTED = 4
 
 
 def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
-    """What keeps the model from being laid out this way.
+    """Reasons that the model cannot be laid out this way.
 
     Args:
         config: of the run.

@@ -1,7 +1,7 @@
 """YAML files, overrides and stored mappings to a `RunConfig`, and back.
 
-**Options without effect.** A value that nothing reads, given the others, is an error where somebody asked for it here
-and is dropped where it was only inherited:
+**Options without effect.** A value that nothing reads, given the others, is an error where this run's file or an
+override sets it, and is dropped where it was only inherited:
 
 - set by an override: always an error;
 - set by the named file: an error if the file alone already leaves it without effect. If an override took the effect
@@ -66,7 +66,7 @@ def from_dict(
 ) -> RunConfig:
     """The configuration that `to_dict` stored, with overrides laid over it.
 
-    Options without effect stay: nobody is here to mend them.
+    Options without effect stay: no user is present to mend them.
     """
     node = apply_overrides(without_former(from_plain(mapping, source, Layer.BASE), of_value=True), overrides)
     return build(RunConfig, _without(node, foreign_keys(RunConfig, node)))
@@ -96,15 +96,15 @@ class _OptionWithoutEffectError(ConfigError):
 
 
 def asked_for_here(key: str, node: Node) -> bool:
-    """Whether a value was set by a named file or an override, and not only inherited."""
+    """True if a named file or an override set the value; False if it is only inherited."""
     return node.last_layer >= Layer.FILE
 
 
 def settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) -> tuple[T, dict[str, str]]:
-    """Builds the configuration and drops inherited values that have no effect.
+    """Build the configuration and drop inherited values that have no effect.
 
     Returns:
-        The configuration, and by the keys that were dropped, the condition that they lack, in words.
+        The configuration, and for each dropped key the condition that it lacks, in words.
 
     Raises:
         ConfigError: the tree does not fit the class, or a value without effect was asked for.
@@ -140,7 +140,7 @@ def _without(node: Node, items: Sequence[Ineffective]) -> Node:
 
 
 def _own_origin(node: Node) -> str:
-    """Where the topmost layer set a value, which for a section is inside it."""
+    """Place at which the topmost layer set a value; for a section, inside it."""
     while (child := next((c for c in node.children() if c.last_layer == node.last_layer), None)) is not None:
         node = child
     return node.origin

@@ -1,4 +1,4 @@
-"""A tree of located values to a configuration. pydantic checks it; here its findings get their places and our words."""
+"""Build a configuration from a tree of located values. pydantic checks it; its findings get places and our words."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ _EXPECTED = {
 }
 _LIMITS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
-# Sections of former versions, which their files and checkpoints still hold, and what to do with one that says
-# something.
+# Sections of former versions, which their files and checkpoints still hold, and the advice on one that has values.
 _FORMER = {"train.kernel_overrides": "remove it: train.kernels chooses the implementation of all memory kernels"}
 
 
 def build(cls: type[T], node: Node) -> T:
-    """The configuration object that a tree describes; what the tree leaves out has its default.
+    """The configuration object that a tree describes; keys that the tree leaves out have their defaults.
 
     Raises:
         ConfigError: naming every problem that was found.
@@ -47,11 +46,11 @@ def build(cls: type[T], node: Node) -> T:
 
 
 def without_former(node: Node, *, of_value: bool) -> Node:
-    """The tree without the sections of former versions that say nothing.
+    """The tree without the sections of former versions that have no values.
 
     Args:
         node: of a whole configuration.
-        of_value: also leave out those that do say something.
+        of_value: also leave out those that have values.
     """
     for key in _FORMER:
         segments = key.split(".")
@@ -84,7 +83,7 @@ def _key(loc: tuple[str | int, ...]) -> str:
 
 
 def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
-    """One finding of pydantic in our words: where, the key, its value, what is wrong with it."""
+    """One finding of pydantic in our words: place, key, value and fault."""
     kind, loc, key = error["type"], error["loc"], _key(error["loc"])
     if kind in ("unexpected_keyword_argument", "missing"):
         section = node_at(tree, loc[:-1])
@@ -107,7 +106,7 @@ def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
 
 
 def _expected(kind: str, node: Node, spec: FieldSpec | None) -> str:
-    """What a value should have been."""
+    """Expected kind of a value, in the words of an error message."""
     choices = spec.choices if spec is not None else ()
     words = f"one of {', '.join(map(str, choices))}" if choices else _EXPECTED[kind]
     words += ", or null" if spec is not None and spec.optional else ""
@@ -140,7 +139,7 @@ def _is_null(node: Node) -> bool:
 
 
 def _places(message: str, node: Node) -> str:
-    """Where the keys that a message mentions were set, as far as they were."""
+    """Places at which the keys in a message were set; empty if none was."""
     assert isinstance(node.value, dict)
     places = []
     for name, child in node.value.items():

@@ -1,4 +1,4 @@
-"""How many sequences each step of a run has, and where the run stands in its data: closed functions, without torch.
+"""Sequences of each step of a run, and the run's position in its data: closed functions, without torch.
 
 `levels`, `batch_size_at`, `samples_until` and `steps_for_tokens` count steps from the first one of a stage, or of a run
 without stages; the others count from the first step of the run.
@@ -95,8 +95,10 @@ def steps_before(stage: StageConfig | None) -> int:
 
 
 def position_in_data(config: RunConfig, state: RunState) -> int:
-    """Number of the next sequence in the order of the data, of which sequence i depends on the data sets, the seed and
-    the sequence length alone; neither layout nor batch enter. Behind what was passed over in this stage or before."""
+    """Number of the next sequence in the order of the data, behind those passed over in this stage or before.
+
+    Sequence i depends on the data sets, the seed and the sequence length alone; neither layout nor batch enter.
+    """
     stage = config.stage
     return (
         state.consumed_samples if stage is None else stage.first_sample + state.consumed_samples - stage.samples_before
@@ -106,7 +108,7 @@ def position_in_data(config: RunConfig, state: RunState) -> int:
 def samples_to_come(config: RunConfig, state: RunState) -> int:
     """Sequences from where the run stands to its last step, or that of its stage.
 
-    By the steps and not by what was consumed: without stages the batch may have had another size before the checkpoint.
+    By steps, not by sequences consumed: without stages, batches before the checkpoint may have had another size.
     """
     train, stage = config.train, config.stage
     if state.step >= train.num_steps:
@@ -122,10 +124,10 @@ def last_sample(config: RunConfig) -> int:
 
 
 def check_position(config: RunConfig, state: RunState, checkpoint: object) -> None:
-    """Refuse stages that do not lead to a checkpoint: rates, batches and data of what follows count from them.
+    """Refuse stages that do not lead to a checkpoint: rates, batches and data of later steps count from them.
 
     Raises:
-        CheckpointError: naming what the checkpoint has seen, and what it would have seen.
+        CheckpointError: naming the data that the checkpoint has seen, and that which it would have seen.
     """
     train, stage = config.train, config.stage
     if stage is None:

@@ -1,7 +1,7 @@
 """Learning rates as a closed function of the step: nothing to save, nothing to lose on resume.
 
 `step` counts optimizer steps from 0; the values are those used for the update that ends that step. In a run of stages
-what a schedule counts from is the first step of the stage or of the run.
+a schedule counts from the first step of the stage or of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import OptimizerConfig, StageConfig, TrainConfig
 
 if TYPE_CHECKING:
-    # It imports torch, and what checks or draws a schedule does not.
+    # It imports torch, and code that checks or draws a schedule does not.
     from megamem.parameters import GroupName
 
 
@@ -38,7 +38,7 @@ def backbone_lr(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
 def schedule_span(
     step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None
 ) -> tuple[int, int]:
-    """Where a step of the run stands in the schedule, and how many steps that has (`optimizer.schedule_from`)."""
+    """Number of a step within its schedule, and the schedule's number of steps (`optimizer.schedule_from`)."""
     if stage is None:
         return step, train.num_steps
     if optimizer.schedule_from == "run":

@@ -34,7 +34,7 @@ ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimi
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """How the model is laid out over ranks. Data parallelism is what tensor x pipeline x context leave of them."""
+    """Layout of the model over ranks. Data parallelism takes the ranks that tensor x pipeline x context leave."""
 
     tensor: PositiveInt = 1
     """Tensor-parallel size. Above 1, activations between blocks are split along the sequence (sequence parallelism)."""
@@ -47,7 +47,7 @@ class ParallelConfig(Config):
     pipeline_layout: Annotated[str | None, EffectiveWhen(lambda c: c.pipeline > 1, "parallel.pipeline is above 1")] = (
         None
     )
-    """What each of the pipeline x virtual_pipeline chunks holds, in the order of the depth: E the embedding, t a
+    """Contents of each of the pipeline x virtual_pipeline chunks, in the order of the depth: E the embedding, t a
     block, L the loss, | between chunks, x*3 or (..)*3 to repeat, as in Et|(ttt|)*2tL; null: equal numbers of
     blocks."""
     context: PositiveInt = 1
@@ -57,7 +57,7 @@ class ParallelConfig(Config):
         Literal["auto", "gather", "heads", "ring"],
         EffectiveWhen(lambda c: c.context > 1, "parallel.context is above 1"),
     ] = "auto"
-    """How a rank attends to the tokens of others. gather: keys and values of the whole sequence on every rank; heads:
+    """Way of attending to other ranks' tokens. gather: keys and values of the whole sequence on every rank; heads:
     all tokens of some heads, by all-to-all; ring: keys and values of one rank at a time; auto: heads where they can
     be shared out and send no more bytes than ring, else ring."""
     memory: PositiveInt = 1
@@ -73,7 +73,7 @@ class ParallelConfig(Config):
     """Gather updated weights from the replicas that step them in parts, each until the next forward pass needs it;
     false: all of them before it starts."""
     timeout_minutes: PositiveFloat = 10.0
-    """How long a collective may wait before the run ends with an error."""
+    """Minutes that a collective may wait before the run ends with an error."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class OptimizerConfig(Config):
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """After warm-up: constant; cosine to min_lr over the run; or warm-up, stable, linear decay to min_lr (wsd)."""
     schedule_from: Origin = "stage"
-    """Whose first step warm-up and schedule count from, and whose last they end at: the stage's, or the run's."""
+    """Span of warm-up and schedule, from its first step to its last: the stage, or the run."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up, after which the learning rate is lr."""
     warmup_start: Annotated[
@@ -200,7 +200,7 @@ class OptimizerConfig(Config):
             "optimizer.value_lr_end_multiplier is set and optimizer.value_lr is null",
         ),
     ] = "run"
-    """Whose first token the tables' multiplier counts from: the stage's, or the run's."""
+    """Start from which the tables' multiplier counts tokens: the stage's, or the run's."""
     pre_value_lr_multiplier: NonNegativeFloat | None = None
     """Learning-rate multiplier of the pre-value tables alone, constant; null: they follow the values."""
     retrieval_lr: NonNegativeFloat | None = None
@@ -231,12 +231,12 @@ class DatasetEntry(Config):
     where two paths end alike."""
     epochs: Annotated[PositiveFloat | None, Advice("remove the entry to leave it out")] = None
     """Passes over it in the longest run that the blend allows: with its size this is its share, and a run that is longer
-    is refused. Of all entries or of none; null: its share is its weight, and it is read as often as that takes."""
+    is refused. For all entries or for none; null: its share is its weight, and it is read as often as that takes."""
 
 
 @dataclass(frozen=True)
 class DataConfig(Config):
-    """Where the tokens come from."""
+    """Source of the training tokens."""
 
     datasets: tuple[DatasetEntry, ...] = ()
     """Prepared data sets, blended by weight; all of one tokenizer."""
@@ -246,14 +246,16 @@ class DataConfig(Config):
     """joined: attention and positions run across the documents of a sequence; separate: positions start anew at every
     document, and attention does not cross documents, in training and in evaluation."""
     shuffle: Shuffle = "documents"
-    """What is shuffled. documents: the documents of every epoch, which are then cut into samples, and those; the order is
-    an index, made before the first step and kept on disk. samples: documents stay as they were prepared, and what every
-    pass is cut into is shuffled; the order is computed, and costs nothing whatever the size of the data."""
+    """Unit of shuffling. documents: the documents of every epoch, then the samples that they are cut into; the order is
+    an index, made before the first step and kept on disk. samples: documents stay as they were prepared, and the
+    samples that every pass is cut into are shuffled; the order is computed, and costs nothing whatever the size of
+    the data."""
     num_workers: NonNegativeInt = 0
     """Processes per rank that read ahead; 0: read in the training process."""
     allow_change: bool = False
-    """Go on with a run though its data sets are not those that it was trained on, and say what is another; false: that is
-    refused, by the hashes in the checkpoint. A folder may always be moved, and a stage that begins states its own data."""
+    """Go on with a run though its data sets are not those that it was trained on, and name those that differ; false:
+    refuse that, by the hashes in the checkpoint. A folder may always be moved, and a stage that begins states its own
+    data."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ class EvaluationConfig(Config):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Config):
-    """What is saved, and what is kept."""
+    """Contents of checkpoints, and which of them are kept."""
 
     every_steps: NonNegativeInt = 0
     """Save after every so many steps; 0: at the end only."""
@@ -305,7 +307,7 @@ class CheckpointConfig(Config):
 
 @dataclass(frozen=True)
 class LoggingConfig(Config):
-    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    """Sinks of metrics besides `metrics.jsonl`, which is always written."""
 
     every_steps: PositiveInt = 1
     """Write a metrics row every so many steps."""
@@ -324,10 +326,10 @@ class LoggingConfig(Config):
 
 @dataclass(frozen=True)
 class StageConfig(Config):
-    """Where a stage stands in its run. `megamem train` derives it from `stages`; files need not say it."""
+    """Place of a stage in its run. `megamem train` derives it from `stages`; files need not say it."""
 
     name: str
-    """What the stage is called."""
+    """Name of the stage."""
     optimizer_state: Literal["keep", "reset"] = "keep"
     """At its first step: keep AdamW's moments, or start them at zero with their bias correction."""
     steps_before: NonNegativeInt = 0

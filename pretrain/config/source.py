@@ -23,7 +23,7 @@ Scalar = None | bool | int | float | str
 
 
 class Layer(enum.IntEnum):
-    """Who set a value. What a base sets may lose its effect silently; what was asked for here may not."""
+    """Source of a value. A base's value may lose its effect silently; one of the named file or an override may not."""
 
     BASE = 0
     FILE = 1
@@ -38,7 +38,7 @@ class Node:
     origin: str
     layer: Layer
     key_origins: dict[str, str] = field(default_factory=dict)
-    """For a mapping: where each key stands, which may be a line above its value."""
+    """For a mapping: the place of each key, which may be a line above its value."""
 
     @property
     def last_layer(self) -> Layer:
@@ -78,7 +78,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 class _CarefulDumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 *or* 1.2 would read as something else, so that every reader gets the same value."""
+    """Dumper that quotes text that YAML 1.1 *or* 1.2 would read otherwise, so that every reader gets the same value."""
 
     def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
         # Readers fold and convert line breaks, of which Unicode has many, unless they are escaped.
@@ -127,8 +127,8 @@ def parse_yaml(text: str, source: str, layer: Layer, fixed_origin: bool = False)
 
     Args:
         text: one YAML document.
-        source: what to call it in messages.
-        layer: who set these values.
+        source: its name in messages.
+        layer: of these values.
         fixed_origin: leave line numbers out (for a value that was given on the command line).
     """
     try:
@@ -300,7 +300,7 @@ def without(node: Node, segments: list[str]) -> Node:
 
 
 def kind_of(node: Node) -> str:
-    """What a value is, in the words of an error message."""
+    """Kind of a value, in the words of an error message."""
     value = node.value
     if value is None:
         return "null"

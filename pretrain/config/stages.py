@@ -1,6 +1,6 @@
 """`stages`: a run as a list of stages, each a complete configuration. Nothing here imports torch.
 
-A file with `stages` says the run in its sections, and in each entry what the stage does otherwise:
+A file with `stages` describes the run in its sections, and in each entry the stage's differences:
 
     stages:
       - name: pretrain
@@ -10,8 +10,8 @@ A file with `stages` says the run in its sections, and in each entry what the st
         optimizer: {schedule: cosine, warmup_steps: 0}
 
 The sections of an entry are laid over those of the run as a file is laid over its base: mappings key by key, lists and
-null replaced. What the run says and a stage leaves without effect is dropped for that stage; what no stage gives an
-effect is refused.
+null replaced. A value of the run that has no effect in a stage is dropped for that stage; one that has an effect in no
+stage is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pretrain.errors import ConfigError
 from pretrain.state import RunState
 
 CONTINUED = "continued"
-"""What the one stage of a run is called that goes on from a checkpoint and has no `stages`."""
+"""Name of the one stage of a run that goes on from a checkpoint and has no `stages`."""
 NUM_STEPS = ["train", "num_steps"]
 # Settled once for all stages, before a rank touches its device.
 _SAME_IN_ALL = ("train.deterministic",)
@@ -50,7 +50,7 @@ class StageEntry(Config):
     `evaluation`, `checkpoint`, `logging` and `health`."""
 
     name: str
-    """What the stage is called: in metrics, reports, and in overrides such as stages.NAME.train.sequence_length=4096."""
+    """Name of the stage in metrics, reports, and in overrides such as stages.NAME.train.sequence_length=4096."""
     num_steps: PositiveInt | None = None
     """Optimizer steps of the stage."""
     num_tokens: Annotated[PositiveInt | None, Advice("or give num_steps")] = None
@@ -109,7 +109,7 @@ def load_stages(
         path: a YAML file.
         overrides: `key=value` texts; they apply to the run, and with `stages.NAME.` or `stages.N.` before them to an
             entry, which goes before the run.
-        start: what the run goes on from, whose counters it carries on.
+        start: the checkpoint that the run goes on from, whose counters it carries on.
 
     Raises:
         ConfigError: naming key, value, file and line, and the fix, of every problem in every stage.
@@ -141,7 +141,7 @@ def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None
 
 
 def _set_in_stage(path: str | Path, overrides: Sequence[str], name: str) -> list[str]:
-    """The overrides, of which those that a stage's own entry would outdo are given to the entry."""
+    """Overrides, with those that a stage's own entry would override given to the entry."""
     listed = find(read_with_bases(Path(path)), [STAGES_KEY])
     entries = listed.value if listed is not None and isinstance(listed.value, list) else []
     entry = next((each for each in entries if (said := find(each, ["name"])) is not None and said.value == name), None)
@@ -153,7 +153,7 @@ def _set_in_stage(path: str | Path, overrides: Sequence[str], name: str) -> list
 
 
 def names_of(stages: Sequence[RunConfig]) -> list[str]:
-    """What the stages are called; empty for a run without."""
+    """Names of the stages; empty for a run without."""
     return [config.stage.name for config in stages if config.stage is not None]
 
 
@@ -171,7 +171,7 @@ def stage_called(stages: Sequence[RunConfig], name: str) -> RunConfig:
 
 
 def name_of_run(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The name of a run, whose folder may say what its stages go on from; `load_stages` checks it with all else."""
+    """The name of a run, whose folder may name the checkpoint that its stages go on from; `load_stages` checks it."""
     at = find(apply_overrides(read_with_bases(Path(path)), overrides), ["name"])
     name: str = field_specs(RunConfig)["name"].default()
     return at.value if at is not None and isinstance(at.value, str) else name
@@ -210,13 +210,13 @@ def staged(node: Node) -> StagedRun:
 def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]:
     """The stages one behind the other, each with its place.
 
-    A stage goes on in its data where the last stage before it with the same data sets and the same order stopped, `start`
-    included; with other data it begins at the first sample.
+    A stage goes on in its data where the last stage before it with the same data sets and the same order stopped,
+    `start` included; with other data it begins at the first sample.
     """
     steps = samples = tokens = 0
     positions: list[tuple[Any, int]] = []
     if start is not None:
-        # Without what was passed over, which the state brings along.
+        # Without the sequences passed over, which the state brings along.
         passed_over = start.state.num_passed_over
         steps, tokens = start.state.step, start.state.consumed_tokens
         samples = start.state.consumed_samples - passed_over
@@ -240,7 +240,7 @@ def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]
 
 
 def data_order(config: RunConfig) -> tuple[Any, ...]:
-    """What decides which sequence is sample i of the training data."""
+    """All that decides which sequence is sample i of the training data."""
     return config.data.datasets, config.data_seed, config.data.shuffle, config.train.sequence_length
 
 
@@ -251,7 +251,7 @@ def _as_known(config: RunConfig, start: StartingPoint) -> RunConfig:
 
 
 def stands_at(config: RunConfig, step: int) -> bool:
-    """Whether a stage, or a run without stages, is the one that trains after so many steps, or has trained last."""
+    """True for the stage (or run without stages) that trains after so many steps, or trained last once all are done."""
     stage = config.stage
     if stage is None:
         return True
@@ -282,14 +282,14 @@ def to_entries(stages: Sequence[RunConfig]) -> dict[str, Any]:
 
 
 def _without_place(config: RunConfig) -> dict[str, Any]:
-    """Plain values of a stage, but what its entry says of its length and `placed` of its place."""
+    """Plain values of a stage, without its length, which its entry has, and its place, which `placed` sets."""
     plain = to_dict(config)
     del plain["stage"], plain["train"]["num_steps"]
     return plain
 
 
 def _difference(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """What has to be laid over a mapping to get another one; what the other leaves out has no effect there."""
+    """Mapping to lay over one mapping to get another; keys that the other leaves out have no effect there."""
     found: dict[str, Any] = {}
     for key, value in above.items():
         known = below.get(key)
@@ -302,7 +302,7 @@ def _difference(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_one_stage(node: Node) -> Node:
-    """A tree without stages as a run of one, for whatever goes on from a checkpoint."""
+    """A tree without stages as a run of one stage, to go on from a checkpoint."""
     length = find(node, NUM_STEPS)
     if length is None:
         length = Node(field_specs(TrainConfig)["num_steps"].default(), node.origin, Layer.BASE)
@@ -314,7 +314,7 @@ def _as_one_stage(node: Node) -> Node:
 
 
 def _as_base(node: Node) -> Node:
-    """The tree as if a base had said all of it: a stage may leave of it without effect what it wants."""
+    """The tree as if a base had set all of it: a stage may leave any of it without effect."""
     if isinstance(node.value, dict):
         return replace(node, layer=Layer.BASE, value={key: _as_base(child) for key, child in node.value.items()})
     if isinstance(node.value, list):
@@ -351,7 +351,7 @@ def _with_length(entry: StageEntry, config: RunConfig) -> RunConfig:
 
 
 def _refuse_other_lengths(node: Node) -> None:
-    """A length of the run, which its stages have, or a place in a run that has stages of its own."""
+    """Refuse a length of the run, which its stages have, or a place in a run that has stages of its own."""
     at = find(node, NUM_STEPS)
     if at is not None and at.last_layer >= Layer.FILE:
         raise ConfigError(
@@ -365,7 +365,7 @@ def _refuse_other_lengths(node: Node) -> None:
 
 
 def _refuse_without_effect(node: Node, dropped: Sequence[dict[str, str]]) -> None:
-    """What was asked for in the run's sections, and has an effect in no stage."""
+    """Refuse values that the run's sections ask for and that have an effect in no stage."""
     problems = []
     for key in dropped[0]:
         at = find(node, key.split("."))
@@ -376,7 +376,7 @@ def _refuse_without_effect(node: Node, dropped: Sequence[dict[str, str]]) -> Non
 
 
 def _refuse_differences(entries: Sequence[StageEntry], configs: Sequence[RunConfig], nodes: Sequence[Node]) -> None:
-    """Names that are given twice, and stages of other models than the first."""
+    """Refuse names that are given twice, and stages of other models than the first."""
     names = [entry.name for entry in entries]
     problems = []
     for entry, config, node in zip(entries, configs, nodes, strict=True):
@@ -402,7 +402,7 @@ def _refuse_differences(entries: Sequence[StageEntry], configs: Sequence[RunConf
 
 
 def _origin(node: Node, key: str) -> str:
-    """Where an entry sets a key, or the nearest section above it."""
+    """Place at which an entry sets a key, or the nearest section above it."""
     segments = key.split(".")
     for end in range(len(segments), 0, -1):
         if (at := find(node, segments[:end])) is not None:

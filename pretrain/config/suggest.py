@@ -1,4 +1,4 @@
-"""What a user may have meant: the valid key, name or number nearest to one that is not."""
+"""Suggestions for an invalid key, name or number: the nearest valid one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nearest_keys(unknown: str, keys: Iterable[str]) -> list[str]:
     pattern = ".".join(ELEMENT if segment.isdecimal() else segment for segment in segments)
     section, _, name = pattern.rpartition(".")
     keys = list(keys)
-    # Whoever names a section that there is means a key of it, or one of exactly this name that stands elsewhere.
+    # A user who names an existing section means a key of it, or one of exactly this name elsewhere.
     knows_section = any(key.startswith(f"{section}.") for key in keys)
     scores = {}
     for key in keys:

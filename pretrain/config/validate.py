@@ -17,7 +17,7 @@ from pretrain.errors import ConfigError
 
 
 def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> None:
-    """Refuses a configuration that cannot run.
+    """Refuse a configuration that cannot run.
 
     Args:
         config: the run.
@@ -160,7 +160,7 @@ def _health(config: RunConfig) -> Iterator[str]:
 
 
 def _names(config: RunConfig) -> Iterator[str]:
-    """What names a folder."""
+    """Names of folders: the run's, and those of data sets."""
     if not PLAIN_NAME.fullmatch(config.name) or not config.name.strip("."):
         yield f"name is {config.name!r}: it names a folder, so use letters, digits and . _ - + ="
     entries = [(f"data.datasets.{index}", entry.path, entry.name) for index, entry in enumerate(config.data.datasets)]

@@ -1,4 +1,4 @@
-"""What the data sets of a configuration have in common. Nothing here is slow: a command looks before it starts ranks."""
+"""Tokenizer, shares and limits of a blend of data sets. Nothing here is slow: commands check before ranks start."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_fits(dataset: PreparedDataset, sequence_length: int) -> None:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a blend is mixed.
+    """Weights of a blend, and the most samples that it allows.
 
     Attributes:
         weights: of its data sets, in one unit.
@@ -78,7 +78,7 @@ class Shares:
 
 
 def blend_shares(entries: Sequence[DatasetEntry], datasets: Sequence[PreparedDataset], sequence_length: int) -> Shares:
-    """Of entries by weight, or by epochs.
+    """Shares of the entries, by weight or by epochs.
 
     Args:
         datasets: of the entries, in their order; all of them hold a sample.

@@ -19,7 +19,7 @@ _BLEND_FORMAT = 1
 
 
 class BlendIndex:
-    """From which stream each sample of a blend comes, and which of its samples it is: 10 bytes per sample, on disk.
+    """Stream of each sample of a blend, and its number there: 10 bytes per sample, on disk.
 
     Sample i is of the stream that is farthest behind its share of i samples, so a longer blend begins with the shorter
     one, and the streams are served in their own order.

@@ -1,14 +1,14 @@
-"""Where a text can be cut: between paragraphs rather than lines, lines rather than sentences, sentences rather than words."""
+"""Places to cut a text: between paragraphs before lines, lines before sentences, sentences before words."""
 
 from __future__ import annotations
 
 _SEPARATORS = ("\n\n", "\n", ". ", " ")
-# Of the text's length, on either side of the place that was asked for.
+# Share of the text's length, on either side of the place that was asked for.
 _SEARCHED = 0.1
 
 
 def boundary_near(text: str, position: int) -> int:
-    """Where the second part begins if a text is cut in two near a position, neither part being empty.
+    """Start of the second part if a text is cut in two near a position; neither part is empty.
 
     Raises:
         ValueError: the text is too short.

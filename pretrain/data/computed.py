@@ -1,8 +1,8 @@
 """An order of samples that costs nothing to start, whatever the size of the data: nothing is built, kept or read.
 
 With `data.shuffle: samples` documents stay as they lie in their files, one behind the other. Each pass over a data set
-is cut into samples, from a token of its own on, and serves them in an order of its own; which tokens are sample i is a
-closed function of the seed, the pass and i. A blend is one too. With `data.shuffle: documents` (`dataset.py`) an index
+is cut into samples, from a token of its own on, and serves them in an order of its own; the tokens of sample i are a
+closed function of the seed, the pass and i. So is a blend. With `data.shuffle: documents` (`dataset.py`) an index
 of all samples is made first.
 """
 
@@ -27,7 +27,8 @@ class ComputedSamples:
     """The samples of a data set, without end: those of pass after pass."""
 
     def __init__(self, dataset: PreparedDataset, split: str, sequence_length: int, seed: int, number: int) -> None:
-        """
+        """Open the samples of a split.
+
         Args:
             dataset: of at least one sample.
             number: of the data set in its blend; each has an order of its own.
@@ -46,12 +47,13 @@ class ComputedSamples:
     def start_of(self, index: int) -> int:
         """The number of a sample's first token in the file."""
         number_of_pass, place = divmod(index, self._per_pass)
-        # What is left over lies before the first sample or behind the last: other tokens in every pass.
+        # The tokens left over lie before the first sample or behind the last: others in every pass.
         first = mixed(self._key, _OF_START, number_of_pass) % (self._left_over + 1)
         return first + self._length * permuted(place, self._per_pass, mixed(self._key, _OF_PASS, number_of_pass))
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """As of Megatron's `GPTDataset`: `tokens`, `labels`, `position_ids` int64, `loss_mask` float32, [sequence_length].
+        """A sample as of Megatron's `GPTDataset`, tensors [sequence_length]: `tokens`, `labels`, `position_ids` int64,
+        `loss_mask` float32.
 
         Raises:
             DataError: the file holds an id outside of the vocabulary.
@@ -66,7 +68,7 @@ class ComputedSamples:
                 f"{self._vocab_size}. The data set is damaged or from another tokenizer: prepare it again."
             )
         tokens = torch.from_numpy(ids)
-        # Of labels.
+        # Those of the labels.
         scored = None if self._scored is None else self._scored.flags(start + 1, start + self._length + 1)
         return {
             "tokens": tokens[:-1].contiguous(),
@@ -77,18 +79,19 @@ class ComputedSamples:
 
 
 class ComputedBlend:
-    """From which stream each sample of a blend comes, and which of its samples it is.
+    """Stream of each sample of a blend, and its number there.
 
-    In blocks of `block` samples: of the first b blocks stream d has floor(share_d b block), and the one with the largest
-    share what is left. Within a block the samples of all streams are shuffled, so that shares hold to the block, and in
-    every batch as far as chance has it.
+    In blocks of `block` samples: of the first b blocks stream d has floor(share_d b block), and the stream with the
+    largest share has the rest. Within a block the samples of all streams are shuffled, so that shares hold to the
+    block, and in every batch as far as chance has it.
 
     Attributes:
         block: samples of a block.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        """
+        """Lay out a blend.
+
         Args:
             weights: of the streams, in any unit.
         """

@@ -11,7 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
-"""Errors that a file raises which cannot be read, or cannot be read on."""
+"""Errors of a file that cannot be read, or cannot be read to its end."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 """Endings of text and lines that are decompressed while they are read."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -20,7 +20,7 @@ _READ_BYTES = 1 << 20
 
 
 def ending_of(path: Path) -> str:
-    """The ending that says what a file holds, in lower case: not that of its compression."""
+    """The ending that names a file's format, in lower case: not that of its compression."""
     name = Path(path.name.lower())
     return Path(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix
 
@@ -58,14 +58,14 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _contents(path: Path, stream: BufferedReader) -> Iterator[bytes]:
-    """What the file holds, decompressed, read by read."""
+    """Decompressed contents of the file, read by read."""
     ending = path.suffix.lower()
     if ending == ".zst":
         yield from _zstd_contents(stream)
         return
     if ending in (".gz", ".xz", ".bz2") and path.stat().st_size == 0:
         raise EOFError(f"an empty file is not a {ending} archive")
-    # Those of Python read one member after the other, as `cat a.gz b.gz` makes, and know a truncated one.
+    # Python's readers read one member after the other, as `cat a.gz b.gz` makes, and detect a truncated one.
     reader: BufferedReader | gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File = stream
     if ending == ".gz":
         reader = gzip.GzipFile(fileobj=stream)

@@ -48,7 +48,7 @@ class StreamConfig(GPTDatasetConfig):
     """Megatron's data set configuration, with what our order and its cache need."""
 
     index_folder: Path = Path()
-    """Where index arrays are kept between runs and shared between ranks."""
+    """Folder of index arrays, kept between runs and shared between ranks."""
     content_fingerprints: dict[str, str] = field(default_factory=dict)
     """Content fingerprint of the prepared data set behind each path prefix."""
     prompt_tokens: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class StreamDataset(GPTDataset):
         return sample
 
     def _scored(self, idx: int) -> Iterator[NDArray[np.bool_]]:
-        """Whether each id of a sample is scored, by the documents that it has a part of."""
+        """Flags of a sample's ids, True where an id is scored, document by document."""
         prompts = self.config.prompt_tokens[self.dataset_path]
         number = self.shuffle_index[idx]
         (first, start), (last, end) = self.sample_index[number], self.sample_index[number + 1]
@@ -87,7 +87,7 @@ class StreamDataset(GPTDataset):
             yield np.arange(low, high) >= prompts[document]
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Documents [epochs x documents], where in them each sample starts [n + 1, 2], and the served order [n]."""
+        """Documents [epochs x documents], start of each sample in them [n + 1, 2], and the served order [n]."""
 
         def make(paths: list[Path]) -> None:
             for path, array in zip(paths, self._build_indices(), strict=True):
@@ -172,7 +172,8 @@ class TrainDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A run's samples: `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each [sequence_length]."""
 
     def __init__(self, samples: Streams, num_samples: int, eod: int | None = None) -> None:
-        """
+        """Take the first samples of a stream.
+
         Args:
             eod: the id at which positions start anew; None: at no id.
         """

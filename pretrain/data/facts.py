@@ -1,4 +1,4 @@
-"""Facts to learn by heart, and nothing else: what a table of vectors should be good at.
+"""Facts to learn by heart, and nothing else, as a table of vectors should be able to.
 
 A fact is a name of four small letters and a value of two capitals, both drawn at random, written `nameVA`. The value
 cannot be guessed from the name: a model that has not learnt the fact pays 2 ln 26 = 6.5 nats for it. Documents state
@@ -22,7 +22,7 @@ MAX_FACTS = len(ascii_lowercase) ** NAME_LETTERS
 """As many as there are names."""
 
 GUESS_NATS = VALUE_LETTERS * math.log(len(ascii_uppercase))
-"""What a value costs a model that knows its letters and not the fact."""
+"""Loss on a value of a model that knows its letters and not the fact."""
 
 
 def make_facts(number: int, seed: int) -> list[str]:

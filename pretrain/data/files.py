@@ -1,4 +1,4 @@
-"""Input files: which there are, in which order, and what each is read as."""
+"""Input files: their list, their order, and the format that each is read as."""
 
 from __future__ import annotations
 
@@ -75,12 +75,15 @@ class SourceFile:
 
     @property
     def refusal(self) -> str | None:
-        """What a file is, by its name, that no text is read from, and what to do; None: it is read."""
+        """Format of a file that no text is read from, by its name, and the remedy; None: it is read."""
         return _kind_and_refusal(self.path)[1] if self.kind == "refused" else None
 
     @property
     def read_as(self) -> tuple[str, ...]:
-        """What a request has to say of the kind, so that it is not taken for one of when the file was read as text."""
+        """Kind of the file, for the request's fingerprint; empty for files that were always read in this way.
+
+        Others were once read as text: their kind keeps such a request from matching this one.
+        """
         was_so_always = self.kind == "text" or ending_of(self.path) in (".jsonl", ".json", ".parquet", ".npz")
         return () if was_so_always and self.kind != "raw" else (self.kind,)
 
@@ -88,8 +91,8 @@ class SourceFile:
 def list_files(inputs: Sequence[str], *, as_text: bool = False) -> list[SourceFile]:
     """The files behind the inputs: each input in turn, a directory's files sorted by path.
 
-    Names that start with a dot are left out inside directories, and links to directories are not followed. Of a folder
-    that `datasets` has saved, the Arrow files of its data are the files.
+    Names that start with a dot are left out inside directories, and links to directories are not followed. A folder
+    that `datasets` has saved stands for the Arrow files of its data.
 
     Args:
         as_text: every file is text, whatever its name says.
@@ -108,7 +111,7 @@ def list_files(inputs: Sequence[str], *, as_text: bool = False) -> list[SourceFi
 
 
 def binary_kind(path: Path, content: bytes) -> str | None:
-    """What a file that should be text is by its first bytes, and what to do; None: it may well be text."""
+    """Format of a file that should be text, by its first bytes, and the remedy; None: it may well be text."""
     for magic, what in _MAGIC:
         if magic.match(content):
             return what
@@ -119,7 +122,7 @@ def binary_kind(path: Path, content: bytes) -> str | None:
 
 
 def _kind_and_refusal(path: Path) -> tuple[Kind, str]:
-    """What a name says of a file; of one that is refused, why."""
+    """Kind of a file by its name, and the reason if it is refused (else empty)."""
     ending = ending_of(path)
     if ending in _REFUSED:
         return "refused", _REFUSED[ending]
@@ -175,7 +178,10 @@ def _paths_of(name: str, *, as_text: bool) -> list[Path]:
 
 
 def _without_descriptions(folder: Path, names: list[str]) -> list[str]:
-    """Of a folder that `datasets` wrote, its data: not what describes it, nor what was computed from it and kept there."""
+    """Data files of a folder that `datasets` wrote, without its descriptions and the cached results of computations.
+
+    The names of any other folder are returned as they are.
+    """
     if "dataset_dict.json" in names:
         splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
         if len(splits) > 1:
@@ -195,7 +201,7 @@ def _without_descriptions(folder: Path, names: list[str]) -> list[str]:
 
 
 def _files_of_state(folder: Path) -> list[str]:
-    """What `datasets` has noted as the files of a data set that it saved."""
+    """Files of a saved data set, as `datasets` has listed them in `state.json`."""
     state = folder / "state.json"
     try:
         names = [str(file["filename"]) for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]

@@ -1,4 +1,4 @@
-"""The held-out documents of a blend: every token predicted once, of which domain it is, and how many bytes there are."""
+"""The held-out documents of a blend: every token predicted once, with its domain, and the number of bytes."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     Every held-out token is the target of exactly one position, the very first one included: an end-of-document token
     stands before it, as it does before every other document. So the summed loss codes the whole text, and can be set
-    against its bytes. The last window is padded with positions whose `loss_mask` is 0. So is that of positions whose
-    target is of a prompt: of prompts and answers the answers are coded.
+    against its bytes. The last window is padded with positions whose `loss_mask` is 0. The `loss_mask` is 0 too where
+    the target is of a prompt: of prompts and answers the answers are coded.
 
     `num_target_tokens` counts end-of-document tokens and `num_bytes` does not: the model pays for saying where a
     document ends, the text has no byte for it. Bits per byte so defined are never flattered.
 
-    Where documents are of several `domains`, a window says of which each target is.
+    Where documents are of several `domains`, a window has the domain of each target.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         *,
         separate_documents: bool = False,
     ) -> None:
-        """
+        """Open the windows.
+
         Args:
             entries: the blend (weights play no part here), whose data sets without held-out documents have no part in
                 this, or data sets to evaluate on, of which all documents are read if none is held out.
@@ -157,7 +158,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return window
 
     def _counts(self, start: int) -> NDArray[np.bool_]:
-        """Whether each target of the window that begins at a token of all streams counts."""
+        """Flags of the targets of the window that begins at a token of all streams: True where one counts."""
         counts = np.zeros(self.sequence_length, dtype=np.bool_)
         for offset, stream, scored in zip(self._starts, self._streams, self._scored, strict=True):
             low, high = max(start, offset), min(start + self.sequence_length, offset + len(stream))
@@ -169,7 +170,7 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def _domains(
         self, names: list[str], num_targets: list[int], num_bytes: list[int]
     ) -> tuple[list[Domain], NDArray[np.int64]]:
-        """The domains of which a target is predicted, and the number of each stream's."""
+        """The domains with a predicted target, and the number of each stream's domain."""
         found: dict[str, Domain] = {}
         for name, num_tokens, size in zip(names, num_targets, num_bytes, strict=True):
             if num_tokens:
@@ -191,8 +192,8 @@ class HeldOutDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return np.concatenate(parts)
 
     def _count_bytes(self, num_tokens: int) -> list[int]:
-        """Per stream, UTF-8 bytes of what is scored of the first tokens of all; exact but for a character that the last
-        one cuts in two.
+        """Per stream, UTF-8 bytes of the scored tokens among the first ones of all; exact but for a character that the
+        last one cuts in two.
         """
         start, counts = 0, [0] * len(self._documents)
         for number, (documents, scored) in enumerate(zip(self._documents, self._scored, strict=True)):

@@ -1,8 +1,8 @@
 """Division of documents into those to train on and those held out.
 
 Each document is drawn by a hash of its number, so that nothing has to be known of the others, and the share of the
-documents is about that of the text where they are many. Where those drawn are less than half or more than twice as much
-of the text as was asked for, as a few documents or a very long one can be, all are divided anew by their bytes.
+documents is about that of the text where they are many. Where those drawn are less than half or more than twice as
+much of the text as was asked for, as a few documents or a very long one can be, all are divided anew by their bytes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pretrain.errors import DataError
 
 _MOST_WHOLE = 0.1
-"""Share of the text: a document that is more is not held out whole for want of a smaller one."""
+"""Largest share of the text of a document that is held out whole for want of a smaller one."""
 _MOST_PER_CHARACTER = 4
-"""Bytes of a character in UTF-8: a text that is longer has two characters, and can be cut."""
+"""Most bytes of a character in UTF-8: a longer text has two characters, and can be cut."""
 
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Which documents are held out.
+    """Choice of the documents that are held out.
 
     Attributes:
-        inputs: files and directories whose documents are, all of them, and no others; empty: some of the others'.
+        inputs: files and directories whose documents are all held out, and no others; empty: documents are drawn.
         fraction: share of their text; 0: none.
-        seed: decides which.
+        seed: of the draw.
     """
 
     inputs: tuple[str, ...] = ()
@@ -43,17 +43,17 @@ class HoldOut:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether documents are drawn from among the others."""
+        """True if held-out documents are drawn from among the others."""
         return not self.inputs and self.fraction > 0
 
     def takes(self, document_index: int, input_index: int, num_inputs: int) -> bool:
-        """Whether a document is held out, given its number, and the number of its input among those of both kinds."""
+        """True if a document is held out, by its number and that of its input among the inputs of both kinds."""
         if self.inputs:
             return input_index >= num_inputs
         return held_out_score(self.seed, document_index) < self.fraction
 
     def is_about(self, share: float) -> bool:
-        """Whether a share of the text is about that asked for: half to twice, and of what is left at least half."""
+        """True if a share of the text is half to twice the one asked for, and its rest at least half of that one's."""
         return self.fraction / 2 <= share <= 2 * self.fraction and 1 - share >= (1 - self.fraction) / 2
 
 
@@ -110,7 +110,7 @@ def divide(hold_out: HoldOut, sizes: Sequence[int], *, can_cut: bool) -> Divisio
     cuttable = [index for index in rest if can_cut and sizes[index] > _MOST_PER_CHARACTER]
     if len(rest) > 1 and (sizes[shortest] <= _MOST_WHOLE * total or not cuttable):
         return Division(frozenset([*taken, shortest]))
-    # A single text may be shorter: only what cuts it knows its characters.
+    # A single text may be shorter: only the code that cuts it knows its characters.
     if cuttable or (can_cut and not taken):
         longer = (cuttable or rest)[0]
         return Division(held_out, longer, (wanted - num_bytes) / sizes[longer])

@@ -1,4 +1,4 @@
-"""Index arrays on disk: mapped into memory, complete or absent, and made by whoever misses them first."""
+"""Index arrays on disk: mapped into memory, complete or absent, and made by the first process that misses them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_index(
         key: stands for all that the arrays depend on.
         names: of the arrays.
         make: writes them, each whole or not at all, if one is missing.
-        of: what they are an index of, in words.
+        of: their subject, in words.
 
     Raises:
         DataError: they cannot be written or read.

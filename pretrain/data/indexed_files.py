@@ -1,10 +1,10 @@
 """Writing Megatron's indexed data sets, one sequence per document.
 
 Megatron's own builder keeps three Python lists that grow with the number of documents, which for 100 GB of text is more
-than a machine's memory, and takes the import of all of Megatron. What it writes is simple:
+than a machine's memory, and takes the import of all of Megatron. The files are simple:
 
 - `PREFIX.bin`: the ids of all documents, one after the other;
-- `PREFIX.prompts`, of data sets of prompts and answers alone and ours alone: of every document the tokens that are not
+- `PREFIX.prompts`, our own, and only for prompts and answers: for every document the number of its tokens that are not
   scored, which are its first, and the bytes of their text (int32 each);
 - `PREFIX.idx`: a header (magic, version 1, code of the ids' type, number of sequences, number of documents + 1), then
   lengths (int32), starts in bytes (int64), and the sequence with which each document begins (int64).
@@ -52,7 +52,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """How much of a split is written."""
+    """Amount of a split that is written."""
 
     num_documents: int = 0
     num_tokens: int = 0
@@ -61,13 +61,13 @@ class Written:
     """UTF-8 bytes of the documents' text."""
     max_token_id: int = 0
     prompt_tokens: int = 0
-    """Of the tokens, those that are not scored."""
+    """Tokens among them that are not scored."""
     prompt_bytes: int = 0
-    """Of their text."""
+    """UTF-8 bytes of the text of those."""
 
 
 class IndexedWriter:
-    """Writes one data set. Use it as a context manager: its files are open inside."""
+    """Writer of one data set. Use it as a context manager: its files are open inside."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class IndexedWriter:
         *,
         with_prompts: bool = False,
     ) -> None:
-        """
+        """Open the files.
+
         Args:
             prefix: path of the files without their endings.
             dtype: of the ids in the file.
@@ -135,7 +136,7 @@ class IndexedWriter:
         )
 
     def sync(self) -> Written:
-        """Have all that was added on disk, and say how much that is."""
+        """Bring all that was added to disk. Returns its amount."""
         for stream in self._streams:
             stream.flush()
             os.fsync(stream.fileno())
@@ -162,7 +163,7 @@ class IndexedWriter:
 
 
 def header_problem(file: Path, num_documents: int, ids_bytes: int, num_tokens: int) -> str | None:
-    """What is wrong with the header of an index, in words; None if it is that of such a data set.
+    """Fault in the header of an index, in words; None if it is that of such a data set.
 
     Args:
         ids_bytes: size of the file with the ids.

@@ -77,7 +77,7 @@ def _add_needed(package: Distribution, found: dict[str, Distribution]) -> None:
     """Add what a package needs, and what that needs in turn, by name."""
     for requirement in map(Requirement, package.requires or ()):
         name = canonicalize_name(requirement.name)
-        # Of extras, and of other systems and versions of Python.
+        # Markers leave out extras, and other systems and versions of Python.
         is_meant = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if is_meant and name not in found:
             found[name] = distribution(name)

@@ -1,4 +1,4 @@
-"""Batches: which samples each data-parallel rank reads, in which order."""
+"""Batches: the samples that each data-parallel rank reads, in their order."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def microbatches(
     """The microbatches of one data-parallel rank, tensors [micro_batch_size, sequence_length], from a sample number on.
 
     Microbatch m of rank d holds samples `start + (m * data_size + d) * micro_batch_size` and following. A global batch
-    is a run of consecutive samples, so which samples it holds depends neither on the number of ranks nor on the size of
-    a microbatch; resuming is starting at the number of samples consumed.
+    is a run of consecutive samples, so its samples depend neither on the number of ranks nor on the size of a
+    microbatch; resuming is starting at the number of samples consumed.
 
     Args:
         dataset: samples in the order of the run.

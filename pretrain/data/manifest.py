@@ -2,9 +2,9 @@
 
 A prepared data set is a folder with `train.bin/.idx` and `validation.bin/.idx` (Megatron's indexed data sets, one
 sequence per document, each ended by the end-of-document id), `train.prompts` and `validation.prompts` where documents
-are prompts and answers, `tokenizer.json` where the tokenizer is a Hugging Face
-one, and `manifest.json`. The folder gets its name only when all of it is there (see `staging`), so a folder of that
-name with a manifest is whole, or was damaged later.
+are prompts and answers, `tokenizer.json` where the tokenizer is a Hugging Face one, and `manifest.json`. The folder
+gets its name only when all of it is there (see `staging`), so a folder of that name with a manifest is whole, or was
+damaged later.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _BYTES_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class PromptsInfo:
-    """Of a split of prompts and answers: what is not scored, and what the file that says so must look like."""
+    """Prompts of a split of prompts and answers, which are not scored; size and hash of the file that lists them."""
 
     num_tokens: int
     num_bytes: int
-    """Of their text."""
+    """UTF-8 bytes of their text."""
     file_bytes: int
     file_sha256: str
 
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """One split: what it holds, and what its files must look like."""
+    """One split: its contents, and the sizes and hashes of its files."""
 
     num_documents: int
     num_tokens: int
@@ -76,7 +76,7 @@ class SplitInfo:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SplitInfo:
-        """From the values of a manifest; those that were written before there were prompts say nothing of them."""
+        """Split of the values of a manifest; those written before there were prompts have none of them."""
         prompts = values.get("prompts")
         return cls(**{**values, "prompts": None if prompts is None else PromptsInfo(**prompts)})
 
@@ -99,7 +99,7 @@ class Manifest:
     """sha256 over arguments and input files (path, size, modification time)."""
     versions: Mapping[str, str]
     has_digest: bool = field(default=True, compare=False)
-    """Whether its file holds a sha256 of everything above; those that were written before there was one do not."""
+    """True if its file holds a sha256 of everything above; files from before there was one do not."""
 
     @property
     def content_fingerprint(self) -> str:
@@ -189,8 +189,8 @@ class PreparedDataset:
         return indexed
 
     def open_prompts(self, split: str) -> NDArray[Any] | None:
-        """Of every document of a split, `tokens` that are not scored, which are its first, and their `text_bytes`;
-        None: every token of the split is scored."""
+        """Number of unscored `tokens` of every document of a split, which are its first, and their `text_bytes`; None:
+        every token of the split is scored."""
         return None if self.manifest.splits[split].prompts is None else read_prompts(self.path / f"{split}.prompts")
 
     def verify(self) -> None:

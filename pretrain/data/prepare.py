@@ -155,7 +155,7 @@ def _existing(folder: Path, request_fingerprint: str, overwrite: bool) -> Prepar
 
 @dataclass
 class _Progress:
-    """How far a preparation has come: noted now and then beside what it writes, for the case that it is cut off."""
+    """Progress of a preparation, noted now and then beside its output, so that one that is cut off can go on."""
 
     request_fingerprint: str
     num_records: int = 0
@@ -169,7 +169,7 @@ class _Progress:
 
     @classmethod
     def read(cls, staging: Path, request_fingerprint: str) -> _Progress | None:
-        """What was noted of the same request, if it was."""
+        """Noted progress of the same request; None if there is none."""
         try:
             fields = json.loads((staging / PROGRESS_FILE).read_text(encoding="utf-8"))
             fields["written"] = {split: Written(**values) for split, values in fields["written"].items()}
@@ -179,7 +179,7 @@ class _Progress:
         return found if found.request_fingerprint == request_fingerprint else None
 
     def note(self, staging: Path) -> None:
-        """Write it down."""
+        """Write the progress into the staging folder."""
         with atomic_write(staging / PROGRESS_FILE) as stream:
             stream.write(json.dumps(asdict(self)).encode())
 
@@ -207,21 +207,21 @@ class _Job:
 
     @property
     def as_text(self) -> bool:
-        """Whether every file is text, whatever its name says."""
+        """True if every file is read as text, whatever its name says."""
         return any(file.kind == "raw" for file in self.files)
 
     @property
     def file_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.size_bytes for file in self.files)
 
     @cached_property
     def request_fingerprint(self) -> str:
-        """sha256 over everything that decides what is written."""
+        """sha256 over everything that decides the output."""
         request: list[object] = [FORMAT_VERSION, self.tokenizer.fingerprint, self.tokenizing.field_name]
         request += [self.hold_out.fraction, self.hold_out.seed]
         request += [[str(file.path.resolve()), file.size_bytes, file.mtime_ns, *file.read_as] for file in self.files]
-        # What was asked for less often came later: requests without it have the fingerprints that they had.
+        # Rarer arguments came later: requests without them keep the fingerprints that they had.
         if self.hold_out.inputs:
             request.append({"first_validation_input": self.num_inputs})
         if self.tokenizing.cut_documents is not None:
@@ -231,7 +231,7 @@ class _Job:
         return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 
     def manifest(self, splits: dict[str, SplitInfo]) -> Manifest:
-        """Of what `write` has written."""
+        """Manifest of the splits that `write` has written."""
         pair = self.tokenizing.pair
         return Manifest(
             format_version=FORMAT_VERSION,
@@ -334,7 +334,7 @@ class _Job:
         share = held_out.num_bytes / (train.num_bytes + held_out.num_bytes)
         if train.num_documents and held_out.num_documents and self.hold_out.is_about(share):
             return writers
-        # What follows does not go on from a note.
+        # From here on, a preparation that is cut off starts anew.
         (staging / PROGRESS_FILE).unlink(missing_ok=True)
         endings = (".bin", ".lengths", *([".prompts"] if self.tokenizing.pair is not None else []))
         drawn = {}
@@ -366,7 +366,7 @@ class _Job:
         return writers
 
     def _cut(self, index: int, share: float) -> Iterator[Document]:
-        """The beginning of a document and its end, which has a share of it."""
+        """The two parts of a document, of which the end has a share of it."""
         skipping, most = BadDocumentLog(self.left_out.limit), self.tokenizing.cut_documents
         texts = read_documents(
             self.inputs, field_name=self.tokenizing.field_name, as_text=self.as_text, bad_documents=skipping
@@ -387,7 +387,7 @@ class _Job:
 
 
 def _split_info(folder: Path, split: str, written: Written) -> SplitInfo:
-    """The manifest's entry, with the hashes of what was written."""
+    """The manifest's entry, with the hashes of the files."""
     data, index, prompts = (folder / f"{split}.{ending}" for ending in ("bin", "idx", "prompts"))
     return SplitInfo(
         num_documents=written.num_documents,

@@ -1,4 +1,4 @@
-"""Which tokens of a stream count in the loss."""
+"""Tokens of a stream that count in the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Which tokens of a stream are scored: all, or of each document those behind its prompt.
+    """Scored tokens of a stream: in each document, those behind its prompt.
 
     Attributes:
         starts: [documents], the first token of each.
@@ -30,7 +30,7 @@ class ScoredTokens:
 
     @classmethod
     def of(cls, dataset: PreparedDataset, split: str, documents: IndexedDataset) -> ScoredTokens | None:
-        """None: all are."""
+        """Scored tokens of a split; None: all are."""
         prompts = dataset.open_prompts(split)
         if prompts is None:
             return None
@@ -39,11 +39,11 @@ class ScoredTokens:
         return cls(starts, starts + prompts["tokens"], ends)
 
     def flags(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Of the tokens [start, stop), which are in the stream."""
+        """Flags of the tokens [start, stop) of the stream: True where one is scored."""
         tokens = np.arange(start, stop)
         found: NDArray[np.bool_] = tokens >= self.first[np.searchsorted(self.ends, tokens, side="right")]
         return found
 
     def count(self, stop: int) -> int:
-        """How many of the first tokens are scored."""
+        """Number of scored tokens among the first `stop`."""
         return int(np.clip(np.minimum(self.ends, stop) - self.first, 0, None).sum())

@@ -4,7 +4,7 @@ Reading is split in two, so that the costly half can run in other processes:
 
 1. `list_files` and `read_records` walk the inputs in a fixed order and cut them into undecoded records (a path, a line,
    a string);
-2. `decode` turns a record into text, or says what is wrong with it.
+2. `decode` turns a record into text, or names its fault.
 
 `read_documents` is both in one process.
 """
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def origin(self) -> str:
-        """Where the record is from, as a person would look it up."""
+        """File and line or row of the record, as a person would look it up."""
         if self.row == 0:
             return str(self.file.path)
         return f"{self.file.path}, {'line' if self.file.kind in ('json', 'csv') else 'row'} {self.row}"
@@ -62,7 +62,7 @@ class Record:
 
 @dataclass
 class BadDocumentLog:
-    """Counts the documents that are left out, and gives up past `limit` bad ones."""
+    """Count of the documents that are left out; it gives up past `limit` bad ones."""
 
     limit: int
     num_bad: int = 0
@@ -98,7 +98,7 @@ def refuse_kinds(files: Sequence[SourceFile], bad_documents: BadDocumentLog) -> 
     """Refuse files that no text can be read from before any is read, if they are more than may be left out.
 
     Raises:
-        DataError: they are.
+        DataError: they are more.
     """
     refused = [(str(file.path), refusal) for file in files if (refusal := file.refusal) is not None]
     if len(refused) > bad_documents.limit:
@@ -109,7 +109,7 @@ def refuse_kinds(files: Sequence[SourceFile], bad_documents: BadDocumentLog) -> 
 def read_records(files: Sequence[SourceFile], field_name: str) -> Iterator[Record]:
     """Cut the files into records, in order. A file that breaks ends with one record that says so.
 
-    Of a table the column `field_name` is read, and JSON lines are not looked into.
+    The column `field_name` of a table is read; JSON lines are not looked into.
     """
     for file in files:
         if file.kind == "json":
@@ -276,7 +276,7 @@ def _field(value: dict[str, object], field_name: str, option: str) -> str:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object. Of a key that is there twice, Python would take the last without a word, and others the first."""
+    """A JSON object without double keys: Python takes the last without a word, and other readers the first."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]

@@ -22,7 +22,7 @@ LOCK_FILE = ".lock"
 
 
 PROGRESS_FILE = "progress.json"
-"""What a long build notes of itself: with it a folder is kept when the build is cut off, and without it removed."""
+"""Progress that a long build notes: a folder with it is kept when the build is cut off, and one without is removed."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def recover_replaced(output: Path) -> None:
 
 
 def _displaced(output: Path) -> Path:
-    """Where a data set waits while another one takes its name."""
+    """Path of a data set while another one takes its name."""
     return output.with_name(f".{output.name}.replaced")
 
 

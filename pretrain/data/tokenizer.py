@@ -38,7 +38,7 @@ _NUM_BYTE_VALUES = 256
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Which tokenizer made the ids."""
+    """Identity of the tokenizer that made the ids."""
 
     kind: str
     """`bytes`, `codes` or `huggingface`."""
@@ -53,7 +53,7 @@ class TokenizerInfo:
 
 
 class Tokenizer(ABC):
-    """What the rest of the code knows about a tokenizer: what `info` holds, and how text becomes ids and ids text."""
+    """Interface of tokenizers: the fields of `info`, and the conversions of text to ids and back."""
 
     kind: str
     fingerprint: str
@@ -63,17 +63,17 @@ class Tokenizer(ABC):
 
     @property
     def info(self) -> TokenizerInfo:
-        """What a prepared data set records of it."""
+        """Record of the tokenizer in a prepared data set."""
         return TokenizerInfo(self.kind, self.fingerprint, self.vocab_size, self.eod, self.eod_token)
 
     @property
     def pad(self) -> int:
-        """Outside the vocabulary: Megatron masks this id wherever it occurs, and no id of a document may be masked."""
+        """Id outside the vocabulary: Megatron masks it wherever it occurs, and no id of a document may be masked."""
         return -1
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """What Megatron writes into the description of a data set."""
+        """Fields that Megatron writes into the description of a data set."""
         return asdict(self.info)
 
     @property
@@ -145,7 +145,8 @@ class CodeTokenizer(Tokenizer):
     kind = CODES
 
     def __init__(self, num_codes: int, num_classes: int) -> None:
-        """
+        """Make the vocabulary.
+
         Raises:
             DataError: a number that is too small.
         """
@@ -157,7 +158,7 @@ class CodeTokenizer(Tokenizer):
 
     @staticmethod
     def of(spec: str) -> CodeTokenizer:
-        """That of `codes:NUM_CODES,NUM_CLASSES`.
+        """Tokenizer of a spec `codes:NUM_CODES,NUM_CLASSES`.
 
         Raises:
             DataError: it is not written so.
@@ -194,7 +195,8 @@ class HuggingFaceTokenizer(Tokenizer):
     kind = HUGGING_FACE
 
     def __init__(self, definition: str, eod_token: str | None = None, origin: str = TOKENIZER_FILE) -> None:
-        """
+        """Load a definition.
+
         Args:
             definition: content of the `tokenizer.json`.
             eod_token: the token that ends a document; None picks the first known name that the vocabulary has.

@@ -27,7 +27,7 @@ _MAX_BATCH_RECORDS = 256
 
 @dataclass(frozen=True)
 class TokenizedRecord:
-    """What became of a record: documents (none if it is empty), or why it is bad.
+    """Result of a record: documents (none if it is empty), or the reason that it is bad.
 
     Attributes:
         documents: of the record.
@@ -42,7 +42,7 @@ class TokenizedRecord:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How records become documents.
+    """Settings by which records become documents.
 
     Attributes:
         field_name: JSON field that holds the text.
@@ -175,7 +175,7 @@ def _tokenize_pairs(batch: list[Record], how: Tokenizing, names: PairFields) -> 
 
 
 _job: Tokenizing
-"""What `_start_worker` was given: sent once per worker, for a tokenizer is larger than many a batch."""
+"""Settings of this worker, sent to it once: a tokenizer is larger than many a batch."""
 
 
 def _start_worker(how: Tokenizing, parent_pid: int) -> None:

@@ -15,7 +15,7 @@ from pretrain.engine.build import Chunk, unwrap
 
 
 def _columns(chunks: Sequence[Chunk]) -> dict[str, tuple[int, int]]:
-    """Where `auxiliary_sums` keeps each loss that is switched on, and the tokens that it is a mean of.
+    """Columns in `auxiliary_sums` of each loss that is switched on, and of the tokens that it is a mean of.
 
     The same on every rank, whatever layers it has: the sums go through one collective.
     """

@@ -1,4 +1,4 @@
-"""From a config and this rank's groups to model chunks under Megatron's DDP."""
+"""Build model chunks under Megatron's DDP from a config and this rank's groups."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
 
 
 def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
-    """A CUDA stream for lookups in tables that are split; none on the CPU, where work is done when a call returns."""
+    """A CUDA stream for lookups in split tables; none on the CPU, where work is done when a call returns."""
     beside = groups.device.type == "cuda" and config.parallel.memory > 1 and config.parallel.overlap_memory
     return SideStream(torch.cuda.Stream(groups.device) if beside else None)
 

@@ -52,7 +52,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         qk_layernorm=model.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        # Not Transformer Engine's: what the spec names, `megamem.swiglu.swiglu`.
+        # Not Transformer Engine's, but the one that the spec names: `megamem.swiglu.swiglu`.
         use_te_activation_func=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -69,14 +69,14 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=None if layout.pipeline_layout is None else _megatron_layout(config),
         context_parallel_size=layout.context,
-        # Of Transformer Engine's attention; ours is another class for each way.
+        # Read by Transformer Engine's attention; ours is another class for each way.
         cp_comm_type=_TE_WAYS[context_way(config)] if layout.context > 1 else None,
         # Interleaved schedules with batched p2p exchange the messages of two chunks without a word of warning.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         # For a defect of torch before 2.0: the host would wait for the device at every message.
         batch_p2p_sync=False,
-        # Of Megatron's own code that is the lookup of embeddings.
+        # In Megatron's own code, the lookup of embeddings reads this.
         deterministic_mode=config.train.deterministic,
         # Layers carry their global number in checkpoint names, whatever stage they are on.
         hetereogenous_dist_checkpoint=True,
@@ -89,7 +89,7 @@ def transformer_config(config: RunConfig, *, dtype: torch.dtype, on_gpu: bool) -
 
 
 def run_chunks(config: RunConfig) -> tuple[ModelChunk, ...]:
-    """What the model's chunks hold, in the order of the depth.
+    """Contents of the model's chunks, in the order of the depth.
 
     Raises:
         ValueError: see `parallel.pipeline_layout.model_chunks`.
@@ -129,10 +129,10 @@ def _experts(config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.expert_ffn_hidden_size,
         "moe_router_topk": moe.top_k,
-        # Softmax over all experts before the selection, or over those selected: which is the former, renormalised.
+        # Softmax over all experts before the selection, or over those selected, which equals the former, renormalised.
         "moe_router_pre_softmax": not moe.renormalise,
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        # Of groups of sequences, see `megamem.moe.Router`.
+        # Over groups of sequences, see `megamem.moe.Router`.
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": moe.balance_loss_weight,
         "moe_z_loss_coeff": moe.z_loss_weight or None,
@@ -153,7 +153,7 @@ def ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(config: RunConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    """What Megatron's optimizer asks of its config. AdamW is ours, with rates and decays from `pretrain.config.schedule`."""
+    """Config of Megatron's optimizer. AdamW is ours, with rates and decays from `pretrain.config.schedule`."""
     return MegatronOptimizerConfig(
         clip_grad=config.optimizer.clip_grad,
         bf16=dtype == torch.bfloat16,

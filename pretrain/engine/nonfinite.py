@@ -1,4 +1,4 @@
-"""Which parameters have gradients that are not finite, and on which ranks. Looked for only in a step that has some."""
+"""Find the parameters and ranks with gradients that are not finite. Run only in a step that has some."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RANKS_IN_WORDS = 4
 
 @dataclass(frozen=True)
 class NonFinite:
-    """What one rank found.
+    """Parameters of one rank with gradients that are not finite.
 
     Attributes:
         rank, host: of it.
         stage: its pipeline stage.
         names: the first few parameters.
-        num_parameters: how many there are.
+        num_parameters: the number of all of them.
         of: parameters of the rank.
     """
 
@@ -47,10 +47,10 @@ class NonFinite:
 
 
 def find_non_finite(chunks: Sequence[DistributedDataParallel], groups: ParallelGroups) -> tuple[NonFinite, ...]:
-    """What every rank that has such gradients found, by rank, on every rank. Collective.
+    """Findings of all ranks that have such gradients, by rank, on every rank. Collective.
 
-    Gradients are looked at where they were added up: a rank's own, and of the share that it steps, the sum over
-    replicas. So the rank that made them is among those that are named, and ranks that own the sum beside it.
+    A rank looks at its own gradients, and, in the share that it steps, at the sum over replicas. So the rank that made
+    them is among those that are named, beside the ranks that own the sum.
     """
     mine: list[str] = []
     count = 0
@@ -77,7 +77,7 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def in_words(found: Sequence[NonFinite]) -> str:
-    """Where gradients are not finite, of the first few ranks."""
+    """Parameters with gradients that are not finite on the first few ranks, in words."""
     if not found:
         return "the gradients are finite, but the loss is not, or a sum of squares is too large"
     more = f"; and {len(found) - RANKS_IN_WORDS} ranks more" if len(found) > RANKS_IN_WORDS else ""

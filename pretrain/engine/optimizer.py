@@ -233,7 +233,7 @@ class GradientNorms:
 
 
 NORM_PART_ELEMENTS = 1 << 22
-"""Of a gradient whose squares are summed at once: 32 MB in fp64."""
+"""Elements of a gradient whose squares are summed at once: 32 MB in fp64."""
 
 
 class MemoryOptimizer(ChainedOptimizer):
@@ -300,12 +300,12 @@ class MemoryOptimizer(ChainedOptimizer):
             optimizer.set_num_updates(updates_of)
 
     def set_weights_from_main(self) -> None:
-        """Round all main weights to this rank's shares of the model's; who reads weights gathers them first."""
+        """Round all main weights to this rank's shares of the model's; readers of weights gather them first."""
         for optimizer in self.chained_optimizers:
             optimizer.set_weights_from_main()
 
     def describe_offload(self) -> str | None:
-        """Where this rank's tables are stepped and by what, in words; None if they are not offloaded."""
+        """Place and implementation of the update of this rank's tables, in words; None if they are not offloaded."""
         for optimizer in self.chained_optimizers:
             if isinstance(optimizer, OffloadingOptimizer):
                 return (
@@ -319,9 +319,9 @@ class MemoryOptimizer(ChainedOptimizer):
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """[] fp64 of a contiguous gradient of any size.
+    """Sum of squares, [] fp64, of a contiguous gradient of any size.
 
-    In parts: PyTorch makes an fp64 copy of what it is given, twice the size of the largest shard of a table.
+    In parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of a table.
     """
     parts = gradient.view(-1).split(NORM_PART_ELEMENTS)
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
@@ -388,7 +388,7 @@ def _distributed_optimizer(
         data_parallel_group_idx=torch.distributed.get_rank(megatron.tp_ep_pp if split else megatron.mp),
         distributed_optimizer_instance_id=0,
     )
-    # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. Of a table or an expert there
-    # are none: each rank of a stage owns other gradients.
+    # The global norm leaves out the copies of a parameter on other tensor-parallel ranks. A table or an expert has
+    # none: each rank of a stage owns other gradients.
     optimizer.tp_group = megatron.expt_tp if split else megatron.tp
     return optimizer

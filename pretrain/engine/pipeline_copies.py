@@ -42,7 +42,7 @@ def sum_over_stages(chunks: list[DistributedDataParallel], stages: dist.ProcessG
 
 
 def _shares(chunks: list[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Of each such parameter, in the same order on every stage."""
+    """This rank's share of each such gradient, in the same order on every stage."""
     for chunk in chunks:
         for reduced_together in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             for bucket in reduced_together.buckets:

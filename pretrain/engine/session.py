@@ -1,4 +1,4 @@
-"""Joining the ranks of a run, whoever started them."""
+"""Join the ranks of a run, whether started here or elsewhere."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
 def relaid(config: RunConfig, groups: ParallelGroups) -> ParallelGroups:
     """The groups of another configuration's layout, in the session of `groups`. Collective.
 
-    The former groups, and what was built on them, must not be used again.
+    The former groups, and objects built on them, must not be used again.
     """
     close_groups()
     return initialise_groups(

@@ -31,14 +31,14 @@ from pretrain.engine.weight_gathering import wait_for
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], Chunk], tuple[Tensor, Callable[[Tensor], Any]]]
-"""A microbatch through a chunk: its output, and what makes of it a loss, a number of targets and `{"loss": measured}`."""
+"""A microbatch through a chunk: its output, and a function of it to a loss, its targets and `{"loss": measured}`."""
 
 
 @dataclass(frozen=True)
 class LossSum:
     """Summed negative log-likelihood in nats and the number of targets, over all ranks.
 
-    `by_domain` are those of the domains of held-out documents, where a batch says which domain a target is of.
+    `by_domain` has those of the domains of held-out documents, where a batch names the domain of each target.
     """
 
     nats: float
@@ -53,7 +53,7 @@ class LossSum:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Attributes:
         loss: the training loss, without auxiliary losses.
@@ -61,10 +61,10 @@ class StepResult:
             tokens.
         norms: of the gradients.
         stop_requested: whether any rank was told to stop.
-        ranks_saved: how many ranks are done with their part of a save in flight.
-        ranks_failed_to_save: how many could not do it.
-        spike: why the step was judged to be one; None: it was not.
-        non_finite: where gradients are not finite, if the loss or a norm is not.
+        ranks_saved: ranks that are done with their part of a save in flight.
+        ranks_failed_to_save: ranks that could not do it.
+        spike: the reason that the step was judged to be one; None: it was not.
+        non_finite: places of gradients that are not finite, if the loss or a norm is not.
     """
 
     loss: LossSum
@@ -78,21 +78,21 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients are."""
+        """True if loss and gradients are finite."""
         return self.norms.are_finite and math.isfinite(self.loss.nats)
 
     @property
     def updated(self) -> bool:
-        """Whether the update was applied."""
+        """True if the update was applied."""
         return self.is_finite and self.spike is None
 
 
 Judge: TypeAlias = Callable[[float, float], str | None]
-"""Of the loss in nats per token and the gradient norm: why the update must not be applied; None: it may."""
+"""Reason not to apply an update, by the loss in nats per token and the gradient norm; None: apply it."""
 
 
 def no_spikes(loss: float, grad_norm: float) -> str | None:
-    """Judges nothing."""
+    """Judge no step to be a spike."""
     return None
 
 
@@ -121,7 +121,7 @@ def train_step(
         micro_batch_size: b.
         sequence_length: s.
         stop_requested: this rank was told to stop; one rank is enough for all to stop.
-        save_votes: what this rank says of a save in flight, which all will know after the step.
+        save_votes: this rank's part of a save in flight, which all will know after the step.
         judge: decides alike on all ranks.
     """
     for chunk in chunks:
@@ -179,7 +179,8 @@ def forward_passes(
     micro_batch_size: int,
     sequence_length: int,
 ) -> list[Tensor]:
-    """What `forward_step` measures of each microbatch, on the last stage; elsewhere nothing. Collective."""
+    """Run `forward_step` without gradients. Returns its measurements of each microbatch on the last stage, elsewhere
+    nothing. Collective."""
     for chunk in chunks:
         chunk.eval()
     sizes = (num_microbatches, micro_batch_size, sequence_length)
@@ -190,7 +191,7 @@ def forward_passes(
 
 
 def world_sums(sums: Tensor, groups: ParallelGroups) -> Tensor:
-    """Over all ranks, what ranks have measured of their own tokens; tensor-parallel ranks have measured the same."""
+    """Sums over all ranks of measurements on their own tokens; tensor-parallel ranks have measured the same."""
     if dist.get_rank(groups.megatron.tp) != 0:
         sums.zero_()
     dist.all_reduce(sums)
@@ -207,7 +208,7 @@ def _schedule(
     forward_only: bool,
     forward_step: ForwardStep | None = None,
 ) -> list[Tensor]:
-    """Run Megatron's schedule; the result is [loss sum, targets] per microbatch, or what another forward step measures,
+    """Run Megatron's schedule. Returns [loss sum, targets] per microbatch, or the measurements of another forward step,
     on the last stage only."""
     run = get_forward_backward_func()
     first = unwrap(chunks[0])
@@ -230,12 +231,12 @@ def _schedule(
 
 
 def read_microbatch(iterator: Iterator[Batch], model: MemoryGPTModel) -> tuple[Batch, Tensor | None]:
-    """What a chunk reads of the next microbatch: this rank's tokens, and the bounds of documents if they are separate.
+    """Read a chunk's part of the next microbatch: this rank's tokens, and the bounds of documents if they are separate.
 
-    Nothing where the chunk reads no tokens.
+    Empty where the chunk reads no tokens.
     """
     whole = dict(next(iterator)) if model.reads_tokens else {}
-    # Of whole sequences, on every context-parallel rank; in host memory.
+    # Bounds of whole sequences, on every context-parallel rank; in host memory.
     bounds = whole.pop(DOCUMENT_BOUNDS, None)
     assert bounds is not None or not model.separate_documents, "nothing says where documents begin"
     batch = own_tokens(whole, model.cp_group) if whole else {}
@@ -264,7 +265,7 @@ def _loss(loss_mask: Tensor | None, losses: Tensor) -> tuple[Tensor, Tensor, dic
 def _loss_by_domain(
     loss_mask: Tensor | None, domains: Tensor | None, num_domains: int, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """As `_loss`, whose two sums are followed by the same two of each domain."""
+    """As `_loss`, with its two sums followed by the same two of each domain."""
     total, num_tokens, measured = _loss(loss_mask, losses)
     assert loss_mask is not None
     assert domains is not None
@@ -276,7 +277,7 @@ def _loss_by_domain(
 def _world_loss(
     losses: Sequence[Tensor], chunks: Sequence[Chunk], groups: ParallelGroups, flags: Sequence[bool]
 ) -> tuple[LossSum, dict[str, dict[int, float]], list[int]]:
-    """Losses over all ranks, known to every rank, and of each flag, how many ranks have set it.
+    """Losses over all ranks, known to every rank, and for each flag the number of ranks that have set it.
 
     `losses` are [loss sum, targets] per microbatch, on the last stage. The layers of `chunks` have the auxiliary ones.
     """

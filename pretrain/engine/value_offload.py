@@ -1,6 +1,6 @@
 """Main weights and Adam moments of memory tables in host memory, stepped there.
 
-They take 12 bytes per element, which is what a table costs most of. With `optimizer.value_offload: cpu` a step brings
+They take 12 bytes per element, the largest part of a table's memory. With `optimizer.value_offload: cpu` a step brings
 the gradients to the host, updates there, and sends the weights back. The device keeps the weights and the gradient
 buffer, and nothing is added to them: everything passes through two windows of page-locked host memory of a fixed size,
 one of which is in flight while the host works on the other.
@@ -72,7 +72,7 @@ class HostAdamW:
 
 
 def has_deepspeed() -> bool:
-    """Whether tables in host memory are stepped by DeepSpeed."""
+    """True if DeepSpeed, being installed, steps tables in host memory."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -118,7 +118,7 @@ def _alone_in_build_folder() -> Iterator[None]:
     """PyTorch builds extensions in a folder of ours, one process at a time.
 
     Its own lock is a file that a killed process leaves behind, for which all later ones wait without end. Ours is
-    released when its owner ends, however it ends; so a file of PyTorch's that is there then was left behind.
+    released however its owner ends; so a file of PyTorch's that is there then was left behind.
     """
     folder = cache_folder() / f"deepspeed-torch{torch.__version__}-{sys.implementation.cache_tag}"
     folder.mkdir(parents=True, exist_ok=True)

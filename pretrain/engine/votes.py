@@ -1,4 +1,4 @@
-"""What a rank tells the others of a save in flight, by way of a step."""
+"""Votes of the ranks on a save in flight, summed by a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SaveVotes:
-    """What this rank says when a step begins.
+    """Votes of this rank when a step begins.
 
     Attributes:
         done: its part of the present phase is done.

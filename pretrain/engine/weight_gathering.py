@@ -1,14 +1,14 @@
 """Gathering the updated weights from the ranks that step them, while the next forward pass runs.
 
 Every rank steps its share of the weights. Megatron's DDP then gathers them part by part: a module's forward waits for
-the parts that it reads, and starts the next one. Ours adds what Megatron cannot know: a memory reads a bank, which is
-no part of its layer and has no forward, and a chunked loss reads the output projection without its forward; and it may read on a CUDA stream of its own, while the common one would not
-wait for a part that somebody has waited for elsewhere. So a block waits for all that its memory reads, on the common
-stream, before the memory starts. What is decomposed once per step, for all layers at a time, has been waited for when
-the step starts: the Tucker cores, and with them the parts that they are in. Of a model with such cores it is the tables
-that are gathered beside forward, and little of the backbone.
+the parts that it reads, and starts the next one. Ours adds what Megatron cannot know. A memory reads a bank, which is
+no part of its layer and has no forward, and a chunked loss reads the output projection without its forward. A memory
+may also read on a CUDA stream of its own, while the common stream does not wait again for a part that another has
+waited for. So a block waits for all that its memory reads, on the common stream, before the memory starts. The Tucker
+cores are decomposed once per step, for all layers at a time: the step starts by waiting for them, and for the parts
+that they are in. In a model with such cores the tables are gathered beside forward, and little of the backbone.
 
-Between the steps whoever reads weights in another way than by a forward pass completes them first.
+Between the steps, code that reads weights without a forward pass completes them first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
     """Have every block with a memory, and a chunked loss, wait for the weights that they read; for DDP that gathers
     beside forward."""
     for module, hook in wrapped.remove_forward_pre_hook_handles.items():
-        # They wait for nothing. And rotary embeddings stay in a cache of Megatron's for ever, the model with their hook.
+        # They wait for nothing. And a cache of Megatron's keeps rotary embeddings for ever, the model with their hook.
         if not any(True for _ in module.parameters(recurse=False)):
             hook.remove()
     for site in (module for module in model.modules() if isinstance(module, MemorySite)):
@@ -37,7 +37,7 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
         if isinstance(layer, MemoryLayer) and str(layer.view.bank) in model.banks:
             parameters += model.banks[str(layer.view.bank)].parameters()
         wait = _waiting_for(_parts(wrapped, parameters))
-        # The memory's own too: what joins the stream after a later block is read without its site's forward.
+        # The memory's own too: a memory that joins the stream after a later block is read without its site's forward.
         site.register_forward_pre_hook(wait)
         site.memory.register_forward_pre_hook(wait)
     if model.shared_read is not None:

@@ -11,7 +11,7 @@ from pretrain.errors import ConfigError
 
 
 class RunFolder:
-    """Where a run keeps what."""
+    """Paths of a run's files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""When a run was started and when it ended, a line each in `history.jsonl`. It imports no torch."""
+"""Starts and ends of a run, and incidents, a line each in `history.jsonl`. It imports no torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Incident:
     Attributes:
         step: after which it was noticed.
         kind: non-finite, spike, rewind, slow rank, replicas, collapsed keys or silent memory.
-        message: what was found, where, and what was done.
+        message: the finding, its place, and the action taken.
         at: UTC, as ISO 8601 has it.
     """
 
@@ -90,7 +90,7 @@ def _last_byte(stream: BinaryIO) -> bytes:
 
 
 def read_history(folder: RunFolder) -> tuple[Event, ...]:
-    """What was recorded, in its order; nothing of runs from before there was such a file.
+    """Recorded events, in their order; none of runs from before there was such a file.
 
     Raises:
         ConfigError: the file is damaged.

@@ -1,15 +1,15 @@
 """One owner of a run folder at a time, on one machine or many.
 
 Two runs in one folder overwrite each other's checkpoints and metrics. So a run puts down a claim and beats: a thread
-counts up in it as long as the run lives. Whoever finds a claim asks whether its owner is alive. Where the process can be
-looked for (same machine, same container) that is certain and immediate; elsewhere the claim is watched with the
+counts up in it as long as the run lives. A run that finds a claim asks whether its owner is alive. Where the process
+can be looked for (same machine, same container) that is certain and immediate; elsewhere the claim is watched with the
 watcher's own clock, and lapses when it has not moved for `LAPSE_S`. No file lock is trusted, as network file systems
-keep them for one node, or not at all; what is trusted is that only one of many can make a file of a given name.
+keep them for one node, or not at all; this relies only on the rule that one of many can make a file of a given name.
 
-Claims are numbered, `owner/000001.json` and on, and the highest number owns. Who finds the highest dead or ended makes
-the next one, which only one of many can, and owns if there is still no higher one: there is, if others had come and gone
-since it looked. Only the owner removes claims, those before its own; the last one stays, marked as ended, so that no
-number is given out twice. Hence there is no moment at which a claim that counts is away, and nothing to put back.
+Claims are numbered, `owner/000001.json` and on, and the highest number owns. A run that finds the highest dead or ended
+makes the next one, which only one of many can, and owns if there is still no higher one: there is, if others came and
+went since it looked. Only the owner removes claims, those before its own; the last one stays, marked as ended, so that
+no number is given out twice. Hence there is no moment at which a claim that counts is away, and nothing to put back.
 
 An owner that was believed dead and was only held up (a machine asleep, a file system that hung) finds another's claim
 before it writes the next time, and stops.
@@ -47,13 +47,13 @@ _IN_USE = (
 
 @dataclass(frozen=True)
 class Claim:
-    """Who owns a folder.
+    """Claim on a folder by its owner.
 
     Attributes:
         token: no other claim has it.
         host: where the owner runs, for people.
         machine: the kernel that it runs under and its namespace of process numbers; empty where they are unknown.
-        pid, started: its number there, and when it got it, in ticks of that kernel; numbers are given out again.
+        pid, started: its number there, and its start in ticks of that kernel; numbers are given out again.
         job, attempt: of Slurm, or empty and 0.
         since: local time of the claim, for people.
     """
@@ -87,7 +87,7 @@ class Claim:
         return f"process {self.pid} on {self.host} (since {self.since}{job})"
 
     def is_alive(self, seen_by: Claim) -> bool | None:
-        """Whether the owner is alive; None if that cannot be told from where `seen_by` runs."""
+        """True if the owner is alive; None if that cannot be told from where `seen_by` runs."""
         if self.job and self.job == seen_by.job and self.attempt < seen_by.attempt:
             # Slurm starts a job again when nothing of it runs any more.
             return False
@@ -98,7 +98,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Found:
-    """A claim's file as it was read: its bytes, whose it is if they can be understood, and whether that has ended."""
+    """A claim's file as it was read: its bytes, the claim if they can be understood, and whether that has ended."""
 
     path: Path
     content: bytes
@@ -112,7 +112,7 @@ class _Found:
         return self._moves() if alive is None else alive
 
     def _moves(self) -> bool:
-        """Whether the claim changes while it is watched."""
+        """True if the claim changes while it is watched."""
         print(
             f"{self.path.parent.parent} was claimed by {self.claim or 'somebody'}, who cannot be seen from here: watching "
             f"for up to {LAPSE_S:.0f} s whether that run is alive",
@@ -129,7 +129,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class Presence:
-    """Who owns a folder, as far as one look tells.
+    """Owner of a folder, as far as one look tells.
 
     Attributes:
         claim: the one that counts; None if it cannot be read.
@@ -172,7 +172,7 @@ class Owner:
         self._thread.start()
 
     def check(self) -> None:
-        """To be called before anything is written.
+        """Check that this process still owns the folder; call it before anything is written.
 
         Raises:
             ConfigError: somebody else owns the folder now.
@@ -211,7 +211,7 @@ def owned(folder: RunFolder, refusal: str = _IN_USE) -> Iterator[Owner]:
     """Own a folder, which is made if it is missing, until the block ends.
 
     Args:
-        refusal: what is said where somebody else owns it; {owner} and {folder} stand for them.
+        refusal: the message where another run owns it; {owner} and {folder} stand for them.
 
     Raises:
         ConfigError: somebody who is alive owns it, or it cannot be written.
@@ -287,13 +287,13 @@ def _highest(claims: Path) -> _Found | None:
             return None
         if not numbered:
             return None
-        # Gone between the two: whoever removed it has a higher one.
+        # Gone between the two: the owner that removed it has a higher one.
         if found := _read(max(numbered, key=_number)):
             return found
 
 
 def _content(claim: Claim, life: str) -> bytes:
-    """As it is in the file: of one length whatever its life, so that it can be written in place."""
+    """The claim's file: of one length whatever its life, so that it can be written in place."""
     return json.dumps({**asdict(claim), "life": f"{life:>12}"}, indent=1).encode()
 
 
@@ -320,7 +320,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process of this machine started, in ticks since the machine did; None if there is none."""
+    """Start of a process of this machine, in ticks since the machine's own; None if there is no such process."""
     try:
         # The name, in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""What keeps a run from starting on this machine, found before anything slow is imported or started."""
+"""Checks that a run can start on this machine, before anything slow is imported or started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_stages(
 
 @contextmanager
 def naming_stage(config: RunConfig) -> Iterator[None]:
-    """Let a user's error say of which stage it is, in a run of several."""
+    """Name the stage in a user's error, in a run of several."""
     try:
         yield
     except UserError as error:
@@ -89,7 +89,7 @@ def check_start(
         # of a checkpoint, of which there are as many as ranks.
         saved = newest_readable(folder.checkpoints)
         if saved is not None:
-            # Whether it is whole is looked at when it is loaded.
+            # Loading it checks whether it is whole.
             check_resumable(config, saved)
         if (saved := saved or start) is not None:
             _check_same_data(config, saved, datasets)
@@ -149,7 +149,7 @@ def _check_data(config: RunConfig) -> tuple[int, list[PreparedDataset]]:
 
 
 def _check_memory(model: ModelConfig, config: RunConfig, num_ranks: int) -> None:
-    """Weights and gradients, once per replica, and moments: what is left out (activations, buffers) only adds."""
+    """Refuse weights and gradients, once per replica, and moments beyond memory; activations and buffers only add."""
     counts = count_parameters(model)
     layout = config.parallel
     replicas = max(1, num_ranks // (layout.tensor * layout.pipeline * layout.context))
@@ -202,7 +202,7 @@ def _splits_that_fit(config: RunConfig, num_ranks: int, gpu_bytes: float) -> Ite
 
 
 def gigabytes(num_bytes: float) -> str:
-    """In words."""
+    """Gigabytes, in words."""
     return f"{num_bytes / 1e9:,.3g} GB" if num_bytes < 100e9 else f"{num_bytes / 1e9:,.0f} GB"
 
 

@@ -1,4 +1,4 @@
-"""Finding what a run saved, and its configuration. Imports torch only to look into a checkpoint's files."""
+"""Find the checkpoints of a run, and its configuration. Imports torch only to look into a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pretrain.run.trained_data import known_path
 from pretrain.state import RunState
 
 _MOST_STEPS_LISTED = 20
-# What decides how a saved model is evaluated or generates.
+# Keys that decide how a saved model is evaluated or generates.
 _READ_WITH_THE_WEIGHTS = ("model.", "data.datasets", "train.sequence_length", "train.precision")
 
 
@@ -46,8 +46,8 @@ def find_checkpoint(
     those of the files that have weights, unless the optimizer's state is wanted too. Where torchrun or srun started the
     process, the ranks do that together when they load.
 
-    With `pass_over`, an older checkpoint stands in for a newest one that is damaged, and stderr says so. Without, the newest
-    is meant and nothing else: for what is made of it, and outlives the message.
+    With `pass_over`, an older checkpoint stands in for a newest one that is damaged, and stderr says so. Without, only
+    the newest will do: for results that are made of it and outlive the message.
 
     Raises:
         CheckpointError: there is none, or the one that is meant is damaged.
@@ -84,7 +84,7 @@ def find_checkpoint(
 
 
 def _damage(saved: SavedState, *, with_optimizer: bool) -> list[str]:
-    """What this process finds wrong with the contents of a checkpoint that it is to use."""
+    """Damage that this process finds in the contents of a checkpoint that it is to use."""
     check_hashes = saved.config.get("checkpoint", {}).get("check_hashes", True)
     if not check_hashes or ranks_were_started():
         return []
@@ -94,7 +94,7 @@ def _damage(saved: SavedState, *, with_optimizer: bool) -> list[str]:
 
 
 def ranks_were_started() -> bool:
-    """Whether torchrun or srun started this process among others, who look at contents together.
+    """True if torchrun or srun started this process among others, which check contents together.
 
     Raises:
         ConfigError: the environment contradicts itself.
@@ -121,7 +121,7 @@ def saved_config(saved: SavedState, parallel: ParallelConfig | None, overrides: 
 
 
 def note_edited_config(folder: RunFolder, saved: SavedState) -> None:
-    """Say on stderr where `config.yaml` differs from what a checkpoint holds, which is what counts."""
+    """Say on stderr where `config.yaml` differs from the configuration in a checkpoint, which counts."""
     try:
         edited = load_config(folder.config)
     except ConfigError as error:
@@ -138,7 +138,7 @@ def note_edited_config(folder: RunFolder, saved: SavedState) -> None:
 
 
 def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = False) -> list[str]:
-    """What differs between the configuration of a checkpoint and the one to go on with.
+    """Differences between the configuration of a checkpoint and the one to go on with.
 
     Args:
         config: to go on with.
@@ -146,7 +146,7 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
         as_new_run: in another folder, which the run's seed may leave as the model may not.
 
     Returns:
-        "key: before -> now" of every difference, but of where a stage stands.
+        "key: before -> now" of every difference, but for the place of a stage.
 
     Raises:
         CheckpointError: they differ in what makes the model (`megamem.identity.Role`): this would be another run.
@@ -181,7 +181,7 @@ def _stage_name(config: RunConfig) -> str | None:
 def starting_checkpoint(path: Path | None, folder: RunFolder, *, check_hashes: bool = True) -> SavedState | None:
     """The checkpoint that a run goes on from in a folder of its own; None if it starts anew.
 
-    Once the run has a checkpoint, what its folder says of the other one is enough: that may be gone.
+    Once the run has a checkpoint, the record of the other one in its folder is enough: that may be gone.
 
     Args:
         path: a run's folder, whose newest whole checkpoint it is, or a checkpoint's; None: what the folder says.
@@ -216,7 +216,7 @@ def _checkpoint_at(path: Path, check_hashes: bool) -> SavedState:
 
 
 def recorded_start(folder: RunFolder) -> SavedState | None:
-    """What a run's folder says of the checkpoint that the run went on from; None if it started anew.
+    """Record in a run's folder of the checkpoint that the run went on from; None if it started anew.
 
     Raises:
         CheckpointError: that is damaged.
@@ -233,13 +233,13 @@ def recorded_start(folder: RunFolder) -> SavedState | None:
 
 
 def record_start(folder: RunFolder, start: SavedState) -> None:
-    """Write into a run's folder what it goes on from."""
+    """Write into a run's folder the checkpoint that it goes on from."""
     content = {"path": str(start.path.resolve()), "run": asdict(start.run), "config": start.config}
     with atomic_write(folder.start) as stream:
         stream.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def starting_point(start: SavedState) -> StartingPoint:
-    """Where the stages of a run begin that goes on from a checkpoint."""
+    """Starting point of the stages of a run that goes on from a checkpoint."""
     config = saved_config(start, None)
     return StartingPoint(start.path, start.run, config, partial(known_path, start.run, config))

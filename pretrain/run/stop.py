@@ -1,4 +1,4 @@
-"""Being told to stop. It imports no torch, so that a rank can listen before anything slow."""
+"""Signals that tell a run to stop. It imports no torch, so that a rank can listen before anything slow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from parallel.stop_signals import STOP_SIGNALS
 
 
 class StopRequest:
-    """Whether this rank was told to stop: SIGTERM, SIGINT and SIGUSR1 let the step finish and the run save.
+    """Request that this rank stop: SIGTERM, SIGINT and SIGUSR1 let the step finish and the run save.
 
-    One that is ignored stays so: a shell asks for that with SIGINT when it starts a job in the background.
+    A signal that is ignored stays so: a shell asks for that with SIGINT when it starts a job in the background.
     """
 
     def __init__(self, *, heed_earlier: bool = False) -> None:
-        """`heed_earlier`: what the object that listened before this one has heard counts too."""
+        """Listen; with `heed_earlier`, a request that an earlier listening object has received counts too."""
         self.requested = False
         for number in STOP_SIGNALS:
             earlier = signal.getsignal(number)

@@ -1,5 +1,5 @@
-"""What a run was trained on, held against what it is to go on with: hashes of its tokenizer and of its data sets, which
-every checkpoint has. Imports no torch.
+"""Check the data that a run goes on with against the data that it was trained on, by hashes of tokenizer and data sets,
+which every checkpoint has. Imports no torch.
 
 Hashes are those of the data sets' manifests, so nothing large is read, and a folder may be moved.
 """
@@ -21,7 +21,7 @@ _DIGITS_SHOWN = 12
 
 
 def data_read(datasets: Sequence[PreparedDataset]) -> tuple[DataRead, ...]:
-    """What a checkpoint keeps of data sets."""
+    """Record of data sets in a checkpoint."""
     return tuple(DataRead(os.path.abspath(dataset.path), dataset.manifest.content_fingerprint) for dataset in datasets)
 
 
@@ -38,10 +38,10 @@ def check_trained_data(config: RunConfig, saved: SavedState, datasets: Sequence[
         datasets: those of `data.datasets`, in its order.
 
     Returns:
-        What is to be told, in sentences.
+        Notices for the user, in sentences.
 
     Raises:
-        DataError: naming what is another, and what to do.
+        DataError: naming the difference and the remedy.
     """
     told = list(_check_tokenizer(saved, datasets[0]))
     now, state = data_read(datasets), saved.run
@@ -60,7 +60,7 @@ def check_trained_data(config: RunConfig, saved: SavedState, datasets: Sequence[
 
 
 def _changed(config: RunConfig, state: RunState, now: tuple[DataRead, ...]) -> Iterator[str]:
-    """What is not the data that it should be, in words."""
+    """Data sets that are not those that they should be, in words."""
     stage, last = config.stage, state.trained_on[-1]
     if stage is None or state.step > stage.steps_before:
         if sorted(dataset.sha256 for dataset in now) != last.contents:
@@ -89,7 +89,7 @@ def known_path(state: RunState, config: RunConfig, path: str) -> str:
     try:
         content = open_dataset(path).manifest.content_fingerprint
     except DataError:
-        # Whoever opens it will say so.
+        # Opening it reports the error.
         return path
     read = state.trained_on[-1].datasets
     return next((e.path for e, one in zip(entries, read, strict=False) if one.sha256 == content), path)
@@ -100,7 +100,7 @@ def _check_tokenizer(saved: SavedState, dataset: PreparedDataset) -> Iterator[st
     expected = saved.run.tokenizer
     if expected is None:
         try:
-            # Of a version that kept no hash, the run's own copy tells.
+            # Older versions kept no hash: the run's own copy tells.
             expected = open_saved_tokenizer(folder).fingerprint
         except DataError:
             yield f"{saved.path} does not say with which tokenizer it was trained: whether this is the same is not known"
@@ -114,7 +114,7 @@ def _check_tokenizer(saved: SavedState, dataset: PreparedDataset) -> Iterator[st
 
 
 def how_to_prepare(tokenizer: os.PathLike[str]) -> str:
-    """How data is prepared with the tokenizer that a run keeps."""
+    """Advice on preparing data with the tokenizer that a run keeps."""
     return (
         f"Prepare it with `megamem data prepare --tokenizer {os.path.join(tokenizer, TOKENIZER_FILE)}`, or with bytes if "
         "the run has no such file."

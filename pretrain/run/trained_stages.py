@@ -1,8 +1,8 @@
-"""Stages that are trained stay as they were: what a run is to go on with is held against `stages.yaml`, which tells what
-its stages were trained with. Imports no torch.
+"""Refuse changes to stages that are trained: a run's stages are checked against `stages.yaml`, which has those that it
+was trained with. Imports no torch.
 
-Without that, data edited in a stage of the past would move the present one in its own data, where it goes on in the same,
-and the record would tell of data that nothing was trained on.
+Otherwise an edit of a past stage's data would move the present stage in its data, where it goes on in the same, and the
+record would name data that nothing was trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pretrain.errors import ConfigError, DataError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import recorded_start, starting_point
 
-# What decides which weights come out of a stage; the rest is how it runs, and may be another every day.
+# Keys that decide the weights of a stage; the others concern how it runs, and may change every day.
 _DECIDES = (
     *("model.", "optimizer.", "stage.optimizer_state"),
     *("data.datasets", "data.seed", "data.documents", "data.shuffle"),
@@ -44,17 +44,17 @@ class _Trained:
 
 
 def refuse_edited_past(stages: Sequence[RunConfig], folder: RunFolder) -> None:
-    """Refuse stages of which some are trained already, and say now something else than they were trained with.
+    """Refuse stages that are trained already and have changed since.
 
-    Lengths of what is trained stay too, but the last stage that was begun may end where the run stands, or later. What a
-    stage is called, its layout, and how often it evaluates, saves and logs may change at any time.
+    Lengths of trained stages stay too, but the last stage that was begun may end where the run stands, or later. The
+    name of a stage, its layout, and how often it evaluates, saves and logs may change at any time.
 
     Args:
         stages: of the run; one without a place is no stage.
         folder: of the run, which may be new.
 
     Raises:
-        ConfigError: naming stage and keys, and what to do.
+        ConfigError: naming stage, keys and remedy.
     """
     saved = newest_readable(folder.checkpoints)
     if saved is None or stages[0].stage is None or not folder.stages.exists():
@@ -102,7 +102,7 @@ def _in_words(parts: Sequence[_Trained]) -> str:
 
 
 def _changes(before: RunConfig, now: RunConfig, read: Mapping[str, str]) -> Iterator[str]:
-    """What decides the weights and differs, as "key: before -> now".
+    """Differences that affect the weights, as "key: before -> now".
 
     Args:
         read: hashes of the data sets that were trained on, by the absolute paths that they had.
@@ -120,7 +120,7 @@ def _changes(before: RunConfig, now: RunConfig, read: Mapping[str, str]) -> Iter
 
 
 def _is_same_data(before: str, now: str, read: Mapping[str, str]) -> bool:
-    """Whether two paths are of one data set, which may have been moved or copied."""
+    """True if two paths are of one data set, which may have been moved or copied."""
     if os.path.realpath(before) == os.path.realpath(now):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Whether the parts of a stored tensor are all of it, each element once."""
+"""Check that the parts of a stored tensor cover each of its elements once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pretrain.checkpoint.store.tensors import Region, TensorInfo
 
 
 def coverage_problem(info: TensorInfo, parts: Sequence[Region]) -> str | None:
-    """What is wrong with the parts of a tensor, in words; None if they cover every element exactly once."""
+    """Fault in the parts of a tensor, in words; None if they cover every element exactly once."""
     for part in parts:
         ends = [start + size for start, size in zip(part.offset, part.shape, strict=False)]
         if len(part.shape) != len(info.shape) or any(
@@ -26,7 +26,7 @@ def coverage_problem(info: TensorInfo, parts: Sequence[Region]) -> str | None:
 
 
 def _overlapping(parts: Sequence[Region]) -> bool:
-    """Whether two of them have an element in common."""
+    """True if two of the parts have an element in common."""
     if len(parts) < 2 or not parts[0].shape:
         return len(parts) > 1
     starts = np.array([part.offset for part in parts], np.int64)

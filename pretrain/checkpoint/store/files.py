@@ -1,8 +1,7 @@
-"""Writing a checkpoint file by file, in threads, so that it can go on after a kill.
+"""Write a checkpoint file by file, in threads, so that it can go on after a kill.
 
-What is to be written is known before anything is: a list of files, each of which knows what it holds. Every finished
-file is noted in a journal beside it. Who starts the same work again finds the journal
-and writes the rest.
+The work is known before it begins: a list of files, each of which knows its contents. Every finished file is noted in a
+journal beside it. A process that starts the same work again finds the journal and writes the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from pretrain.checkpoint.store.tensors import Region, TensorReader
 
 JOURNAL_FILE = "progress.json"
-"""Its first line says what is being written; then one line for every finished file."""
+"""First the request as one line, then one line for every finished file."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class WrittenFile:
     Attributes:
         name: its path within the checkpoint.
         num_bytes: its size.
-        notes: what its writer has to know later on, as plain values.
+        notes: plain values that its writer needs later on.
     """
 
     name: str
@@ -57,7 +56,7 @@ class OutputFile(Protocol):
 
         Args:
             path: of the file, which does not exist.
-            read: gives a region of what is to be written.
+            read: gives a region of the tensors to write.
             max_piece_bytes: of a tensor, to hold at a time.
 
         Returns:
@@ -76,11 +75,11 @@ def write_files(
     max_piece_bytes: int,
     on_bytes: Callable[[int], None],
 ) -> list[WrittenFile]:
-    """Write what the folder does not have yet.
+    """Write the files that the folder does not have yet.
 
     Args:
-        folder: to write into; with the journal of the same request, what is finished there is kept.
-        reader: of what the files ask for.
+        folder: to write into; with the journal of the same request, its finished files are kept.
+        reader: of the tensors in the files.
         request: all that the files follow from, as plain values.
         num_workers: threads; each writes a file of its own.
         max_piece_bytes: of a tensor, to hold at a time and thread.
@@ -91,7 +90,7 @@ def write_files(
 
     Raises:
         OSError: the disk refuses.
-        CheckpointError: what is read is damaged.
+        CheckpointError: the source is damaged.
     """
     done = finished_files(folder, request)
     journal = _Journal(folder / JOURNAL_FILE, request, list(done.values()))
@@ -136,7 +135,7 @@ def write_files(
 
 
 def finished_files(folder: Path, request: Mapping[str, Any]) -> dict[str, WrittenFile]:
-    """What the journal of a folder says is complete, if it is of this request and the files are as it says."""
+    """Files that the journal of a folder lists, if it is of this request and they still have their sizes."""
     try:
         lines = (folder / JOURNAL_FILE).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -151,13 +150,13 @@ def finished_files(folder: Path, request: Mapping[str, Any]) -> dict[str, Writte
             if path.is_file() and path.stat().st_size == written.num_bytes:
                 found[written.name] = written
     except (ValueError, TypeError, IndexError):
-        # A line that was cut off: what stands before it counts.
+        # A line that was cut off: the lines before it count.
         pass
     return found
 
 
 class _Journal:
-    """The list of finished files, of which many threads write lines."""
+    """The list of finished files, to which many threads add lines."""
 
     def __init__(self, path: Path, request: Mapping[str, Any], done: Sequence[WrittenFile]) -> None:
         self._lock = threading.Lock()

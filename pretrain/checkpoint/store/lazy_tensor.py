@@ -15,7 +15,7 @@ from pretrain.errors import CheckpointError
 
 # Elements between two rows of a region are read with it, and dropped, up to this many bytes at a time.
 _SPAN_BYTES = 8 << 20
-# What is read with less between two seeks costs more by the seeks than by what lies between.
+# With shorter gaps, a seek costs more than reading the gap.
 _WORTH_A_SEEK_BYTES = 64 << 10
 
 
@@ -73,7 +73,7 @@ class LazyTensor:
         result = torch.empty(shape, dtype=self.dtype)
         if result.numel():
             first = sum(index * stride for index, stride in zip(offset, self.strides, strict=True))
-            # Outermost in the file first, so that what is adjacent there is read at once.
+            # Outermost in the file first, so that adjacent elements are read at once.
             order = sorted(range(len(shape)), key=lambda dim: (-self.strides[dim], dim))
             try:
                 with self.path.open("rb", buffering=0) as file:
@@ -108,7 +108,7 @@ class LazyTensor:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """A contiguous tensor's bytes."""
-    # What a dimension of one element has for a stride keeps `view` from it.
+    # The stride of a dimension of one element may keep `view` from it.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
@@ -126,7 +126,7 @@ def _read_into(file: BinaryIO, out: Tensor, path: Path, start: int) -> None:
 
 
 def fits(shape: tuple[int, ...], strides: tuple[int, ...], first: int, stored: int) -> bool:
-    """Whether a strided tensor lies inside of a number of stored elements, none of which it repeats.
+    """True if a strided tensor lies inside of a number of stored elements and repeats none of them.
 
     Args:
         shape: of the tensor.

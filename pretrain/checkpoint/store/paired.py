@@ -22,13 +22,13 @@ from pretrain.rectangles import rectangles_of_range
 
 
 class PairedReader:
-    """Tensors that are made of another checkpoint's, none of which is held.
+    """Tensors made of another checkpoint's, without holding any of them.
 
-    Of elements that several pairs give, the first pair's are read.
+    Where several pairs give an element, the first pair's is read.
     """
 
     def __init__(self, pairs: Iterable[Pair], source: TensorReader) -> None:
-        """Take `ours` of the pairs for what is read here, and `theirs` for where it is in `source`.
+        """Read tensors by `ours` of the pairs, from `theirs` in `source`.
 
         Raises:
             CheckpointError: the source lacks a tensor, or has another shape than the pairs say.
@@ -106,7 +106,7 @@ def shapes_of(regions: Iterable[Region]) -> dict[str, tuple[int, ...]]:
 
 
 def corresponding(pair: Pair, part: Region) -> Iterator[tuple[Region, list[Region]]]:
-    """A part of `pair.ours` in rectangles, each with rectangles of `pair.theirs` that hold its elements in their order."""
+    """A part of `pair.ours` in rectangles, each with rectangles of `pair.theirs` that hold its elements in order."""
     inside = tuple(start - first for start, first in zip(part.offset, pair.ours.offset, strict=True))
     kept = [dim for dim, size in enumerate(pair.ours.shape) if size != 1]
     other = [dim for dim, size in enumerate(pair.theirs.shape) if size != 1]
@@ -134,7 +134,7 @@ def _runs(
 
 
 def _without(region: Region, part: Region) -> Iterator[Region]:
-    """What a region has besides a part of it, in rectangles."""
+    """The rest of a region without a part of it, in rectangles."""
     offset, shape = list(region.offset), list(region.shape)
     for dim, (start, size) in enumerate(zip(part.offset, part.shape, strict=True)):
         before, after = start - offset[dim], offset[dim] + shape[dim] - start - size

@@ -51,7 +51,7 @@ _BITS = {1: "u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes are."""
+    """Place of a tensor's bytes."""
 
     path: Path
     start: int
@@ -59,7 +59,7 @@ class _Place:
 
 
 class SafetensorsReader:
-    """A `TensorReader` of safetensors files. Files are mapped into memory, so a read touches what it copies."""
+    """A `TensorReader` of safetensors files. Files are mapped into memory: a read touches only what it copies."""
 
     def __init__(self, places: Mapping[str, _Place]) -> None:
         self._places = places
@@ -67,7 +67,7 @@ class SafetensorsReader:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is there, by name."""
+        """Shapes and dtypes of the tensors, by name."""
         return self._tensors
 
     def read(self, region: Region) -> Tensor:
@@ -221,7 +221,7 @@ class SafetensorsFile:
 
 
 def safetensors_files(infos: Mapping[str, TensorInfo], max_shard_bytes: int) -> list[SafetensorsFile]:
-    """The files of a checkpoint, named as transformers does; one that has a tensor larger than the limit has no other."""
+    """The files of a checkpoint, named as transformers does; a tensor larger than the limit has its own."""
     shards = list(_shards(infos, max_shard_bytes))
     return [SafetensorsFile(name, shard) for name, shard in zip(_file_names(len(shards)), shards, strict=True)]
 
@@ -247,7 +247,7 @@ def write_safetensors(folder: Path, tensors: TensorReader, max_shard_bytes: int)
 
 
 def write_index(folder: Path, files: Sequence[SafetensorsFile]) -> None:
-    """Write what says which of several files has which tensor; a single file needs none."""
+    """Write the index of tensors over several files; a single file needs none."""
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(file.num_bytes for file in files)},

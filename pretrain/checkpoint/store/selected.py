@@ -17,11 +17,12 @@ class Selected:
     def __init__(
         self, source: TensorReader, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype] | None = None
     ) -> None:
-        """
+        """Select tensors of a reader.
+
         Args:
             source: of the tensors.
-            names: what each is called there, by what it is called here.
-            dtypes: what is read in another dtype than the source's, by the name here.
+            names: the name of each there, by its name here.
+            dtypes: those that differ from the source's, by the name here.
         """
         self._source, self._names = source, names
         casts = dtypes or {}
@@ -32,7 +33,7 @@ class Selected:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is there, by name."""
+        """Shapes and dtypes of the tensors, by name."""
         return self._tensors
 
     def read(self, region: Region) -> Tensor:
@@ -44,7 +45,7 @@ class Selected:
 
 
 class Joined:
-    """Tensors of two readers under their names; of a name that both have, the first's."""
+    """Tensors of two readers under their names; where both have a name, the first's."""
 
     def __init__(self, first: TensorReader, second: TensorReader, names: Iterable[str]) -> None:
         self._readers = {name: first if name in first.tensors else second for name in names}
@@ -52,7 +53,7 @@ class Joined:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is there, by name."""
+        """Shapes and dtypes of the tensors, by name."""
         return self._tensors
 
     def read(self, region: Region) -> Tensor:
@@ -63,10 +64,11 @@ class Joined:
 
 
 class Padded:
-    """A reader's tensors, some of them larger here, with zeros behind what is there."""
+    """A reader's tensors, some of them larger here, with zeros behind the stored elements."""
 
     def __init__(self, source: TensorReader, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """
+        """Pad tensors of a reader.
+
         Args:
             shapes: of the larger ones, by name.
         """
@@ -77,7 +79,7 @@ class Padded:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is there, by name."""
+        """Shapes and dtypes of the tensors, by name."""
         return self._tensors
 
     def read(self, region: Region) -> Tensor:

@@ -17,7 +17,7 @@ from pretrain.errors import CheckpointError
 
 
 class StateDictReader:
-    """An opened file; see `TensorReader`. What it holds besides tensors is left."""
+    """An opened file; see `TensorReader`. Anything in it besides tensors is ignored."""
 
     def __init__(self, path: Path) -> None:
         """Open it without reading its tensors. They may be under a key `model`.
@@ -65,7 +65,7 @@ class StateDictFile:
     def write(self, path: Path, read: Callable[[Region], Tensor], max_piece_bytes: int) -> None:
         """See `OutputFile`."""
         tree = OrderedDict((name, StoredTensor(name, info)) for name, info in self.tensors.items())
-        # Of the widest elements.
+        # Counted in the widest elements.
         write_zip(path, tree, read, max_elements=max(1, max_piece_bytes // 8))
 
 
@@ -74,7 +74,7 @@ def write_state_dict(path: Path, tensors: TensorReader) -> None:
 
     Args:
         path: the file, which must not exist.
-        tensors: what to write.
+        tensors: to write.
 
     Raises:
         CheckpointError: it cannot be written, or the tensors cannot be read.

@@ -1,7 +1,7 @@
-"""What checkpoints of every format are made of: named tensors, of which any region can be read.
+"""Checkpoints of every format as named tensors, of which any region can be read.
 
-A reader opens a checkpoint without reading tensors, and holds no more memory than the regions that it is asked for. What
-converts, compares or checks a checkpoint sees this and no format.
+A reader opens a checkpoint without reading tensors, and holds no more memory than the regions that it is asked for.
+Code that converts, compares or checks a checkpoint sees this and no format.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of its elements."""
         return math.prod(self.shape)
 
     def shifted(self, by: tuple[int, ...], shape: tuple[int, ...]) -> Region:
@@ -66,7 +66,7 @@ class TensorReader(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is there, by name."""
+        """Shapes and dtypes of the tensors, by name."""
         ...
 
     def read(self, region: Region) -> Tensor:
@@ -101,7 +101,7 @@ def pieces(region: Region, max_elements: int) -> Iterator[Region]:
 
 
 def overlap(first: Region, second: Region) -> Region | None:
-    """What two regions of one tensor have in common; None if nothing."""
+    """Intersection of two regions of one tensor; None if it is empty."""
     starts = tuple(max(a, b) for a, b in zip(first.offset, second.offset, strict=True))
     stops = tuple(
         min(a + size_a, b + size_b)
@@ -113,7 +113,7 @@ def overlap(first: Region, second: Region) -> Region | None:
 
 
 def slices_in(inner: Region, outer: Region) -> tuple[slice, ...]:
-    """Where a region is in the tensor of another one that it lies inside of."""
+    """Slices of a region in the tensor of an outer one that contains it."""
     return tuple(
         slice(start - first, start - first + size)
         for start, first, size in zip(inner.offset, outer.offset, inner.shape, strict=True)

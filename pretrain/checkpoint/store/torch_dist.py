@@ -1,7 +1,7 @@
 """Reading Megatron's `torch_dist` format, which is PyTorch's distributed checkpoint: an index, and files of items.
 
-Every item is what `torch.save` makes of one rectangle of one tensor. The index says which file holds it, from where to
-where, and which rectangle it is.
+Every item is one rectangle of one tensor as `torch.save` writes it. The index gives its file, its bytes there, and the
+rectangle.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class TorchDistReader:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is there, by name."""
+        """Shapes and dtypes of the tensors, by name."""
         return self._tensors
 
     def parts(self, name: str) -> Sequence[StoredItem]:
-        """How a tensor is stored."""
+        """Stored parts of a tensor."""
         return self._parts[name]
 
     def read(self, region: Region) -> Tensor:

@@ -31,7 +31,7 @@ _FORMAT = {
 }
 """Megatron's `CheckpointingConfig`."""
 MAX_PART_BYTES = 16 * 2**20
-"""What a rank may read for a part of which it wants a row."""
+"""Most bytes of a part: a rank that wants one row of it reads all of it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def write_index(
     files: Sequence[TorchDistFile],
     written: Sequence[WrittenFile],
 ) -> None:
-    """Write the index of finished files, and what Megatron wants beside it."""
+    """Write the index of finished files, and the two small files that Megatron expects beside it."""
     items = [
         StoredItem(part, Path(file.name).name, start, length)
         for file, done in zip(files, written, strict=True)

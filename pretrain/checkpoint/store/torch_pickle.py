@@ -1,7 +1,7 @@
 """The pickle inside of a file that `torch.save` wrote, read without running anything that it names.
 
-Tensors and plain values come back as what they are. An object of any other class becomes an `Inert`, which knows the
-class's name and what the pickle would have given it: nothing of it is imported or called.
+Tensors and plain values come back as they are. An object of any other class becomes an `Inert`, which has the class's
+name, arguments and state: nothing is imported or called.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Inert:
     Attributes:
         module: where its class, or the function that makes it, is defined.
         name: of that class or function.
-        arguments: what it would have been called with.
-        state: what it would have been given then: for most classes its attributes.
+        arguments: of the call that would have made it.
+        state: that it would have been given then; for most classes its attributes.
     """
 
     module: str
@@ -57,7 +57,7 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    # What a pickle adds to classes that derive from list and dict.
+    # Called by pickles of classes that derive from list and dict.
     def append(self, item: Any) -> None:
         self.items.append(item)
 
@@ -152,7 +152,7 @@ def _check_memo(content: bytes) -> None:
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    """How protocol 2 spells bytes."""
+    """Decode bytes as pickle protocol 2 spells them."""
     if encoding not in ("latin1", "latin-1") or not isinstance(text, str):
         raise pickle.UnpicklingError(f"it encodes to {_short(encoding)}")
     return text.encode("latin1")

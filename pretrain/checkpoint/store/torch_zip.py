@@ -1,7 +1,7 @@
 """Files that `torch.save` wrote, opened without reading their tensors, and without trusting them.
 
-Such a file is a zip of uncompressed entries: `<prefix>/data.pkl` holds the object, `<prefix>/data/<key>` the elements of
-one storage. Checkpoints of PyTorch's distributed format hold one after another in a file.
+Such a file is a zip of uncompressed entries: `<prefix>/data.pkl` holds the object, `<prefix>/data/<key>` the elements
+of one storage. Checkpoints of PyTorch's distributed format hold one after another in a file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Archive:
             self._entries[name] = entry
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where an entry's bytes start in the file, and how many there are."""
+        """First byte of an entry in the file, and the number of its bytes."""
         entry = self._entries.get(name)
         if entry is None:
             raise zipfile.BadZipFile(f"no entry {name[:80]!r}")

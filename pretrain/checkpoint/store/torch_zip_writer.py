@@ -31,7 +31,7 @@ _HEADER_BYTES, _ZIP64_BYTES = 30, 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Stands in an object for a tensor whose elements are read when they are written.
+    """Placeholder in an object for a tensor whose elements are read when they are written.
 
     Attributes:
         name: of the regions that are asked for.
