@@ -129,10 +129,10 @@ def _run(argv: Sequence[str] | None, parser: Callable[[], argparse.ArgumentParse
 
 
 def _without_stdout() -> bool:
-    """Whether standard output was closed before this process began (`>&-`), where Python's `print` says nothing at all.
+    """True if standard output was closed before this process began (`>&-`), where Python's `print` says nothing at all.
 
-    What is closed of the other two goes nowhere from here on. Else the next file that is opened would be in its place,
-    and whatever is printed would go there.
+    Standard input and error go nowhere from here on if they are closed. Else the next file that is opened would be in
+    their place, and whatever is printed would go there.
     """
     for descriptor in (0, 2):
         try:
@@ -154,7 +154,7 @@ def _join_two_words(argv: Sequence[str]) -> list[str]:
 
 
 def _reader_went_away() -> bool:
-    """Whether the reader of our output went away (`| head`), as opposed to some other pipe that broke."""
+    """True if the reader of our output went away (`| head`), as opposed to some other pipe that broke."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:

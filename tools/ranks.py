@@ -82,7 +82,7 @@ def started_world_size() -> int | None:
 
 
 def current_rank_is_first() -> bool:
-    """Whether this process is the one that speaks for all: the only one so far, or rank 0 of those that were started."""
+    """True if this process speaks for all: the only one so far, or rank 0 of those that were started."""
     ranks = current_ranks()
     return ranks is None or ranks.rank == 0
 

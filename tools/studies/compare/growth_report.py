@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrownFigures:
-    """What a grown model costs.
+    """Costs of a grown model.
 
     Attributes:
         model: of the whole.

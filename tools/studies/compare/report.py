@@ -92,7 +92,7 @@ def trials_table(searches: Mapping[str, Sequence[Trial]]) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """How the settings of the models were found.
+    """Search for the settings of the models.
 
     Attributes:
         tuning: what was tried.

@@ -1,4 +1,4 @@
-"""What the models of a comparison must have in common, and what each costs."""
+"""Common settings that the models of a comparison must have, and the costs of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What a model costs, by the closed formulas."""
+    """Costs of a model, by the closed formulas."""
 
     name: str
     total: int

@@ -15,7 +15,7 @@ from tools.metrics import Curves, curves, read_metrics
 from tools.ranks import run_on_ranks
 from tools.train import train_rank
 
-# What may have changed since a run was made, because it moves no loss but by rounding.
+# Keys that may have changed since a run was made, because they move no loss but by rounding.
 _FREE_KEYS = ("name", "parallel.", "checkpoint.", "logging.", "data.num_workers", "train.kernel")
 
 
@@ -33,7 +33,7 @@ class RunStopped(Exception):
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run reached.
+    """Results of a finished run.
 
     Attributes:
         validation_loss: of the last evaluation, in nats per token.
@@ -47,7 +47,7 @@ class RunResult:
 
 
 def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
-    """What a run reached; None if it has not been evaluated after its last step."""
+    """Results of a run; None if it has not been evaluated after its last step."""
     rows = read_metrics(metrics)
     evaluations = [row for row in rows if row.get("validation_loss") is not None]
     course = curves(rows)
@@ -134,7 +134,7 @@ def finished_steps(config: RunConfig, folder: RunFolder) -> int:
 
 
 def time_left(steps_done: int, seconds: float, steps_to_go: int) -> str:
-    """How long the rest takes at the mean speed so far, in words."""
+    """Time that the rest takes at the mean speed so far, in words."""
     if steps_done == 0:
         return "time not known yet"
     minutes = seconds / steps_done * steps_to_go / 60
