@@ -1,4 +1,4 @@
-"""What the keys under `parallel` do, measured on two ranks or on stand-ins for what a CPU does not have."""
+"""Effects of the keys under `parallel`, measured on two ranks or on stand-ins for what a CPU does not have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STAGES = set_key(FOUR_BLOCKS, "parallel.pipeline", 2)
 
 @dataclass(frozen=True)
 class OnRank:
-    """What one rank holds and sees in a step.
+    """Blocks, tensors and traffic of one rank in a step.
 
     Attributes:
         blocks: global numbers of the blocks of each of its chunks.
@@ -209,7 +209,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @STAND_INS.key("parallel.timeout_minutes", 7.0)
 def _(base: Subject, second: Subject) -> None:
-    """Of the world, and of every group of Megatron's in it, also of those that take the place of others."""
+    """The world and all of Megatron's groups in it have the timeout, also those that take the place of others."""
     for subject, minutes in ((base, 10), (second, 7)):
         with (
             patch("parallel.groups.dist") as dist,

@@ -1,4 +1,4 @@
-"""What the keys under `optimizer` and `train` do, measured on a few steps of models on one rank."""
+"""Effects of the keys under `optimizer` and `train`, measured on a few steps of models on one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group_of(name: str, weight: Tensor) -> str:
 
 @dataclass(frozen=True)
 class AdamW:
-    """What the optimizer of the base is, in numbers: three rates and a decay per group."""
+    """Settings of the base's optimizer: three rates and a decay per group."""
 
     rates: tuple[float, float, float] = (2e-3, 2e-3, 2e-3)
     value_rates: tuple[float, float, float] | None = None
@@ -251,7 +251,7 @@ def norm_of(gradients: dict[str, Tensor], tables: bool) -> float:
 
 
 def scales(base: Subject, second: Subject) -> tuple[float, float]:
-    """How much of the first step's gradients is left after clipping: of all but the tables, and of the tables."""
+    """Shares of the first step's gradients left after clipping: of all but the tables, and of the tables."""
     shares: dict[bool, list[float]] = {False: [], True: []}
     for name, gradient in base.steps[0].gradients.items():
         if norm := float(gradient.double().norm()):
@@ -420,7 +420,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @contextlib.contextmanager
 def watched_kernels() -> Iterator[set[str]]:
-    """What models that are built inside of the context call."""
+    """Record the kernels that models built inside of the context call."""
     called: set[str] = set()
 
     def watched(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -441,7 +441,7 @@ def watched_kernels() -> Iterator[set[str]]:
 
 
 def kernels_of(subject: Subject) -> set[str]:
-    """What one step calls; its loss and norm are those of the base to rounding."""
+    """Kernels that one step calls; its loss and norm are those of the base to rounding."""
     with watched_kernels() as called:
         ((loss, norm),) = subject.build().train(1)
     assert loss == pytest.approx(subject.steps[0].loss, rel=1e-6)

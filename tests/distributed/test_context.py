@@ -55,7 +55,7 @@ def held_by(rank: int, size: int) -> Tensor:
 
 
 def context_groups() -> Iterator[tuple[int, dist.ProcessGroup]]:
-    """Of four ranks: pairs of neighbours, and all of them."""
+    """Groups of four ranks: pairs of neighbours, and all of them."""
     pair, _ = dist.new_subgroups(2)
     yield 2, pair
     assert dist.group.WORLD is not None
@@ -144,7 +144,7 @@ def seen(run_ranks: Any) -> list[dict[Any, Any]]:
 
 
 def kept_bytes(way: str, name: str, group: dist.ProcessGroup) -> int:
-    """What autograd holds for backward in fp32, every storage once."""
+    """Bytes that autograd holds for backward in fp32, every storage once."""
     held = held_by(group.rank(), group.size())
     *own, _ = (part.detach()[held].requires_grad_() for part in inputs(GROUPED[name], torch.float32))
     kept: dict[int, int] = {}
@@ -174,7 +174,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def largest_tensor(way: str, documents: str, group: dist.ProcessGroup) -> int:
-    """Of attention over one long sequence, forward and backward; heads are as narrow as can be."""
+    """Elements of the largest tensor in attention over one long sequence, forward and backward, with narrow heads."""
     bounds = None if documents == "joined" else torch.tensor([0, 7, 700, LONG])
     own = [torch.randn(LONG // group.size(), 1, 4, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:

@@ -130,7 +130,7 @@ def test_a_model_with_inserted_blocks_computes_what_is_recorded(
 
 MEMORY = MidusConfig(num_heads=4, num_keys=8, top_k=4, value_dim=16, placement=PlacementConfig(blocks=(0, 3, 5)))
 CONFIG = replace(SHARED, model=replace(SHARED.model, num_layers=6, memory=MEMORY))
-# Of a weight, against its tensor's largest element on one rank.
+# Tolerance of a weight, against its tensor's largest element on one rank.
 TOLERANCE = 1e-5
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 4": {"micro_batch_size": 2},
@@ -194,7 +194,7 @@ def test_steps_are_the_same_on_every_layout(trained: dict[str, list[Trained]], l
 
 
 def assert_alike(ranks: list[Trained], alone: Trained) -> None:
-    """What four ranks tell is what one tells."""
+    """Assert that four ranks have the losses, norms and weights of one."""
     assert len(ranks) == 4
     for (loss, norm), (expected_loss, expected_norm) in zip(ranks[0].steps, alone.steps, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)

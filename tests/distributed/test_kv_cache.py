@@ -31,7 +31,7 @@ from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_b
 LENGTH = SHARED.train.sequence_length
 # Largest error over the largest logit.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6}
-# Of a text that is continued token by token.
+# First tokens of a text that is continued token by token.
 BEGINNING = {torch.float64: 1, torch.float32: LENGTH // 2}
 
 
@@ -148,7 +148,7 @@ def test_logits_are_those_of_the_whole_text(told: dict[str, dict[str, Any]], cas
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_formula(told: dict[str, dict[str, Any]], case: str) -> None:
     model = CASES[case].model
-    # Of two sequences.
+    # The cache is that of two sequences.
     assert told[case]["bytes, torch.float64"] == 2 * cached_bytes_per_token(model, 8)
     assert told[case]["bytes, torch.float32"] == 2 * cached_bytes_per_token(model, 4)
     assert told[case]["bytes, bf16"] == cached_bytes_per_token(model, 2)

@@ -125,7 +125,7 @@ def test_ranks_meet_on_the_loopback_unless_told_otherwise(monkeypatch: pytest.Mo
 
 
 def test_a_rank_has_handlers_of_its_own_and_no_input() -> None:
-    """What its parent does about signals, and what somebody types, is not for ranks."""
+    """Neither its parent's signal handlers nor typed input reach a rank."""
 
     def state() -> tuple[bool, bool, bytes]:
         is_python_s = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -412,7 +412,7 @@ def fork_parent(launch: Callable[[], Any], ignored: Sequence[int] = ()) -> int:
 
 
 def exit_code_of(pid: int) -> int:
-    """How a process of `fork_parent` ended. One that does not end fails the test, and is killed."""
+    """Exit code of a process of `fork_parent`. One that does not end fails the test, and is killed."""
     statuses: list[int] = []
 
     def ended() -> bool:

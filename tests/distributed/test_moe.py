@@ -126,7 +126,7 @@ def errors_against_plain(moe: MoEConfig) -> dict[str, float]:
         groups_of_sequences = x.split(moe.balance_sequences, 1)
         balances = [plain_mixture(group.flatten(0, 1), weights, moe)[1] for group in groups_of_sequences]
         plain_balance = torch.stack(balances).mean()
-        # What one microbatch adds to the step's sum: its loss times its tokens.
+        # One microbatch adds to the step's sum its loss times its tokens.
         auxiliary = 24 * (moe.balance_loss_weight * plain_balance + moe.z_loss_weight * plain_z)
         (plain.square().sum() + auxiliary).backward()
     reference = {"out": plain.detach().view_as(out), **{name: p.grad for name, p in weights.items()}}

@@ -85,7 +85,7 @@ def test_nothing_is_declared_twice() -> None:
 
 
 def group_summary(run: TinyRun) -> dict[str, Any]:
-    """What the optimizer of a rank holds."""
+    """Groups and sizes that the optimizer of a rank holds."""
     assigned = assign_groups(run.bare)
     num_updated: Counter[str] = Counter()
     for group in run.optimizer.param_groups:

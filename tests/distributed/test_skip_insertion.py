@@ -31,7 +31,7 @@ from tests.microbatch import some_inputs
 SPANS = "0:2/1:3/2:2/4:7/5:6/6:7"
 # Every pair of blocks is closed in itself, for two stages of two chunks.
 SHORT_SPANS = "0:1/2:3/5:5/6:7"
-# Of a loss or a gradient norm: ten times what an ulp in every weight does to them (`tiny_runs.EPSILON`).
+# Tolerance of a loss or a gradient norm: ten times what an ulp in every weight does to them (`tiny_runs.EPSILON`).
 TOLERANCE = 2e-6
 
 

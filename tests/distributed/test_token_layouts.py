@@ -23,7 +23,7 @@ from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 
 STEPS = 3
-# Of a weight, against its tensor's largest element on one rank.
+# Tolerance of a weight, against its tensor's largest element on one rank.
 TOLERANCE = 1e-5
 HIDDEN = SHARED.model.hidden_size
 VALUES: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 16, "num_gate_heads": 2}
@@ -94,7 +94,7 @@ def config_of(kind: str) -> RunConfig:
 
 
 def fits(kind: str, sizes: dict[str, Any]) -> bool:
-    """Whether the layout is not refused: every stage must have a block that reads the bank that all of them hold."""
+    """True if the layout is not refused: every stage must have a block that reads the bank that all of them hold."""
     return not list(layout_problems(on(config_of(kind), **sizes), 4))
 
 
@@ -106,7 +106,7 @@ TRIED = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank tells of a few steps.
+    """Results of a few steps on one rank.
 
     Attributes:
         steps: loss and gradient norm of each.

@@ -25,7 +25,7 @@ from pretrain.engine.build import build_chunks
 from pretrain.engine.step import Batch
 from pretrain.planning.costs.formulas import training_flops_per_token
 
-# Of a loss or a gradient norm, against one rank.
+# Tolerance of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
 
 
@@ -44,7 +44,7 @@ UPPER = training(PRIVATE, 3)
 LAST = training(TIED, 4)
 SPREAD = training(TIED, 2, 4)
 POOLED = training(SHARED, 4)
-"""Of a pair that shares a table the upper one: the lower one's reads are in the table's gradient."""
+"""Training of the upper layer of a pair that shares a table: the lower one's reads are in the table's gradient."""
 
 
 def naive_steps(

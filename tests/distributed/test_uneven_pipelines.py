@@ -21,7 +21,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 
 NUM_STEPS = 4
-# Of a loss or a gradient norm, against one rank.
+# Tolerance of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
 
 assert PRIVATE.model.memory is not None
@@ -82,7 +82,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw."""
+    """Results of one rank."""
 
     history: list[tuple[float, float]]
     initial: list[Shard]

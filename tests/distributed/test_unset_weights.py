@@ -109,7 +109,7 @@ def test_weights_alone_fill_a_chunk(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_format_1_is_restored_with_its_own_copy_of_the_weights(run_ranks: Any, tmp_path: Path) -> None:
-    """Which has sizes in place of hashes, and all weights besides the main weights."""
+    """Format 1 has sizes in place of hashes, and all weights besides the main weights."""
     config = replace(SHARED, checkpoint=replace(SHARED.checkpoint, weights_copy=True))
 
     def main() -> list[str]:

@@ -184,9 +184,9 @@ def test_new_weights_are_those_of_a_run_with_this_seed(
 
 
 def begun(config: RunConfig, path: Path) -> tuple[list[Tensor], tuple[float, float]]:
-    """What a rank's model says of a few tokens, without pipelines, and the next step's loss and norm."""
+    """Logits of a few tokens on a rank, without pipelines, and the next step's loss and norm."""
     with tiny_run(config) as run:
-        # Of the weights alone: both read the data from the beginning.
+        # Weights alone are restored: both read the data from the beginning.
         restore_run(read_state(path), run.chunks, run.optimizer)
         logits = []
         if config.parallel.pipeline == 1:

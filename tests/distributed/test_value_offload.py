@@ -147,16 +147,16 @@ def test_rates_and_decay_of_tables_survive_resuming_on_another_layout(run_ranks:
 
 @dataclass(frozen=True)
 class Held:
-    """What the optimizer of a rank holds of the tables.
+    """Tables' state in the optimizer of a rank.
 
     Attributes:
         windows: sizes of what the host stepped, in order, over one step.
         host_bytes: of main weights and moments in host memory.
-        device_elements: whose moments are on the device, of the split groups.
+        device_elements: elements of the split groups whose moments are on the device.
         aliases: whether a host tensor is the model's memory.
         table_elements: of the model, on this rank.
-        owned_elements: of which the rank owns.
-        text: what the run says about it.
+        owned_elements: those of them that the rank owns.
+        text: the run's line about it.
     """
 
     windows: list[int]

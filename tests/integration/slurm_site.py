@@ -20,7 +20,7 @@ _DEADLINE_S = 240.0
 
 
 def profile(shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
-    """Of the tests' cluster."""
+    """Profile of the tests' cluster."""
     return {
         "ranks_per_node": 2,
         "nodes": 2,

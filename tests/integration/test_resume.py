@@ -42,7 +42,7 @@ Rates = dict[int, list[tuple[str, float, float]]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a run is trained."""
+    """Overrides and ranks that a run is trained with."""
 
     overrides: tuple[str, ...]
     num_ranks: int

@@ -178,7 +178,7 @@ def test_a_run_of_stages_goes_back_to_where_a_stage_began_and_no_further(
     config_file: Path, tmp_path: Path, warm: None
 ) -> None:
     """The second stage, of twice the length and half the sequences, meets a spike in its second step; the third, on
-    other data and with another rate, in its first. What was passed over counts in the stages that follow.
+    other data and with another rate, in its first. Skipped samples count in the stages that follow.
     """
     stages = [
         {"name": "first", "num_steps": 5},

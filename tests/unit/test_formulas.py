@@ -135,7 +135,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What was counted on a model that was built.
+    """Counts on a model that was built.
 
     Attributes:
         parts: parameters by part.
@@ -352,7 +352,7 @@ def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
 
 
 def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
-    """Of the third of four blocks: the gradients of its weights, and those of inputs from there on."""
+    """Training the third of four blocks takes the gradients of its weights, and those of inputs from there on."""
     forward = forward_flops_per_token(DENSE, 100)
     block, attended = forward_flops_of_block(DENSE, 2), 4 * 32 * 101 / 2
     expected = forward + 2 * 384 * 32 + (2 * block + 2 * attended) + (block + 2 * attended)

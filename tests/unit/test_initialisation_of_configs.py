@@ -34,7 +34,7 @@ from pretrain.config.stages import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CHOICES: tuple[Initialisation, ...] = get_args(Initialisation)
-# What every variance is held to, and the sampling error of its measurement that must be reached first.
+# Tolerance of every variance, and the sampling error of its measurement that must be reached first.
 TOLERANCE, STANDARD_ERROR = 0.1, 0.03
 LAYERS_PER_SEED, MOST_SEEDS = 2, 12
 
@@ -63,7 +63,7 @@ def memory_of(model: ModelConfig) -> TuckerConfig:
 def measured(
     model: ModelConfig, choices: Sequence[Initialisation], *, seed: int, most_layers: int
 ) -> dict[Initialisation, list[InitialOutput]]:
-    """The layers with each of these initialisations. What several of them draw alike is drawn once."""
+    """The layers with each of these initialisations. Tensors that several of them draw alike are drawn once."""
     drawn: dict[Hashable, Tensor] = {}
 
     def fill_once(out: Tensor, distribution: Distribution, **of: Any) -> None:
@@ -80,7 +80,7 @@ def measured(
         return drawn[key] * std
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # Of Megatron, about optional packages.
+        # Megatron warns about optional packages.
         warnings.simplefilter("ignore")
         patch.setattr(megamem.initial_outputs, "fill", fill_once)
         patch.setattr(megamem.calibration, "fill", fill_once)

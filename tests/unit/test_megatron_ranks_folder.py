@@ -1,6 +1,6 @@
 """A checkpoint of one file per rank: written, opened, and refused where it is not what it says.
 
-What the files must hold is judged by Megatron's own models in `tests/distributed/test_megatron_ranks.py`.
+Megatron's own models judge the files' content in `tests/distributed/test_megatron_ranks.py`.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def test_marks_in_one_place_are_one_with_the_words_of_all() -> None:
 
 
 def test_a_chart_shows_the_whole_course_or_the_end_of_it() -> None:
-    """What lies before the start is left of the edge, and sets no height."""
+    """Points before the start are left of the edge, and set no height."""
     values = array("d", [100.0, 3.0, 2.0, 1.0])
     points = binned(Column(array("d", [1.0, 20.0, 50.0, 100.0]), values), 9)
     line = Line("a", "red", points)

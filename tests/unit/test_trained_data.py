@@ -1,4 +1,4 @@
-"""What a run was trained on is what it goes on with: the tokenizer always, and data sets unless the configuration says
+"""A run goes on with what it was trained on: the tokenizer always, and data sets unless the configuration says
 otherwise. Checkpoints are fabricated, and say what they were trained on.
 """
 
@@ -77,7 +77,7 @@ AFTER_A_AND_B = saved_at(9, (0, (A,)), (5, (B,)))
         (stage_from(9, 40), AFTER_A_AND_B, [A]),
         # One that comes later may go on in data that is still to be read.
         (stage_from(9, 40), AFTER_A, [C]),
-        # What was read before step 3 is not known.
+        # The data read before step 3 are not known.
         (stage_from(9, 40), saved_at(9, (3, (B,))), [A]),
     ],
 )

@@ -50,7 +50,7 @@ def three(tmp_path: Path) -> Path:
 def test_every_stage_is_a_whole_configuration(three: Path) -> None:
     first, second, third, last = load_stages(three)
     assert (first.optimizer.schedule, second.optimizer.schedule) == ("constant", "cosine")
-    # Of the first stage nothing reads the end of a schedule.
+    # The first stage's schedule has no end that anything reads.
     assert (first.optimizer.min_lr, second.optimizer.min_lr) == (1e-4, 1e-5)
     assert [config.model.rotary_base for config in (first, second, third, last)] == [10000, 10000, 500000, 10000]
     assert (first.model.rotary_scaling is None, third.model.rotary_scaling is None) == (False, True)
@@ -250,7 +250,7 @@ def test_a_ramp_fits_the_layout_at_every_size() -> None:
             validate(config(start, increment), 4)
 
 
-# What is drawn
+# Drawings
 
 
 def test_the_table_and_the_chart_say_what_the_stages_are(three: Path) -> None:

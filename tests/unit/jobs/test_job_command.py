@@ -1,4 +1,4 @@
-"""What the batch script hears at the end of its ranks."""
+"""Answers to the batch script at the end of its ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_full_disk_leaves_a_verdict(
     assert said.startswith("megamem: error: attempt 0001 has ended (crashed: ")
     assert "which cannot be recorded: " in said
     assert "No space left on device. Make room there" in said
-    # What is done is done.
+    # A finished run needs no record.
     assert main([*words, "--exit-code", "0"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "done 0 none none"
     monkeypatch.setattr(jobs.__class__, "begin_attempt", no_space)

@@ -1,4 +1,4 @@
-"""What follows when an attempt has ended."""
+"""Actions after an attempt has ended."""
 
 from __future__ import annotations
 
