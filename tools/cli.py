@@ -40,8 +40,8 @@ COMMAND_MODULES = (
     "tools.doctor",
     "tools.gpu_check.command",
 )
-"""In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
-when that is called, so that `--help` is fast."""
+"""Modules of the commands, in the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`,
+and imports torch only when that is called, so that `--help` is fast."""
 
 STUDY_MODULES = (
     "tools.studies.compare.command",
@@ -235,7 +235,7 @@ class SuggestingParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{arg_string!r} is not {wanted}") from error
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, but settles here what is left over, because the options of this command are known here."""
+        """Parse as argparse does, but settle here what is left over: the options of this command are known here."""
         words = _join_two_words(sys.argv[1:] if args is None else args)
         if words[:1] and words[0] in self.studies:
             words = ["study", *words]

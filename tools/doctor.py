@@ -271,4 +271,4 @@ def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Findin
 
 
 LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (look_at_packages, look_at_gpus, look_at_kernels, look_at_limits)
-"""In the order of the page."""
+"""Looks at the machine, in the order of the page."""

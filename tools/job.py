@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(message: str) -> None:
-    """On stderr, which is a file, and its disk may be full: then the script has to say it elsewhere."""
+    """Write on stderr, which is a file, and its disk may be full: then the script has to say it elsewhere."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 

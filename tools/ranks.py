@@ -88,7 +88,7 @@ def current_rank_is_first() -> bool:
 
 
 def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
-    """After an error of a command: tell the other ranks, if torchrun or Slurm started some and they do not know it.
+    """Tell the other ranks of a command's error, if torchrun or Slurm started some and they do not know it.
 
     Where nothing but variables speaks of others, they may be what is wrong, and that is said.
     """

@@ -36,7 +36,7 @@ HEALTH = Table()
 
 
 def judging(**fields: Any) -> RunConfig:
-    """With a rule that judges norms (of a window of 1 and 2: those above 3) unless told otherwise."""
+    """Configuration with a rule that judges norms (of a window of 1 and 2: those above 3) unless told otherwise."""
     rule = {"action": "skip", "window_steps": 2, "loss_deviations": None, "grad_norm_deviations": 3.0, **fields}
     return replace(RUN, health=HealthConfig(spikes=SpikeConfig(**rule)))
 

@@ -178,7 +178,7 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
 
 @LAYOUTS.key("parallel.overlap_grad_reduce", False, FOUR_BLOCKS)
 def _(base: list[OnRank], second: list[OnRank]) -> None:
-    """Not one part is reduced before the backward pass has ended, instead of all; dense parameters and tables alike."""
+    """No part is reduced before the backward pass has ended, instead of all; dense parameters and tables alike."""
     assert [rank.loss for rank in second] == [rank.loss for rank in base]
     for before, rank in zip(base, second, strict=True):
         assert before.reduced_early == (2, 2)
@@ -196,7 +196,7 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
 
 @STAND_INS.key("parallel.overlap_memory", False, set_key(BASE, "parallel.memory", 2))
 def _(base: Subject, second: Subject) -> None:
-    """On a GPU, the memory of a block starts before its feed-forward runs, or after it."""
+    """The memory of a block starts before its feed-forward runs on a GPU, or after it."""
     for subject, overlaps in ((base, True), (second, False)):
         groups = replace(subject.groups, device=torch.device("cuda", 0))
         (model,) = build_unset_chunks(subject.config, groups, vocab_size=VOCAB_SIZE)

@@ -168,7 +168,7 @@ def scores_are(subject: Subject, expected: tuple[Tensor, Tensor]) -> bool:
 
 @MODEL.key("model.norm_epsilon", 0.3)
 def _(base: Subject, second: Subject) -> None:
-    """In the backbone and in the memory; the weights are the same bits."""
+    """The norms of the backbone and of the memory have it; the weights are the same bits."""
     for subject, epsilon in ((base, 1e-5), (second, 0.3)):
         norms_are_rms(subject, epsilon)
         assert scores_are(subject, tucker_key_scores(subject, epsilon))

@@ -182,7 +182,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @TRAINING.key("optimizer.retrieval_lr", 5e-3, with_optimizer(schedule="cosine", min_lr=4e-4))
 def _(base: Subject, second: Subject) -> None:
-    """At every step, whatever the schedule."""
+    """The rate holds at every step, whatever the schedule."""
     AdamW(rates=(2e-3, 1.2e-3, 4e-4)).explains(base)
     AdamW(rates=(2e-3, 1.2e-3, 4e-4), retrieval_rates=(5e-3,) * 3).explains(second)
     assert moved_otherwise(base, second) == {"retrieval"}
@@ -240,7 +240,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @TRAINING.key("optimizer.warmup_start", 0.1, with_optimizer(warmup_steps=2))
 def _(base: Subject, second: Subject) -> None:
-    """From a tenth, half of the way per step."""
+    """The warmup starts at a tenth, and goes half of the way per step."""
     AdamW(rates=(1e-3, 2e-3, 2e-3)).explains(base)
     AdamW(rates=(2e-4, 1.1e-3, 2e-3)).explains(second)
 

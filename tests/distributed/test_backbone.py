@@ -158,7 +158,7 @@ def test_logits_are_those_of_a_plain_transformer(compared: dict[str, dict[str, A
     "name", ["rotary_base", "norm_epsilon", "qk_norm", "tied_embeddings", "num_query_groups", "head_dim"]
 )
 def test_every_setting_tells(compared: dict[str, dict[str, Any]], name: str) -> None:
-    """With the same weights, the plain transformer of the defaults computes something else."""
+    """The plain transformer of the defaults computes something else with the same weights."""
     assert compared[name]["distance from the defaults"] > 1e-2
 
 

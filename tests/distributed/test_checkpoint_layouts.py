@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2)
-"""After two steps."""
+"""State after two steps."""
 
 
 def with_weights(config: RunConfig) -> RunConfig:

@@ -73,7 +73,7 @@ def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tupl
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"{size} ranks")
 def computed(request: pytest.FixtureRequest, run_ranks: Any) -> list[dict[Any, tuple[Tensor, ...]]]:
-    """By rank: losses and gradients by chunk, dtype, and whether the weight has a buffer for its gradient."""
+    """Losses and gradients of each rank by chunk, dtype, and whether the weight has a buffer for its gradient."""
     cases = [
         (chunk, dtype, main_grad)
         for chunk in CHUNKS
@@ -126,7 +126,7 @@ def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
 
 
 def chunked(config: RunConfig, **axes: Any) -> RunConfig:
-    """On a layout, with chunks that do not divide a microbatch of 64, 32 or 16 tokens."""
+    """Configuration of a layout, with chunks that do not divide a microbatch of 64, 32 or 16 tokens."""
     return on(replace(config, train=replace(config.train, loss_chunk_tokens=15)), **axes)
 
 

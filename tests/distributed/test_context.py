@@ -38,8 +38,8 @@ SIZES = (2, 4)
 GROUPED = {"one head per query": 4, "grouped": 2, "one for all": 1}
 WAYS = {"gather": GatheredAttention, "heads": HeadAttention, "ring": RingAttention}
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""And how far from the definition in fp64, of elements of size 1: a bf16 unit in the last place is 2^-8, and output and
-gradients are rounded a few times.
+"""Dtypes and their tolerances against the definition in fp64, of elements of size 1: a bf16 unit in the last place is
+2^-8, and output and gradients are rounded a few times.
 """
 # Documents that lie in a slice, begin and end with one, and reach over one, two and all but one of the ranks' slices.
 STARTS = {"joined": None, "separate": ((0, 2, 3, 9, 21), (0, 12))}
@@ -115,7 +115,7 @@ def output_and_gradients(
 
 @pytest.fixture(scope="module")
 def seen(run_ranks: Any) -> list[dict[Any, Any]]:
-    """By rank, what one set of ranks found out for all tests."""
+    """Findings of each rank of one set of ranks, for all tests."""
 
     def main() -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -309,7 +309,7 @@ def most_held(way: str, group: dist.ProcessGroup | None, num_key_heads: int) -> 
 
 
 def test_a_ring_of_any_size_holds_what_is_there_and_what_is_coming(run_ranks: Any) -> None:
-    """With as many tokens per rank, twice as many ranks hold no more; where keys are gathered, twice as many of them."""
+    """Twice as many ranks with as many tokens each hold no more; where keys are gathered, twice as many of them."""
 
     def main() -> dict[Any, tuple[int, int]]:
         half, _ = dist.new_subgroups(4)

@@ -77,9 +77,9 @@ class Step:
     loss: float
     grad_norm: float
     selections: tuple[Counter[int], ...]
-    """By layer: hashes of the entries of every token, on whatever rank."""
+    """Hashes of the entries of every token, on whatever rank, by layer."""
     ties: tuple[frozenset[int], ...]
-    """By layer: those among them that noise changes."""
+    """Those among them that noise changes, by layer."""
 
 
 class Selections:

@@ -48,7 +48,7 @@ class Listener(Callback):
 
 @dataclass
 class Seen:
-    """On one rank.
+    """Findings of one rank.
 
     Attributes:
         equal: whether replicas were found to be equal after training.
@@ -184,7 +184,7 @@ def seen(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]
 
 
 def test_a_healthy_step_has_the_loss_and_the_norms_to_add_up_and_no_more(seen: list[Seen]) -> None:
-    """With a rule of spikes and without one."""
+    """A rule of spikes adds nothing."""
     for of_rank in seen:
         assert of_rank.counts == {"none": 2, "skip": 2}
         assert of_rank.objects == 0

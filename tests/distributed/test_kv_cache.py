@@ -111,7 +111,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def told(run_ranks: Any) -> dict[str, dict[str, Any]]:
-    """By case: errors over what is tolerated, and bytes per token, by dtype."""
+    """Errors over what is tolerated, and bytes per token, by case and dtype."""
 
     def main() -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -165,7 +165,7 @@ MIXED = ("move", "lave", "move, one key/value head, gated", "latents, move", "la
 
 
 def test_what_is_mixed_into_values_is_in_the_cache(run_ranks: Any) -> None:
-    """So nothing is mixed again when a token is read."""
+    """Nothing is mixed again when a token is read."""
 
     def main() -> int:
         tokens = some_tokens()
@@ -191,7 +191,7 @@ def test_what_is_mixed_into_values_is_in_the_cache(run_ranks: Any) -> None:
 
 
 def test_values_that_are_expanded_once_give_the_same_logits(run_ranks: Any) -> None:
-    """And take the bytes of the formula."""
+    """The expanded values take the bytes of the formula."""
 
     def main() -> dict[str, float]:
         found = {}

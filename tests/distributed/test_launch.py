@@ -481,7 +481,7 @@ def test_a_stop_signal_reaches_every_rank_once(tmp_path: Path, number: int) -> N
 
 @pytest.mark.parametrize("ignored", STOP_SIGNALS)
 def test_a_stop_signal_that_is_ignored_stays_so(tmp_path: Path, ignored: int) -> None:
-    """As SIGINT is for a job in the background. One that counted would be the first of two, which kill."""
+    """SIGINT is ignored for a job in the background. One that counted would be the first of two, which kill."""
     heeded = next(number for number in STOP_SIGNALS[::-1] if number != ignored)
 
     def launch() -> None:

@@ -155,12 +155,12 @@ class Outcome:
     history: list[tuple[float, float]]
     initial: list[Shard]
     after_few: list[Shard]
-    """After `FEW_STEPS` steps."""
+    """Parameters after `FEW_STEPS` steps."""
     final: list[Shard]
     repeats: bool | None
     """True if the first `FEW_STEPS` steps gave the same bits when they were done again; None if they were not."""
     first_gradients: dict[str, Tensor]
-    """By global name; of parameters that the rank holds whole."""
+    """Gradients of parameters that the rank holds whole, by global name."""
 
 
 def shards(chunks: list[Any]) -> list[Shard]:

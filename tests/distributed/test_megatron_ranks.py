@@ -64,7 +64,7 @@ CASES: dict[str, tuple[ModelConfig, RankLayout]] = {
 
 
 def transformer_config(model: ModelConfig, layout: RankLayout) -> TransformerConfig:
-    """As Megatron-LM makes it of its arguments."""
+    """Configuration as Megatron-LM makes it of its arguments."""
     experts: dict[str, Any] = {}
     if model.moe is not None:
         experts = {
@@ -196,7 +196,7 @@ def written(model: ModelConfig, layout: RankLayout, file: RankFile) -> dict[str,
 
 
 def differences(model: ModelConfig, layout: RankLayout) -> list[str]:
-    """In what this rank's models differ from what would be in its file."""
+    """Differences of this rank's models from what would be in its file."""
     with cuda_on_cpu():
         chunks = megatron_chunks(model, layout)
         file = RankFile(

@@ -137,7 +137,7 @@ def errors_against_plain(moe: MoEConfig) -> dict[str, float]:
 
 @pytest.mark.parametrize(("renormalise", "sequences"), [(False, 1), (True, 2)])
 def test_a_block_computes_what_plain_pytorch_does(run_ranks: Any, renormalise: bool, sequences: int) -> None:
-    """To fp32: Megatron's routing softmax is in fp32 whatever the model's dtype."""
+    """The outputs agree to fp32: Megatron's routing softmax is in fp32 whatever the model's dtype."""
     moe = replace(EXPERTS, renormalise=renormalise, balance_sequences=sequences)
     (errors,) = run_ranks(lambda: errors_against_plain(moe), 1)
     assert max(errors.values()) < 1e-6, errors

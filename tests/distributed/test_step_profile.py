@@ -288,7 +288,7 @@ def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
 
 
 def test_bytes_of_tables() -> None:
-    """By hand: 128 tokens, 4 layers of 4 rows with 16 + 8 columns, 2 banks of 2 x 12^2 rows."""
+    """The bytes by hand: 128 tokens, 4 layers of 4 rows with 16 + 8 columns, 2 banks of 2 x 12^2 rows."""
     costs = part_costs(SHARED, 1)
     reads = 128 * 4 * 4
     assert costs[Part.GATHER_SUM].num_bytes == 2 * reads * 16 * 4

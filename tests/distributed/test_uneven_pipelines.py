@@ -138,7 +138,7 @@ def test_losses_norms_and_weights_equal_those_of_one_rank(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_block_is_on_one_chunk(outcomes: dict[str, list[Outcome]], name: str) -> None:
-    """And on the stage that the text says."""
+    """Every block is also on the stage that the text says."""
     layout = LAYOUTS[name]
     parts = layout.text.split("|")
     stage_of, block = {}, 0

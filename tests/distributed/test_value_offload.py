@@ -119,7 +119,7 @@ def test_every_tensor_of_the_checkpoint_is_the_same(run_ranks: Any, tmp_path: Pa
 
 
 def test_rates_and_decay_of_tables_survive_resuming_on_another_layout(run_ranks: Any, tmp_path: Path) -> None:
-    """Also with the host stepping before, and the device after."""
+    """The host steps the tables before, and the device or another layout's host after."""
     optimizer = replace(
         SHARED.optimizer,
         value_weight_decay=20.0,
@@ -310,7 +310,7 @@ def test_the_two_norms_make_up_the_global_one(run_ranks: Any) -> None:
 
 
 def test_a_table_gradient_that_is_not_finite_skips_the_step(run_ranks: Any) -> None:
-    """Also where the tables' norm is another than the one that the rest is clipped by."""
+    """The step is skipped even if the tables' norm is another than the one that the rest is clipped by."""
 
     def main() -> tuple[int, bool]:
         with tiny_run(offloaded(with_clip(1.0))) as run:

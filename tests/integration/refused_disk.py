@@ -14,7 +14,7 @@ _DISK_BYTES = 24 << 20
 
 
 def own_mounts() -> None:
-    """From here on this process has mounts of its own.
+    """Give this process mounts of its own from here on.
 
     Raises:
         OSError: that is not allowed here.

@@ -161,7 +161,7 @@ class Cluster:
         self._start("slurmctld", ["slurmctld", "-D"])
 
     def stop_controller(self) -> None:
-        """As for an update: jobs go on without it."""
+        """Stop the controller as for an update: jobs go on without it."""
         controller = self._daemons.pop("slurmctld")
         controller.terminate()
         controller.wait(_PATIENCE_S)

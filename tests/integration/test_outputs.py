@@ -122,7 +122,7 @@ def test_a_run_that_is_shorter_than_what_is_done_says_what_that_means(
 
 
 def test_what_a_run_says_of_itself(megamem: Megamem, config_file: Path, corpus: Path, tmp_path: Path) -> None:
-    """In a file: no carriage returns, nothing twice, one of a thing in the singular, and a prompt of its own data."""
+    """A file of it has no carriage returns, nothing twice, one of a thing in the singular, a prompt of its own data."""
     run = tmp_path / "run"
     said = megamem("train", config_file, "--run-dir", run, "train.num_steps=1", "optimizer.warmup_steps=0").output
     assert "1 rank (tensor 1" in said

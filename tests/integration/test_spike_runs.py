@@ -163,7 +163,7 @@ def test_a_run_that_has_gone_back_often_enough_ends(config_file: Path, tmp_path:
 
 
 def test_a_spike_is_skipped_as_if_its_gradient_were_not_finite(config_file: Path, tmp_path: Path, warm: None) -> None:
-    """So is one before the first checkpoint, to which a run could go back."""
+    """A spike before the first checkpoint is skipped too, where a run would otherwise go back."""
     for name, rule in (("skip", "health.spikes.action=skip"), ("early", "health.spikes.action=rewind")):
         train_with(config_file, tmp_path / name, (rule, *RULE, "checkpoint.every_steps=8"), (48,))
         state = read_state(checkpoint(tmp_path / name, 10)).run

@@ -336,7 +336,7 @@ def test_flops_of_a_dense_model_are_two_per_weight_and_causal_attention() -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
-    """With the output projection and attention; and backward of the lowest block upwards to that of the whole model."""
+    """The output projection and attention count too; backward adds up from the lowest block to the whole model."""
     model = MODELS[name]
     length = 100
     attended = model.num_layers * 4 * model.num_attention_heads * model.attention_head_dim * (length + 1) / 2

@@ -235,7 +235,7 @@ def test_the_command_hands_over_what_was_typed(
     step: int | None,
     cached: bool,
 ) -> None:
-    """And prints a character when all of its bytes are there."""
+    """A character is printed when all of its bytes are there."""
     asked: dict[str, Any] = {}
     group, model = object(), object()
 

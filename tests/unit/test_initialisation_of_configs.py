@@ -129,7 +129,7 @@ class Sample:
 
 
 def measure(model: ModelConfig) -> Sample:
-    """As many seeds as the standard errors of the mean ratios take."""
+    """Measure as many seeds as the standard errors of the mean ratios take."""
     outputs: dict[Initialisation, list[InitialOutput]] = {choice: [] for choice in CHOICES}
     for seed in range(1, MOST_SEEDS + 1):
         for choice, found in measured(model, CHOICES, seed=seed, most_layers=LAYERS_PER_SEED).items():
@@ -165,7 +165,7 @@ def test_outputs_have_the_variance_that_the_choice_promises(name: str, record_pr
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_do_not_grow_with_depth(name: str, choice: Initialisation) -> None:
-    """At twice the depth a block puts out half the variance, as its feed-forward does; the released constants know no
+    """A block at twice the depth puts out half the variance, as its feed-forward does; the released constants know no
     depth.
     """
     model = MODELS[name]

@@ -173,7 +173,7 @@ class SaverDouble(Saver):
 
 
 class Samples:
-    """As many samples as anyone asks for; each is its number."""
+    """Samples without end; each is its number."""
 
     def __len__(self) -> int:
         return 10_000

@@ -178,7 +178,7 @@ def test_a_block_computes_what_is_recorded(
 def test_entries_and_weights_are_the_recorded_ones(
     golden_dir: Path, name: str, kernels: Literal["auto", "naive"]
 ) -> None:
-    """In two stages, which find what a search of the whole grid finds."""
+    """The two stages find what a search of the whole grid finds."""
     block = build(golden_dir, name, torch.float64, kernels)
     found = block.layer.retrieve(block.tensors["mid.queries"].flatten(0, 1))
     for recorded in ("mid.pair_idx", "mid.pair_idx_full_grid"):

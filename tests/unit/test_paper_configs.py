@@ -234,7 +234,7 @@ def test_a_derived_memory_follows_the_stated_rules(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name in MEMORIES])
 def test_models_of_one_size_read_equally_many_values(name: str) -> None:
-    """As section 4.1 says, to the nearest number. How wide these are differs: Memory+ reads more bytes."""
+    """Section 4.1 says so, to the nearest number. Values differ in width: Memory+ reads more bytes."""
     per_value = {n: CONFIGS[n].model.num_memory_layers * MEMORIES[n].num_heads for n in (name, PEERS[name])}
     read, wanted = (per_value[n] * MEMORIES[n].top_k for n in (name, PEERS[name]))
     assert abs(read - wanted) <= per_value[name] / 2

@@ -209,7 +209,7 @@ MISTAKES = [
 
 
 def test_the_commonest_mistakes_cost_no_import_of_torch(config_file: Path, tmp_path: Path) -> None:
-    """In one process, which would have torch from the first that imports it."""
+    """One process takes them all, which would have torch from the first that imports it."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     named = [

@@ -106,7 +106,7 @@ def test_another_seed_or_model_is_another_run(changed: RunConfig, told: str) -> 
 
 
 def test_the_weights_of_a_mixtures_losses_may_change_and_the_mixture_may_not() -> None:
-    """In a section that one of the two does not have, every key counts as the section does."""
+    """Every key of a section that one of the two does not have counts as the section does."""
     moe = MoEConfig(num_experts=4, top_k=2)
     with_experts = replace(CONFIG, model=replace(CONFIG.model, memory=None, moe=moe))
     lighter = replace(with_experts, model=replace(with_experts.model, moe=replace(moe, z_loss_weight=0.5)))

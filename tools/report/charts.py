@@ -243,7 +243,7 @@ def _drawn(line: Line, across: Axis, up: Axis) -> str:
 
 
 def _heights(values: np.ndarray[Any, Any], up: Axis) -> np.ndarray[Any, Any]:
-    """Within the plot, or at most as far outside of it as it is high."""
+    """Heights within the plot, or at most as far outside of it as it is high."""
     return _PLOT_HEIGHT * (1 - np.clip(up.place(values), -1, 2))
 
 

@@ -301,7 +301,7 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _time_left(run: RunRecord) -> str:
-    """At the pace of the last steps, without evaluations and saves; empty unless the run is running."""
+    """Time left at the pace of the last steps, without evaluations and saves; empty unless the run is running."""
     step_s = run.metrics.figures.get("step_s")
     if run.config is None or step_s is None or run.standing is None or run.standing.state != "running":
         return ""

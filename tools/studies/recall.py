@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pretrain.evaluation.recall import Recall
 
 Recalls: TypeAlias = dict[str, dict[int, "Recall"]]
-"""By model and number of facts."""
+"""Recalls by model and number of facts."""
 
 MOST_ASKED = 8192
 """Facts that a model is asked for, of those that it was told."""

@@ -212,7 +212,7 @@ def test_every_block_of_samples_is_shuffled_in_a_way_of_its_own(tmp_path: Path) 
 
 
 def test_both_orders_depend_on_all_of_the_seed(tmp_path: Path) -> None:
-    """On its high half too."""
+    """The high half of the seed counts too."""
     entry = make(tmp_path)
     streams, orders = [], []
     for seed in (1, 2, 1 + (1 << 32), 2 + (1 << 32)):

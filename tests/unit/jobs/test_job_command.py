@@ -82,7 +82,7 @@ def test_nodes_that_were_found_bad_are_told(tmp_path: Path, capsys: pytest.Captu
 def test_a_full_disk_leaves_a_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the script, which passes it on to Slurm; the job's log is on that disk too. No start is left uncounted."""
+    """The script passes it on to Slurm; the job's log is on that disk too. No start is left uncounted."""
     jobs = JobsFolder(RunFolder(tmp_path))
     jobs.path.mkdir()
     jobs.config.write_text(to_yaml(RunConfig()))

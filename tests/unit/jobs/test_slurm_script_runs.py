@@ -101,7 +101,7 @@ def test_what_follows_is_what_the_verdict_says(job: Job, profile: ClusterConfig)
 
 
 def test_a_controller_that_is_away_is_waited_for(job: Job, profile: ClusterConfig) -> None:
-    """For longer than one that refuses, from the first look to the last request."""
+    """The wait is longer than for one that refuses, from the first look to the last request."""
     up = "Slurmctld(primary) at here is UP"
     code, calls = job.run(
         profile,

@@ -24,7 +24,7 @@ _ROW_COLUMNS = 256
 
 
 def _precision(device: torch.device) -> torch.dtype:
-    """That of training: CPUs have no fast bf16."""
+    """Precision of training: CPUs have no fast bf16."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

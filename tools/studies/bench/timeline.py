@@ -90,7 +90,7 @@ class Timeline:
         return RangeTimes(seconds, self._entries, 1)
 
     def enter_phase(self, phase: str) -> None:
-        """From here on time belongs to the phase, until `leave_phase`."""
+        """Count time from here on to the phase, until `leave_phase`."""
         assert not self._open[-1].part, f"{phase} begins inside of {self._open}"
         self._enter(Range(phase, ""))
 
@@ -100,7 +100,7 @@ class Timeline:
         self.leave("")
 
     def enter(self, part: str) -> None:
-        """From here on time belongs to the part, until it is left."""
+        """Count time from here on to the part, until it is left."""
         self._enter(Range(self._open[-1].phase, part))
 
     def leave(self, part: str) -> None:

@@ -60,14 +60,14 @@ class Trainer:
     """Trains runs, keeps what is finished, and says how long the rest takes."""
 
     def __init__(self, num_ranks: int, *, num_runs: int, num_steps: int) -> None:
-        """So many runs are to come, of so many steps together."""
+        """Start with so many runs to come, of so many steps together."""
         self._num_ranks = num_ranks
         self._num_runs, self._steps_to_go = num_runs, num_steps
         self._num_started = 0
         self._steps_done, self._seconds = 0, 0.0
 
     def skip(self, num_runs: int, num_steps: int) -> None:
-        """So many of the runs to come, of so many steps each, will not be needed."""
+        """Leave out so many of the runs to come, of so many steps each."""
         self._num_runs -= num_runs
         self._steps_to_go -= num_runs * num_steps
 

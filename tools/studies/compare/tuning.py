@@ -135,7 +135,7 @@ class Search:
             return None
 
     def shortened(self, config: RunConfig) -> RunConfig:
-        """As a trial trains it."""
+        """Configuration as a trial trains it."""
         config = with_seed(config, self._tuning.seed)
         return replace(
             config,
