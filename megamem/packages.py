@@ -9,7 +9,7 @@ PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tools")
 
 
 def hidden_packages() -> str:
-    """Which of our packages another file or folder hides, and what to do, in a line; empty if none is.
+    """Packages of ours that another file or folder hides, and what to do, in a line; empty if there are none.
 
     All of them lie beside this one.
     """
@@ -24,7 +24,7 @@ def hidden_packages() -> str:
 
 
 def _place_of(name: str) -> Path | None:
-    """Where a package comes from that is not ours, or is missing there; None if it is ours."""
+    """Place that a package comes from if it is not ours, or is missing from; None if it is ours."""
     ours = Path(__file__).resolve().parent.parent
     spec = importlib.util.find_spec(name)
     if spec is None:

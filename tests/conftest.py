@@ -1,4 +1,4 @@
-"""What every test may use: one thread per process, Triton's interpreter where there is no GPU, and the golden cases."""
+"""Settings and fixtures of all tests: one thread per process, Triton's interpreter without a GPU, the golden cases."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def golden_dir(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def remote_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where transformers copies the code of model folders to: a place of the session's own, as it imports from there."""
+    """Make transformers copy code of model folders to a place of the session's own, as it imports from there."""
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("remote_code"))
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)

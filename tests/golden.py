@@ -1,5 +1,5 @@
-"""What comparisons with recorded memories share: reading a case, the product's layers for it, attention of the recorded
-blocks by PyTorch's operations, and errors.
+"""Common parts of comparisons with recorded memories: reading a case, the product's layers for it, attention of the
+recorded blocks by PyTorch's operations, and errors.
 
 Legend: b sequences, s tokens, d head dimension, n query heads.
 """

@@ -9,7 +9,7 @@ from megamem.inputs import Inputs
 
 
 def some_inputs(hidden: Tensor) -> Inputs:
-    """Of hidden states [s, b, ...], for layers that do not ask for them."""
+    """Inputs to hidden states [s, b, ...], for layers that do not ask for them."""
     s, b = hidden.shape[:2]
     positions = torch.arange(s, device=hidden.device).unsqueeze(1).expand(s, b)
     return Inputs(torch.stack((positions % 7, positions)))

@@ -29,7 +29,7 @@ class WholeTensors:
 
 
 def whole_tensors(model: Any) -> WholeTensors:
-    """What a model on one rank would save, under the names that it would have."""
+    """Tensors that a model on one rank would save, under the names that they would have."""
     held: dict[str, Tensor] = {}
     for _, shard in walk_shards(model.sharded_state_dict()):
         target = held.setdefault(shard.key, torch.zeros(shard.global_shape, dtype=shard.dtype))

@@ -40,8 +40,8 @@ COMMAND_MODULES = (
     "tools.doctor",
     "tools.gpu_check.command",
 )
-"""In the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`, and imports torch only
-when that is called, so that `--help` is fast."""
+"""Modules of the commands, in the order of `--help`. Each has `add_parser(subparsers)`, which sets `func(args) -> int`,
+and imports torch only when that is called, so that `--help` is fast."""
 
 STUDY_MODULES = (
     "tools.studies.compare.command",
@@ -129,10 +129,10 @@ def _run(argv: Sequence[str] | None, parser: Callable[[], argparse.ArgumentParse
 
 
 def _without_stdout() -> bool:
-    """Whether standard output was closed before this process began (`>&-`), where Python's `print` says nothing at all.
+    """True if standard output was closed before this process began (`>&-`), where Python's `print` says nothing at all.
 
-    What is closed of the other two goes nowhere from here on. Else the next file that is opened would be in its place,
-    and whatever is printed would go there.
+    Standard input and error go nowhere from here on if they are closed. Else the next file that is opened would be in
+    their place, and whatever is printed would go there.
     """
     for descriptor in (0, 2):
         try:
@@ -154,7 +154,7 @@ def _join_two_words(argv: Sequence[str]) -> list[str]:
 
 
 def _reader_went_away() -> bool:
-    """Whether the reader of our output went away (`| head`), as opposed to some other pipe that broke."""
+    """True if the reader of our output went away (`| head`), as opposed to some other pipe that broke."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:
@@ -235,7 +235,7 @@ class SuggestingParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{arg_string!r} is not {wanted}") from error
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, but settles here what is left over, because the options of this command are known here."""
+        """Parse as argparse does, but settle here what is left over: the options of this command are known here."""
         words = _join_two_words(sys.argv[1:] if args is None else args)
         if words[:1] and words[0] in self.studies:
             words = ["study", *words]

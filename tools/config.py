@@ -189,7 +189,7 @@ def run_check(args: argparse.Namespace) -> int:
             validate(config, num_ranks)
             if args.gpu_memory is not None:
                 check_gpu_memory(config, args.ranks, int(args.gpu_memory * 1e9))
-            # What is held is counted with the data's vocabulary where the data is here.
+            # Parameters are counted with the data's vocabulary where the data is here.
             checked.append(config if args.elsewhere else check_start(config, num_ranks, folder, local=True))
     if not args.elsewhere:
         folder.check_writable()
@@ -255,7 +255,7 @@ class Section:
 
 
 def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]:
-    """What a reader of a configuration wants to know besides its keys.
+    """Figures of a configuration to show besides its keys.
 
     Args:
         config: of any kind.
@@ -277,7 +277,7 @@ def extra_sections(config: RunConfig, measured_layers: int = 0) -> list[Section]
 
 
 def _context_section(config: RunConfig) -> Section:
-    """What the ways of attention send and keep, and which of them the run takes."""
+    """Bytes that the ways of attention send and keep, and the way that the run takes."""
     taken, lines = context_way(config), []
     for way in WAYS:
         problem = heads_problem(config) if way == "heads" else None
@@ -291,7 +291,7 @@ def _context_section(config: RunConfig) -> Section:
 
 
 def _pipeline_section(config: RunConfig) -> Section:
-    """Which blocks stand where."""
+    """Blocks of every pipeline stage."""
     parallel = config.parallel
     try:
         chunks = model_chunks(
@@ -353,7 +353,7 @@ def _measured_lines(model: ModelConfig, seed: int, most_layers: int) -> Iterator
 
     try:
         with warnings.catch_warnings():
-            # Of Megatron, about optional packages.
+            # Megatron warns about optional packages.
             warnings.simplefilter("ignore")
             measured = measure_initial_outputs(model, seed=seed, most_layers=most_layers)
     except ValueError as error:

@@ -272,7 +272,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 
 def _held_out_warning(dataset: PreparedDataset) -> str | None:
-    """What to know of documents that were drawn to be held out, if few decide or their share is not that asked for."""
+    """Warning if few of the documents drawn to be held out decide, or if their share is not that asked for."""
     from pretrain.data.hold_out import HoldOut
     from pretrain.data.indexed_files import longest_document
 
@@ -331,7 +331,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _verified(dataset: PreparedDataset) -> str:
-    """What is said of a data set in which nothing has changed."""
+    """Message about a data set in which nothing has changed."""
     from pretrain.data.manifest import MANIFEST_FILE
 
     said = "every byte is as it was written."

@@ -45,7 +45,7 @@ _FOR = {
     "tracking": "logging.tensorboard and logging.wandb_mode",
     "hf": "conversion from and to Hugging Face",
 }
-"""What an extra's packages are good for. The others are for those who change the code."""
+"""Uses of an extra's packages. The other extras are for those who change the code."""
 
 _SHARED_MEMORY_BYTES = 1 << 30
 _FILE_HANDLES = 4096
@@ -182,7 +182,7 @@ def look_at_gpus() -> Iterator[Finding]:
 
 
 def look_at_kernels() -> Iterator[Finding]:
-    """What `train.kernels: auto` will find."""
+    """Report the kernels that `train.kernels: auto` will find."""
     from kernels.common.cpp import cache_folder  # imports torch
 
     if num_visible_gpus():
@@ -250,7 +250,7 @@ def look_at_limits() -> Iterator[Finding]:
 
 
 def _clock_is_synchronised() -> bool:
-    """What the kernel says of its own clock; True where it cannot be asked."""
+    """True if the kernel says that its clock is synchronised, or cannot be asked."""
     try:
         # Reading alone: `modes`, the first field, is 0.
         state: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_BYTES_OF_TIMEX))
@@ -260,7 +260,7 @@ def _clock_is_synchronised() -> bool:
 
 
 def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Finding:
-    """Whether a configuration can run here."""
+    """Tell whether a configuration can run here."""
     try:
         stages = load_stages(path, overrides)
         num_ranks = ranks or ranks_for_stages(stages)
@@ -271,4 +271,4 @@ def look_at_config(path: str, overrides: list[str], ranks: int | None) -> Findin
 
 
 LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (look_at_packages, look_at_gpus, look_at_kernels, look_at_limits)
-"""In the order of the page."""
+"""Looks at the machine, in the order of the page."""

@@ -1,4 +1,4 @@
-"""What drawings of runs have in common: losses against tokens, and how the memory is read.
+"""Common parts of drawings of runs: losses against tokens, and how the memory is read.
 
 Matplotlib takes a while to import, and most commands do not draw: it is imported where it is used.
 """

@@ -146,7 +146,7 @@ def check_data(config: RunConfig, folder: RunFolder, saved: SavedState, *, moved
 
 
 def evaluate_rank(config: RunConfig, checkpoint: Path, with_memory: Sequence[bool], as_json: bool) -> None:
-    """What one rank does; `with_memory` are the settings of the memory to evaluate, the one after the other."""
+    """Evaluate on one rank; `with_memory` are the settings of the memory to evaluate, the one after the other."""
     from pretrain.data.held_out import HeldOutDataset, compression_baselines
     from pretrain.engine.session import session
     from pretrain.evaluation.evaluate import evaluate

@@ -105,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate.
+    """Texts to generate.
 
     Attributes:
         prompt: the text to continue.
@@ -178,7 +178,7 @@ def _read_prompt(file: str) -> str:
 
 
 def generate_rank(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path, request: Request) -> None:
-    """What one rank does. All of them get the same ids, and so end every sample at the same one."""
+    """Generate on one rank. All of them get the same ids, and so end every sample at the same one."""
     from pretrain.engine.session import session
     from pretrain.evaluation.generate import generate
     from pretrain.evaluation.restore import restore_model

@@ -24,13 +24,13 @@ from tools import cli
 from tools.words import ending
 
 _BAD_NODES_FOUND = 1
-# Of rank 0's start, where no check says it: importing from a busy disk takes minutes.
+# Seconds for rank 0's start, where no check says it: importing from a busy disk takes minutes.
 _START_TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of the script's questions. What it reads is the last line of stdout, which after an error is the reason; people
-    are told on stderr."""
+    """Answer one of the script's questions. The script reads the last line of stdout, which after an error is the
+    reason; people are told on stderr."""
     args = _parser().parse_args(argv)
     try:
         return int(args.func(JobsFolder.at(args.records), args))
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(message: str) -> None:
-    """On stderr, which is a file, and its disk may be full: then the script has to say it elsewhere."""
+    """Write on stderr, which is a file, and its disk may be full: then the script has to say it elsewhere."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
@@ -107,7 +107,7 @@ def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
 
 
 def _waiting_job(jobs: JobsFolder) -> str:
-    """Of the next link of a chain."""
+    """Id of the job of a chain's next link, or "none"."""
     following = jobs.next_link()
     ids = [] if following is None else following.job_ids()
     return ids[-1] if ids else "none"

@@ -1,4 +1,4 @@
-"""What a run wrote about itself: the rows of `metrics.jsonl`, and the curves in them."""
+"""A run's own record: the rows of `metrics.jsonl`, and the curves in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the tokens of generated texts take."""
+"""Time that the tokens of generated texts take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a forward pass of generation is over."""
+    """Tokens that a forward pass of generation is over."""
 
     PROMPT = "prefill"
     NEXT = "then"

@@ -28,7 +28,7 @@ class Page:
 
     @property
     def marks(self) -> tuple[str, str]:
-        """What stands before and after the part."""
+        """Lines before and after the part."""
         return f"<!-- {self.part} -->", f"<!-- end of {self.part} -->"
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ _BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class PaperFigures:
-    """What the paper states of a model, as it is printed there.
+    """Figures of a model, as the paper prints them.
 
     Attributes:
         active: active parameters.

@@ -77,7 +77,7 @@ def run_plot(args: argparse.Namespace) -> int:
 
 
 def name_of(path: Path) -> str:
-    """What a run is called in the picture."""
+    """Name of a run in the picture."""
     return path.resolve().name if path.suffix != ".jsonl" else path.stem
 
 

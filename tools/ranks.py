@@ -82,13 +82,13 @@ def started_world_size() -> int | None:
 
 
 def current_rank_is_first() -> bool:
-    """Whether this process is the one that speaks for all: the only one so far, or rank 0 of those that were started."""
+    """True if this process speaks for all: the only one so far, or rank 0 of those that were started."""
     ranks = current_ranks()
     return ranks is None or ranks.rank == 0
 
 
 def end_ranks_that_wait(args: argparse.Namespace, error: BaseException) -> None:
-    """After an error of a command: tell the other ranks, if torchrun or Slurm started some and they do not know it.
+    """Tell the other ranks of a command's error, if torchrun or Slurm started some and they do not know it.
 
     Where nothing but variables speaks of others, they may be what is wrong, and that is said.
     """

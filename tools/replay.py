@@ -89,7 +89,7 @@ def _start(folder: RunFolder, step: int | None, last_step: int) -> SavedState:
 
 
 def replay_rank(config: RunConfig, folder: RunFolder, start: SavedState, losses: Mapping[int, float]) -> None:
-    """What one rank does.
+    """Replay steps on one rank.
 
     Args:
         config: the run's, on the layout of the replay.

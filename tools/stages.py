@@ -42,12 +42,12 @@ def _row(config: RunConfig) -> tuple[str, ...]:
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Of the backbone at a step of the run."""
+    """Learning rate of the backbone at a step of the run."""
     return group_settings(step, config.optimizer, config.train, config.stage)["backbone"][0]
 
 
 def table_rate(config: RunConfig, step: int) -> float:
-    """Of the values at a step of the run."""
+    """Learning rate of the values at a step of the run."""
     return group_settings(step, config.optimizer, config.train, config.stage)["values"][0]
 
 
@@ -112,7 +112,7 @@ def _places(stages: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, int]]:
 
 
 def _names(stages: Sequence[RunConfig], places: Sequence[tuple[RunConfig, int]]) -> str:
-    """Where stages begin, by name as far as there is room."""
+    """Names of stages where they begin, as far as there is room."""
     line = ""
     for config in stages:
         begins = next((column for column, (there, _) in enumerate(places) if there is config), None)

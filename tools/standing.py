@@ -1,4 +1,4 @@
-"""How a run stands, by one look at its folder: nothing is written, nothing is waited for, and no torch is imported."""
+"""Standing of a run, by one look at its folder: nothing is written, nothing is waited for, no torch is imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ALIVE = ("running", "silent")
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run does, or how it ended.
+    """State of a run: what it does, or how it ended.
 
     Attributes:
         state: running; silent: its owner is on another machine and has not beaten for a minute; queued: its Slurm job
@@ -83,7 +83,7 @@ class Standing:
 
 
 def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing:
-    """How a run stands.
+    """Standing of a run.
 
     Args:
         folder: the run's.
@@ -103,9 +103,9 @@ def standing_of(folder: RunFolder, step: int, num_steps: int | None) -> Standing
 
 
 def _claimed(presence: Presence) -> Standing:
-    """Of a run whose owner did not say that it has ended."""
+    """Standing of a run whose owner did not say that it has ended."""
     who = "somebody" if presence.claim is None else _owner_in_words(presence)
-    # Of a Slurm job, Slurm knows better than a claim that was made elsewhere.
+    # Slurm knows more of its own job than a claim that was made elsewhere.
     seen = presence.alive is not None or presence.claim is None or not presence.claim.job
     if presence.alive or (presence.alive is None and presence.beat_age_s < LAPSE_S):
         return Standing("running", who, seen)
@@ -151,7 +151,7 @@ def find_runs(path: Path, problems: list[str]) -> list[Path]:
 def _runs_below(path: Path, problems: list[str]) -> Iterator[Path]:
     for folder, inner, files in os.walk(path, onerror=lambda error: problems.append(in_words(error))):
         if RunFolder(path).config.name in files:
-            # What a run keeps of its own (replays, checkpoints) is no run beside it.
+            # Folders that a run keeps of its own (replays, checkpoints) are no runs beside it.
             inner.clear()
             yield Path(folder)
 

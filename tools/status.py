@@ -41,14 +41,14 @@ read: an evaluation from before them is not shown.
 """
 
 TAIL_BYTES = 2 << 20
-"""How much of a file of metrics is looked at, from its end."""
+"""Bytes at the end of a file of metrics that are looked at."""
 _BLOCK_BYTES = 64 << 10
 _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is told of a run.
+    """Figures of a run in `megamem status`.
 
     Attributes:
         run: its folder.
@@ -114,7 +114,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def _of_each(paths: Sequence[Path], look: Callable[[Path], _Found], problems: list[str]) -> list[_Found]:
-    """What a look at each of the runs tells; of those that cannot be looked at, why goes into `problems`."""
+    """Results of a look at each of the runs; if one cannot be looked at, the reason goes into `problems`."""
     found = []
     for path in paths:
         try:
@@ -157,7 +157,7 @@ def _attempt_cells(path: Path, times: AttemptTimes) -> tuple[str, ...]:
 
 
 def line_of(path: Path) -> Line:
-    """What one look at a run's folder tells.
+    """Figures of a run, from one look at its folder.
 
     Raises:
         ConfigError: its configuration or its metrics are damaged.
@@ -246,7 +246,7 @@ def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:
         stream.seek(start)
         begun, *lines = (stream.read(length) + begun).split(b"\n")
         if lines and not ended:
-            # What follows the last end of a line: nothing, or a row that is being written.
+            # Behind the last end of a line there is nothing, or a row that is being written.
             lines.pop()
             ended = True
         yield from reversed(lines)

@@ -277,7 +277,7 @@ def _queued(job: Job, number: str) -> str:
 
 
 def _what_next(path: Path, first: Job | None) -> str:
-    """What to type to follow, and to end, what was queued."""
+    """Commands that follow, and end, what was queued."""
     follow = f"follow it:  megamem status {shlex.quote(str(path))}\n"
     if first is not None:
         records, latest = shlex.quote(str(first.records.path)), shlex.quote(str(first.records.latest))
@@ -316,7 +316,7 @@ def asked_for(
 
 
 def _of_stage(option: str, given: Sequence[str], stage: str | None, names: Sequence[str]) -> str | None:
-    """What an option says for a stage: what is meant for it alone, else for all; None if it says nothing."""
+    """Text of an option for a stage: that meant for it alone, else that for all; None if it says nothing."""
     for_all, for_it = None, None
     for text in given:
         name, sign, value = text.rpartition("=")

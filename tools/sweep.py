@@ -35,7 +35,7 @@ class Point:
 
 
 def axis(text: str) -> Axis:
-    """Of `key=a,b,c`; commas within brackets belong to a value. For argparse."""
+    """Axis of `key=a,b,c`; commas within brackets belong to a value. For argparse."""
     key, sign, values = text.partition("=")
     found = _split(values)
     if not key or not sign or not all(found) or len(set(found)) < len(found):

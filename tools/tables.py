@@ -118,7 +118,7 @@ def bytes_of(form: TableForm, config: RunConfig, memory: TokenTableConfig) -> in
 
 
 def compare_tables_rank(config: RunConfig, checkpoint: Path, words: Sequence[str], as_json: bool) -> None:
-    """What one rank of `megamem eval --tables` does: the model with its tables in one form after the other."""
+    """Run `megamem eval --tables` on one rank: the model with its tables in one form after the other."""
     from pretrain.data.blend import check_blend, model_vocab_size
     from pretrain.data.held_out import HeldOutDataset
     from pretrain.engine.session import session

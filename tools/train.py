@@ -102,7 +102,7 @@ def run_train(args: argparse.Namespace) -> int:
         for sentence in dict.fromkeys(sentence for config in trained for sentence in advice(config)):
             print(f"note: {sentence}", file=sys.stderr)
     if started is None:
-        # Of ranks that were started elsewhere, rank 0 does so when it takes the folder.
+        # Rank 0 makes it, when it takes the folder, if ranks were started elsewhere.
         folder.make()
     return run_on_ranks(lambda: train_rank(stages, folder, start, trained), num_ranks, log_dir=folder.logs)
 
@@ -115,7 +115,7 @@ def train_rank(
     *,
     quiet: bool = False,
 ) -> None:
-    """What one rank does.
+    """Train on one rank.
 
     Args:
         stages: of the run, or the one configuration of a run without stages.
@@ -229,7 +229,7 @@ def _prompt(run: Run) -> str:
 
 
 def _closing(run: Run) -> str:
-    """What the run reached, where it is, and what to try next."""
+    """Results of the run, where it is, and what to try next."""
     rows = read_metrics(run.folder.metrics)
     evaluations = [row for row in rows if "validation_loss" in row]
     result = ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pretrain.growth.upscale import Grown
 
 TRAINING_FILE = "train.yaml"
-"""In the folder: the configuration of a run that trains what the method's paper trains."""
+"""File in the folder: the configuration of a run that trains what the method's paper trains."""
 _TRAINS_ALL: tuple[Method, ...] = ("solar",)
 
 _EPILOG = """\

@@ -1,4 +1,4 @@
-"""How commands say things."""
+"""Words of commands."""
 
 from __future__ import annotations
 

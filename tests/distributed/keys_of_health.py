@@ -1,5 +1,5 @@
-"""What the keys under `health` do, measured on runs on one rank whose losses and norms are planted, and on callbacks whose
-other ranks are stand-ins.
+"""Effects of the keys under `health`, measured on runs on one rank with planted losses and norms, and on callbacks
+whose other ranks are stand-ins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEALTH = Table()
 
 
 def judging(**fields: Any) -> RunConfig:
-    """With a rule that judges norms (of a window of 1 and 2: those above 3) unless told otherwise."""
+    """Configuration with a rule that judges norms (of a window of 1 and 2: those above 3) unless told otherwise."""
     rule = {"action": "skip", "window_steps": 2, "loss_deviations": None, "grad_norm_deviations": 3.0, **fields}
     return replace(RUN, health=HealthConfig(spikes=SpikeConfig(**rule)))
 
@@ -145,8 +145,7 @@ def standing_in(outputs: Outputs, step: int) -> Any:
 
 
 def windows(outputs: Outputs) -> tuple[list[int], list[int]]:
-    """Of six steps with a rank that takes three times as long as the others: those that end a window, and those at
-    which it is named."""
+    """Steps of six that end a window, and those at which a rank of three times the others' time is named."""
     listener, measured = Listener(), []
     slow = SlowRanks([listener], measure=lambda device: 1.0)
     ranks = MagicMock()

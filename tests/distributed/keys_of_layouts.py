@@ -1,4 +1,4 @@
-"""What the keys under `parallel` do, measured on two ranks or on stand-ins for what a CPU does not have."""
+"""Effects of the keys under `parallel`, measured on two ranks or on stand-ins for what a CPU does not have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STAGES = set_key(FOUR_BLOCKS, "parallel.pipeline", 2)
 
 @dataclass(frozen=True)
 class OnRank:
-    """What one rank holds and sees in a step.
+    """Blocks, tensors and traffic of one rank in a step.
 
     Attributes:
         blocks: global numbers of the blocks of each of its chunks.
@@ -178,7 +178,7 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
 
 @LAYOUTS.key("parallel.overlap_grad_reduce", False, FOUR_BLOCKS)
 def _(base: list[OnRank], second: list[OnRank]) -> None:
-    """Not one part is reduced before the backward pass has ended, instead of all; dense parameters and tables alike."""
+    """No part is reduced before the backward pass has ended, instead of all; dense parameters and tables alike."""
     assert [rank.loss for rank in second] == [rank.loss for rank in base]
     for before, rank in zip(base, second, strict=True):
         assert before.reduced_early == (2, 2)
@@ -196,7 +196,7 @@ def _(base: list[OnRank], second: list[OnRank]) -> None:
 
 @STAND_INS.key("parallel.overlap_memory", False, set_key(BASE, "parallel.memory", 2))
 def _(base: Subject, second: Subject) -> None:
-    """On a GPU, the memory of a block starts before its feed-forward runs, or after it."""
+    """The memory of a block starts before its feed-forward runs on a GPU, or after it."""
     for subject, overlaps in ((base, True), (second, False)):
         groups = replace(subject.groups, device=torch.device("cuda", 0))
         (model,) = build_unset_chunks(subject.config, groups, vocab_size=VOCAB_SIZE)
@@ -209,7 +209,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @STAND_INS.key("parallel.timeout_minutes", 7.0)
 def _(base: Subject, second: Subject) -> None:
-    """Of the world, and of every group of Megatron's in it, also of those that take the place of others."""
+    """The world and all of Megatron's groups in it have the timeout, also those that take the place of others."""
     for subject, minutes in ((base, 10), (second, 7)):
         with (
             patch("parallel.groups.dist") as dist,

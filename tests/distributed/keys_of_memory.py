@@ -1,4 +1,4 @@
-"""What the keys under `model.memory` do, measured on initial weights and single passes of models on one rank."""
+"""Effects of the keys under `model.memory`, measured on initial weights and single passes of models on one rank."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ for _shuffle in ("table", "none"):
 
 @MEMORIES.key("model.memory.queries_per_head", True, with_kind("ultramem", num_heads=3))
 def _(base: Subject, second: Subject) -> None:
-    """Of one side, three queries of 6 columns for one."""
+    """A side has three queries of 6 columns in place of one."""
     for subject, heads in ((base, 1), (second, 3)):
         assert subject.memory_weights["query_proj"].shape == (2 * heads * 6, 32)
         assert subject.memory_weights["keys"].shape == (3, 2, 24, 6, 2)
@@ -394,7 +394,7 @@ def _enter_query(query: Any) -> None:
 
     @MEMORIES.key("model.memory.query_from", query, base)
     def _(base: Subject, second: Subject) -> None:
-        """What the memory of block 1 is given, beside what attention's core gives there."""
+        """The memory of block 1 gets the core's heads, their sum with the block's input, or their projection."""
         found = {}
         for name, subject in (("base", base), ("second", second)):
             block, seen = subject.model.decoder.layers[1], {}
@@ -470,12 +470,12 @@ def _(base: Subject, second: Subject) -> None:
 
 @MEMORIES.key("model.memory.gated_standard_path", False, MOVE)
 def _(base: Subject, second: Subject) -> None:
-    """What it adds to values that no bank is added to: a gate of 2 sigmoid(1), or nothing."""
+    """The standard path multiplies the layer's values by a gate of 2 sigmoid(1), or leaves them as they are."""
     values, hidden = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 32)
     ids = torch.tensor([[3, 60]])
     for subject, gates, factor in ((base, 3, 2 / (1 + math.exp(-1))), (second, 2, 1.0)):
         weight = torch.zeros(4, gates, 32)
-        # Of a logit of 1 for the standard path, which comes first, and of gates of 1 for the slots.
+        # A logit of 1 for the standard path, which comes first, and gates of 1 for the slots.
         if gates == 3:
             weight[:, 0, 0] = 1.0
         with torch.no_grad():

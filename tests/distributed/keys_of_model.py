@@ -1,5 +1,5 @@
-"""What the keys under `model` but those of the memory do, measured on initial weights and single passes of models on
-one rank.
+"""Effects of the keys under `model` but those of the memory, measured on initial weights and single passes of models
+on one rank.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def scores_are(subject: Subject, expected: tuple[Tensor, Tensor]) -> bool:
 
 @MODEL.key("model.norm_epsilon", 0.3)
 def _(base: Subject, second: Subject) -> None:
-    """In the backbone and in the memory; the weights are the same bits."""
+    """The norms of the backbone and of the memory have it; the weights are the same bits."""
     for subject, epsilon in ((base, 1e-5), (second, 0.3)):
         norms_are_rms(subject, epsilon)
         assert scores_are(subject, tucker_key_scores(subject, epsilon))
@@ -195,8 +195,8 @@ def _(base: Subject, second: Subject) -> None:
 YARN = with_model(rotary_scaling=RotaryScalingConfig("yarn", factor=4.0, original_length=1024))
 LLAMA = with_model(rotary_scaling=RotaryScalingConfig("llama3", factor=4.0, original_length=1024))
 YARN_FREQUENCIES = (1.0, 0.1 * (1 / 12 + 2 / 3), 0.01 * (2 / 12 + 1 / 3), 0.001 / 4)
-"""Of 1, 0.1, 0.01 and 0.001: those that turn 32 times and once over 1024 positions have the numbers 0.7 and 2.2, rounded
-to 0 and 3; between them a frequency is divided by 4 to one and two thirds.
+"""YaRN's frequencies of 1, 0.1, 0.01 and 0.001: those that turn 32 times and once over 1024 positions have the numbers
+0.7 and 2.2, rounded to 0 and 3; between them a frequency is divided by 4 to one and two thirds.
 """
 
 
@@ -216,7 +216,7 @@ def turned_by(base: Subject, second: Subject, *frequencies: Sequence[float]) -> 
 
 
 def score_scale(subject: Subject) -> float | None:
-    """What the first block's scores are multiplied by; None: 1 / sqrt(8)."""
+    """Factor on the first block's scores; None: 1 / sqrt(8)."""
     scale: float | None = subject.model.decoder.layers[0].self_attention.core_attention.softmax_scale
     return scale
 

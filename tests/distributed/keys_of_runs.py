@@ -1,5 +1,5 @@
-"""What the keys of data, evaluation, checkpoints and logging do, measured on what whole runs on one rank read and leave
-behind.
+"""Effects of the keys of data, evaluation, checkpoints and logging, measured on what whole runs on one rank read and
+leave behind.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ class Outputs:
 
     @property
     def letters(self) -> list[str]:
-        """Of each sample: the corpus that it is from."""
+        """Corpus of each sample."""
         return [corpus_of(sample) for sample in self.tokens]
 
     @property
     def held_out_letters(self) -> set[str]:
-        """Of the windows over held-out documents."""
+        """Corpora of the windows over held-out documents."""
         return {corpus_of(self.opened.held_out[index]["tokens"]) for index in range(len(self.opened.held_out))}
 
     @property
@@ -127,7 +127,7 @@ class Outputs:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of steps and evaluations."""
+        """Rows of steps and evaluations."""
         return [row for row in self.all_rows if "save_s" not in row]
 
     @property
@@ -146,7 +146,7 @@ class Outputs:
 
     @property
     def domains(self) -> list[str]:
-        """Of the last evaluation."""
+        """Domains of the last evaluation."""
         return list(next(row for row in reversed(self.rows) if "validation_loss" in row)["domains"])
 
     @property
@@ -304,7 +304,7 @@ def _(base: Outputs, second: Outputs) -> None:
 
 @RUNS.key("data.datasets.1.weight", 3.0, set_key(RUN, "data.datasets", (DatasetEntry("lower"), DatasetEntry("upper"))))
 def _(base: Outputs, second: Outputs) -> None:
-    """Of 24 samples."""
+    """A weight of 3 beside 1 takes 18 of 24 samples; equal weights take 12 each."""
     assert (base.letters.count("upper"), second.letters.count("upper")) == (12, 18)
 
 
@@ -314,7 +314,7 @@ def _(base: Outputs, second: Outputs) -> None:
     set_key(RUN, "data.datasets", (DatasetEntry("lower", epochs=5.0), DatasetEntry("upper", epochs=5.0))),
 )
 def _(base: Outputs, second: Outputs) -> None:
-    """Of 24 samples of two sets of one size."""
+    """Two sets of one size share 24 samples by their epochs: 15 beside 5 takes 18, equal epochs take 12 each."""
     assert (base.letters.count("upper"), second.letters.count("upper")) == (12, 18)
 
 
@@ -325,7 +325,7 @@ BOTH = set_key(
 
 @RUNS.key("data.datasets.0.name", "small", BOTH)
 def _(base: Outputs, second: Outputs) -> None:
-    """What the domain of its held-out documents is called."""
+    """The domain of its held-out documents has the name."""
     assert [outputs.domains for outputs in (base, second)] == [["lower", "upper"], ["small", "upper"]]
     assert base.rows[-1]["validation_loss"] == second.rows[-1]["validation_loss"]
 
@@ -380,7 +380,7 @@ def _(base: Outputs, second: Outputs) -> None:
 
 @RUNS.key("checkpoint.weights_copy", True, RUN)
 def _(base: Outputs, second: Outputs) -> None:
-    """Of what is stored, one tensor per parameter more."""
+    """The checkpoint stores one tensor more per parameter."""
     names = [set(read_index(outputs.checkpoint).tensors) for outputs in (base, second)]
     main = {name for name in names[0] if name.startswith("optimizer.state.param.")}
     assert names[1] - names[0] == {name.removeprefix("optimizer.state.param.") for name in main}
@@ -451,7 +451,7 @@ def _(base: Outputs, second: Outputs) -> None:
 
 
 def tracked(outputs: Outputs) -> tuple[dict[str, Any], list[int]]:
-    """What a stand-in for Weights & Biases is told at the start, and the steps that it gets; nothing if it is not used."""
+    """Arguments that start a stand-in for Weights & Biases, and the steps that it gets; nothing if it is not used."""
     wandb = MagicMock()
     with patch.dict(sys.modules, wandb=wandb):
         run = outputs.open()

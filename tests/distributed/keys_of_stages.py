@@ -1,4 +1,4 @@
-"""What the keys of stages and of batch ramps do: on the rates of three steps, and on what whole runs read and write."""
+"""Effects of the keys of stages and batch ramps: on the rates of three steps, and on what whole runs read and write."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _(base: Outputs, second: Outputs) -> None:
 
 @STAGES.key("stage.optimizer_state", "reset", STAGED)
 def _(base: Outputs, second: Outputs) -> None:
-    """Of a stage behind the six steps of the other one: the same weights, without what AdamW knew of them."""
+    """A stage behind the six steps of the other one has the same weights, without AdamW's moments of them."""
     kept, reset = (behind(base, outputs.config) for outputs in (base, second))
     assert (kept.state.num_updates, reset.state.num_updates) == (6, 0)
     for one, other in zip(optimizer_states(kept), optimizer_states(reset), strict=True):

@@ -1,4 +1,4 @@
-"""What the keys under `optimizer` and `train` do, measured on a few steps of models on one rank."""
+"""Effects of the keys under `optimizer` and `train`, measured on a few steps of models on one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group_of(name: str, weight: Tensor) -> str:
 
 @dataclass(frozen=True)
 class AdamW:
-    """What the optimizer of the base is, in numbers: three rates and a decay per group."""
+    """Settings of the base's optimizer: three rates and a decay per group."""
 
     rates: tuple[float, float, float] = (2e-3, 2e-3, 2e-3)
     value_rates: tuple[float, float, float] | None = None
@@ -182,7 +182,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @TRAINING.key("optimizer.retrieval_lr", 5e-3, with_optimizer(schedule="cosine", min_lr=4e-4))
 def _(base: Subject, second: Subject) -> None:
-    """At every step, whatever the schedule."""
+    """The rate holds at every step, whatever the schedule."""
     AdamW(rates=(2e-3, 1.2e-3, 4e-4)).explains(base)
     AdamW(rates=(2e-3, 1.2e-3, 4e-4), retrieval_rates=(5e-3,) * 3).explains(second)
     assert moved_otherwise(base, second) == {"retrieval"}
@@ -240,7 +240,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @TRAINING.key("optimizer.warmup_start", 0.1, with_optimizer(warmup_steps=2))
 def _(base: Subject, second: Subject) -> None:
-    """From a tenth, half of the way per step."""
+    """The warmup starts at a tenth, and goes half of the way per step."""
     AdamW(rates=(1e-3, 2e-3, 2e-3)).explains(base)
     AdamW(rates=(2e-4, 1.1e-3, 2e-3)).explains(second)
 
@@ -251,7 +251,7 @@ def norm_of(gradients: dict[str, Tensor], tables: bool) -> float:
 
 
 def scales(base: Subject, second: Subject) -> tuple[float, float]:
-    """How much of the first step's gradients is left after clipping: of all but the tables, and of the tables."""
+    """Shares of the first step's gradients left after clipping: of all but the tables, and of the tables."""
     shares: dict[bool, list[float]] = {False: [], True: []}
     for name, gradient in base.steps[0].gradients.items():
         if norm := float(gradient.double().norm()):
@@ -420,7 +420,7 @@ def _(base: Subject, second: Subject) -> None:
 
 @contextlib.contextmanager
 def watched_kernels() -> Iterator[set[str]]:
-    """What models that are built inside of the context call."""
+    """Record the kernels that models built inside of the context call."""
     called: set[str] = set()
 
     def watched(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -441,7 +441,7 @@ def watched_kernels() -> Iterator[set[str]]:
 
 
 def kernels_of(subject: Subject) -> set[str]:
-    """What one step calls; its loss and norm are those of the base to rounding."""
+    """Kernels that one step calls; its loss and norm are those of the base to rounding."""
     with watched_kernels() as called:
         ((loss, norm),) = subject.build().train(1)
     assert loss == pytest.approx(subject.steps[0].loss, rel=1e-6)

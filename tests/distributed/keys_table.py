@@ -79,7 +79,7 @@ MOE = with_model(
 
 @dataclass(frozen=True)
 class Entry:
-    """What one key does.
+    """Effect of one key.
 
     Attributes:
         key: dotted; `data.datasets.0.path` stands for every element of its list.
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Of the case; a key may have several."""
+        """Name of the case; a key may have several."""
         return f"{self.key}={self.value}" if isinstance(self.value, str | int | float) else self.key
 
     @property
@@ -269,7 +269,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def changed_names(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Of the names that both have: those whose tensors differ in a bit."""
+    """Names that both have and whose tensors differ in a bit."""
     return {name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])}
 
 

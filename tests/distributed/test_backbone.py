@@ -65,7 +65,7 @@ def attention(x: Tensor, weights: dict[str, Tensor], model: ModelConfig, prefix:
     heads, width = model.num_attention_heads, model.head_dim or model.hidden_size // model.num_attention_heads
     groups = model.num_query_groups or heads
     per_group = heads // groups
-    # Of each group: its queries, then its key, then its value.
+    # Each group has its queries, then its key, then its value.
     fused = (x @ weights[f"{prefix}linear_qkv.weight"].T).view(len(x), groups, per_group + 2, width)
     allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     outputs = []
@@ -102,8 +102,8 @@ def built(model: ModelConfig, groups: ParallelGroups) -> MemoryGPTModel:
 
 
 def compare(name: str, groups: ParallelGroups) -> dict[str, Any]:
-    """Of one model: how far its logits are from the plain ones of its own settings, and from those of `PLAIN` with the
-    same weights.
+    """Figures of one model, among them how far its logits are from the plain ones of its own settings, and from
+    those of `PLAIN` with the same weights.
     """
     model = MODELS[name]
     chunk = built(model, groups)
@@ -158,7 +158,7 @@ def test_logits_are_those_of_a_plain_transformer(compared: dict[str, dict[str, A
     "name", ["rotary_base", "norm_epsilon", "qk_norm", "tied_embeddings", "num_query_groups", "head_dim"]
 )
 def test_every_setting_tells(compared: dict[str, dict[str, Any]], name: str) -> None:
-    """With the same weights, the plain transformer of the defaults computes something else."""
+    """The plain transformer of the defaults computes something else with the same weights."""
     assert compared[name]["distance from the defaults"] > 1e-2
 
 

@@ -1,4 +1,4 @@
-"""What a rank needs of its machine's memory to build and save its part of a large bank."""
+"""Memory that a rank needs of its machine to build and save its part of a large bank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ BANK_BYTES = 1024 * MIB
 MEMORY = UltraMemV2Config(num_keys=1024, value_dim=192, pre_value_dim=64)
 """1024^2 rows of 256 fp32 columns."""
 
-# What does not grow with the bank: the temporaries of the fill, a few int64 and float64 tensors of 2^20 elements; and
-# what Python and PyTorch load and keep when they first write a checkpoint. Measured: 130 to 160 MiB, with a part of 32
-# MiB as with one of 256 MiB.
+# Memory that does not grow with the bank: the temporaries of the fill, a few int64 and float64 tensors of 2^20
+# elements; and what Python and PyTorch load and keep when they first write a checkpoint. Measured: 130 to 160 MiB,
+# with a part of 32 MiB as with one of 256 MiB.
 CONSTANT_BYTES = 160 * MIB
 
 

@@ -1,10 +1,10 @@
-"""What one layout saves, every other one loads: weights and optimizer state, bit for bit.
+"""Checkpoints of one layout load on every other one: weights and optimizer state, bit for bit.
 
 A checkpoint is loaded over weights that are no numbers on the target layout and saved again from there: the two checkpoints
 must hold the same tensors. That compares every element of every global tensor, whichever ranks own it. A checkpoint's
 tensors are global and know no layout, so that every layout writes once and reads once per model: pairs of layouts add
-nothing to that. The weights are written besides the main weights, which have to determine them: what a run without that
-copy saves is the same without them, and gives the same weights.
+nothing to that. The weights are written besides the main weights, which have to determine them: a run without that
+copy saves the same without them, and gives the same weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 STATE = RunState(step=2, consumed_samples=16, consumed_tokens=256, num_updates=2)
-"""After two steps."""
+"""State after two steps."""
 
 
 def with_weights(config: RunConfig) -> RunConfig:

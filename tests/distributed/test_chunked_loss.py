@@ -61,7 +61,7 @@ def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tupl
         losses = ChunkedLoss(chunk_tokens, group)(of_rank, part, labels)
         losses.backward(of_losses.to(losses.dtype))
         if main_grad:
-            # What DDP does after each pass.
+            # DDP does this after each pass.
             part.main_grad += part.grad
             part.grad = None
     assert len(num_hooks) == 2
@@ -73,7 +73,7 @@ def in_chunks(chunk_tokens: int, dtype: torch.dtype, *, main_grad: bool) -> tupl
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"{size} ranks")
 def computed(request: pytest.FixtureRequest, run_ranks: Any) -> list[dict[Any, tuple[Tensor, ...]]]:
-    """By rank: losses and gradients by chunk, dtype, and whether the weight has a buffer for its gradient."""
+    """Losses and gradients of each rank by chunk, dtype, and whether the weight has a buffer for its gradient."""
     cases = [
         (chunk, dtype, main_grad)
         for chunk in CHUNKS
@@ -86,8 +86,8 @@ def computed(request: pytest.FixtureRequest, run_ranks: Any) -> list[dict[Any, t
     return found
 
 
-# Of the largest element. In fp32 some ten roundings; logits of 50 have an absolute one of 4e-6. In bf16 logits of 50 are
-# off by up to 1/8 before the softmax.
+# Relative to the largest element. In fp32 some ten roundings; logits of 50 have an absolute one of 4e-6. In bf16 logits
+# of 50 are off by up to 1/8 before the softmax.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 0.05}
 
 
@@ -115,7 +115,7 @@ def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
         weight: Any = nn.Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
         weight.main_grad = torch.zeros(2, 1)
         labels = torch.zeros(1, 1024, dtype=torch.int64)
-        # Of two equal logits the softmax is 1/2, so that every token gives -1/2 and 1/2 times its loss's gradient.
+        # The softmax of two equal logits is 1/2, so every token gives -1/2 and 1/2 times its loss's gradient.
         losses = ChunkedLoss(1, dist.group.WORLD)(torch.ones(1024, 1, 1, dtype=torch.bfloat16), weight, labels)
         losses.backward(torch.full((1, 1024), 1 / 256))
         gradient: Tensor = weight.main_grad + weight.grad
@@ -126,7 +126,7 @@ def test_gradients_in_bf16_are_summed_in_fp32_under_ddp(run_ranks: Any) -> None:
 
 
 def chunked(config: RunConfig, **axes: Any) -> RunConfig:
-    """On a layout, with chunks that do not divide a microbatch of 64, 32 or 16 tokens."""
+    """Configuration of a layout, with chunks that do not divide a microbatch of 64, 32 or 16 tokens."""
     return on(replace(config, train=replace(config.train, loss_chunk_tokens=15)), **axes)
 
 
@@ -186,7 +186,7 @@ TOKENS, MANY_IDS, CHUNK = 8192, 16384, 1024
 
 
 def most_held_bytes(chunk_tokens: int) -> int:
-    """What this rank's tensors of forward and backward take together at their most."""
+    """Bytes of this rank's tensors of forward and backward together, at their most."""
     assert dist.group.WORLD is not None
     hidden = torch.randn(TOKENS, 1, WIDTH, requires_grad=True)
     weight = nn.Parameter(torch.randn(MANY_IDS, WIDTH))

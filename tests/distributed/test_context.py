@@ -38,8 +38,8 @@ SIZES = (2, 4)
 GROUPED = {"one head per query": 4, "grouped": 2, "one for all": 1}
 WAYS = {"gather": GatheredAttention, "heads": HeadAttention, "ring": RingAttention}
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""And how far from the definition in fp64, of elements of size 1: a bf16 unit in the last place is 2^-8, and output and
-gradients are rounded a few times.
+"""Dtypes and their tolerances against the definition in fp64, of elements of size 1: a bf16 unit in the last place is
+2^-8, and output and gradients are rounded a few times.
 """
 # Documents that lie in a slice, begin and end with one, and reach over one, two and all but one of the ranks' slices.
 STARTS = {"joined": None, "separate": ((0, 2, 3, 9, 21), (0, 12))}
@@ -55,7 +55,7 @@ def held_by(rank: int, size: int) -> Tensor:
 
 
 def context_groups() -> Iterator[tuple[int, dist.ProcessGroup]]:
-    """Of four ranks: pairs of neighbours, and all of them."""
+    """Groups of four ranks: pairs of neighbours, and all of them."""
     pair, _ = dist.new_subgroups(2)
     yield 2, pair
     assert dist.group.WORLD is not None
@@ -115,7 +115,7 @@ def output_and_gradients(
 
 @pytest.fixture(scope="module")
 def seen(run_ranks: Any) -> list[dict[Any, Any]]:
-    """By rank, what one set of ranks found out for all tests."""
+    """Findings of each rank of one set of ranks, for all tests."""
 
     def main() -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -144,7 +144,7 @@ def seen(run_ranks: Any) -> list[dict[Any, Any]]:
 
 
 def kept_bytes(way: str, name: str, group: dist.ProcessGroup) -> int:
-    """What autograd holds for backward in fp32, every storage once."""
+    """Bytes that autograd holds for backward in fp32, every storage once."""
     held = held_by(group.rank(), group.size())
     *own, _ = (part.detach()[held].requires_grad_() for part in inputs(GROUPED[name], torch.float32))
     kept: dict[int, int] = {}
@@ -174,7 +174,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def largest_tensor(way: str, documents: str, group: dist.ProcessGroup) -> int:
-    """Of attention over one long sequence, forward and backward; heads are as narrow as can be."""
+    """Elements of the largest tensor in attention over one long sequence, forward and backward, with narrow heads."""
     bounds = None if documents == "joined" else torch.tensor([0, 7, 700, LONG])
     own = [torch.randn(LONG // group.size(), 1, 4, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
@@ -309,7 +309,7 @@ def most_held(way: str, group: dist.ProcessGroup | None, num_key_heads: int) -> 
 
 
 def test_a_ring_of_any_size_holds_what_is_there_and_what_is_coming(run_ranks: Any) -> None:
-    """With as many tokens per rank, twice as many ranks hold no more; where keys are gathered, twice as many of them."""
+    """Twice as many ranks with as many tokens each hold no more; where keys are gathered, twice as many of them."""
 
     def main() -> dict[Any, tuple[int, int]]:
         half, _ = dist.new_subgroups(4)

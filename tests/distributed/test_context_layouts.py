@@ -45,7 +45,7 @@ def with_documents(config: RunConfig, documents: Any) -> RunConfig:
 
 
 def cases() -> dict[tuple[str, str, str], RunConfig]:
-    """By layout, way and documents."""
+    """Configurations by layout, way and documents."""
     found = {}
     for (name, (model, axes)), way, documents in itertools.product(CUT.items(), WAYS, DOCUMENTS):
         config = with_documents(on(model, **axes), documents)

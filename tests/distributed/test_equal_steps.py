@@ -33,7 +33,7 @@ from pretrain.config.validate import validate
 
 NUM_STEPS = 20
 TOLERANCE = 1e-5
-# Of the loss, once a tie has parted two runs.
+# Tolerance of the loss, once a tie has parted two runs.
 LOOSE_TOLERANCE = 0.02
 # Relative noise on a retrieval's input, about ten times what layouts differ by. One selection in some thousand hangs on
 # it.
@@ -72,14 +72,14 @@ def config(dataset: Path) -> RunConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step came to."""
+    """Figures of one step."""
 
     loss: float
     grad_norm: float
     selections: tuple[Counter[int], ...]
-    """By layer: hashes of the entries of every token, on whatever rank."""
+    """Hashes of the entries of every token, on whatever rank, by layer."""
     ties: tuple[frozenset[int], ...]
-    """By layer: those among them that noise changes."""
+    """Those among them that noise changes, by layer."""
 
 
 class Selections:
@@ -109,7 +109,7 @@ class Selections:
         return mix(found.entries.flatten(1), key_of(0, "entries")).sum(1)
 
     def take(self) -> tuple[tuple[Counter[int], ...], tuple[frozenset[int], ...]]:
-        """What all ranks recorded since the last call, by layer. Every token of every layer is on exactly one rank."""
+        """Records of all ranks since the last call, by layer. Every token of every layer is on exactly one rank."""
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, self.seen)
         self.seen = []

@@ -51,14 +51,14 @@ def problem(entry: Entry, base: Any, second: Any) -> str | None:
 
 
 def problems(tables: Sequence[str], subject: Callable[[RunConfig], Any]) -> dict[str, str | None]:
-    """Of the entries of some tables, by name; a configuration is one subject in all of them."""
+    """Problems of the entries of some tables, by name; a configuration is one subject in all of them."""
     of = cache(subject)
     entries = {name: entry for name, entry in ENTRIES.items() if name.partition("-")[0] in tables}
     return {name: problem(entry, of(entry.base), of(entry.second)) for name, entry in entries.items()}
 
 
 def on_one_rank(folder: Path) -> dict[str, str | None]:
-    """Of the entries that need one rank."""
+    """Problems of the entries that need one rank."""
     os.chdir(folder)
     with joined(BASE) as groups:
         return {
@@ -71,7 +71,7 @@ def on_one_rank(folder: Path) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def found(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """What each entry found wrong, by name."""
+    """Problem of each entry, by name."""
     folder = tmp_path_factory.mktemp("keys")
     prepare_corpora(folder)
     (of_one,) = run_ranks(lambda: on_one_rank(folder), 1, timeout_s=600)

@@ -134,7 +134,7 @@ class Case:
         return Case(released, load_file(folder / f"{name}.safetensors"))
 
     def recorded(self) -> dict[str, Tensor]:
-        """What the release computed, with gradients as `grad <our name>`."""
+        """Results of the release, with gradients as `grad <our name>`."""
         gradients = {name.removeprefix("grad."): t for name, t in self.tensors.items() if name.startswith("grad.")}
         inputs = ("param.", "buffer.", "grad.", "input_ids")
         return {name: t for name, t in self.tensors.items() if not name.startswith(inputs)} | {

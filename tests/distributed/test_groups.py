@@ -1,6 +1,4 @@
-"""Which ranks of a layout make a group: Megatron's own, asked of every rank of 16 without starting them. And that
-groups end.
-"""
+"""Groups of a layout's ranks: Megatron's own, asked of every rank of 16 without starting them. Groups end, too."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pretrain.evaluation.analysis.heads import HeadImportance, head_importance
 
 EPSILON = 1e-4
 LENGTH = CONFIG.train.sequence_length
-# Of the last window nothing is predicted: it is no example.
+# Nothing is predicted in the last window: it is no example.
 NUM_TARGETS = (LENGTH, 11, 6, 1, LENGTH, 0)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 2": {},
@@ -96,7 +96,7 @@ def alone(run_ranks: Any) -> tuple[HeadImportance, tuple[Tensor, Tensor]]:
 def test_it_is_the_slope_of_the_loss_when_a_head_is_scaled(
     alone: tuple[HeadImportance, tuple[Tensor, Tensor]],
 ) -> None:
-    """Of both readings of the loss, and with the queries of inserted memories among the heads."""
+    """Both readings of the loss have the slope, and the queries of inserted memories are among the heads."""
     found, expected = alone
     assert found.num_examples == len(NUM_TARGETS) - 1
     assert found.scores.shape == (2, CONFIG.model.num_layers, CONFIG.model.num_attention_heads)

@@ -1,5 +1,5 @@
-"""What ranks find out together about their health: gradients that are not finite, replicas that differ, slow hardware;
-and that a healthy step pays nothing for it.
+"""Findings of all ranks about their health: gradients that are not finite, replicas that differ, slow hardware. A
+healthy step pays nothing for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Listener(Callback):
 
 @dataclass
 class Seen:
-    """On one rank.
+    """Findings of one rank.
 
     Attributes:
         equal: whether replicas were found to be equal after training.
@@ -72,7 +72,7 @@ class Seen:
 
 
 def tensor_of(run: TinyRun, name: str, of_main: bool) -> torch.Tensor | None:
-    """What of a parameter is on this rank."""
+    """The part of a parameter on this rank."""
     if of_main:
         of = {id(p): full for chunk in run.bare for full, p in named_globally(chunk)}
         for parameter, main in run.optimizer.chained_optimizers[0].main_weights():
@@ -184,7 +184,7 @@ def seen(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]
 
 
 def test_a_healthy_step_has_the_loss_and_the_norms_to_add_up_and_no_more(seen: list[Seen]) -> None:
-    """With a rule of spikes and without one."""
+    """A rule of spikes adds nothing."""
     for of_rank in seen:
         assert of_rank.counts == {"none": 2, "skip": 2}
         assert of_rank.objects == 0
@@ -226,7 +226,7 @@ def test_a_rank_that_is_slow_for_so_many_windows_is_named(seen: list[Seen]) -> N
 
 
 def poisoned() -> tuple[tuple[NonFinite, ...], bool, int]:
-    """What a step finds whose third rank has one gradient that is not finite."""
+    """Findings of a step whose third rank has one gradient that is not finite."""
     with tiny_run(on(SHARED, tensor=2, pipeline=2)) as tiny:
         tiny.train(1)
         prepare = tiny.optimizer.prepare_grads

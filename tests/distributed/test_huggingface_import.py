@@ -74,7 +74,7 @@ def tokens() -> Tensor:
 
 @pytest.fixture(scope="module")
 def imported(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, Tensor, Path, Path]]:
-    """By name: logits in transformers, those of our model, the folder, and the folder that ours was exported to."""
+    """Logits in transformers, those of our model, the folder, and the folder that ours was exported to, by name."""
     root = tmp_path_factory.mktemp("import")
     expected, folders = {}, {}
     for number, (name, (kind, options)) in enumerate(MODELS.items()):

@@ -126,7 +126,7 @@ def test_a_layer_alone_is_the_models(figures: dict[str, list[InModel]], name: st
 
 @pytest.mark.parametrize("name", [name for name in MEMORIES if name != "memory_plus"])
 def test_predictions_hold(figures: dict[str, list[InModel]], name: str) -> None:
-    """Of the mean over layers: a layer of so few rows departs from it by itself, because its tokens share them."""
+    """The mean over layers is as predicted; one layer of so few rows departs from it, as its tokens share them."""
     layers = [layer.alone for layer in figures[name]]
     predicted = [layer.predicted_std for layer in layers if layer.predicted_std is not None]
     assert sum(layer.measured_std for layer in layers) == pytest.approx(sum(predicted), rel=0.1)

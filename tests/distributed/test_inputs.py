@@ -1,5 +1,5 @@
-"""What belongs to a microbatch reaches every slot of every block: the right tokens at the right hidden states, on any
-schedule and layout.
+"""Inputs of a microbatch reach every slot of every block: the right tokens at the right hidden states, on any schedule
+and layout.
 
 The memories of these tests are functions of (token id, position) that multiply what they are given, so a token of
 another microbatch, of another place or of another rank changes the loss, and one in a recomputed block changes
@@ -42,12 +42,12 @@ SPANS = "0:1/1:1/2:2/3:3/4:4/5:5/6:7"
 SLOTS = {0: Slot.SKIP, 1: Slot.VALUES, 2: Slot.BESIDE, 3: Slot.INSTEAD, 4: Slot.BLOCK, 5: Slot.HEADS, 6: Slot.SKIP}
 MEMORY = PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2, placement=PlacementConfig(spans=SPANS))
 CONFIG = replace(SHARED, model=replace(SHARED.model, num_layers=8, memory=MEMORY))
-# Of a loss or a gradient norm: see `test_skip_insertion`.
+# Tolerance of a loss or a gradient norm: see `test_skip_insertion`.
 TOLERANCE = 2e-6
 
 
 def factor(token_ids: Tensor, positions: Tensor) -> Tensor:
-    """What a token's memory multiplies with, in [0, 2]."""
+    """Factor by which a token's memory multiplies, in [0, 2]."""
     return 1 + torch.sin(0.7 * token_ids.double() + 0.3 * positions.double())
 
 

@@ -123,14 +123,14 @@ def errors_of_stack(golden_dir: Path, case: str, dtype: torch.dtype) -> dict[str
 def test_a_model_with_inserted_blocks_computes_what_is_recorded(
     run_ranks: Any, golden_dir: Path, case: str, dtype: torch.dtype
 ) -> None:
-    """After every block, grouped queries and rotary positions with it, and all gradients."""
+    """The stack agrees after every block, with grouped queries and rotary positions, and in all gradients."""
     (errors,) = run_ranks(lambda: errors_of_stack(golden_dir, case, dtype), 1)
     assert max(errors.values()) <= STACK_TOLERANCE[dtype], errors
 
 
 MEMORY = MidusConfig(num_heads=4, num_keys=8, top_k=4, value_dim=16, placement=PlacementConfig(blocks=(0, 3, 5)))
 CONFIG = replace(SHARED, model=replace(SHARED.model, num_layers=6, memory=MEMORY))
-# Of a weight, against its tensor's largest element on one rank.
+# Tolerance of a weight, against its tensor's largest element on one rank.
 TOLERANCE = 1e-5
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 4": {"micro_batch_size": 2},
@@ -170,7 +170,7 @@ def with_values(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def trained(run_ranks: Any) -> dict[str, list[Trained]]:
-    """By layout, what every rank tells."""
+    """Results of every rank, by layout."""
 
     def main(layouts: dict[str, dict[str, Any]]) -> dict[str, Trained]:
         found = {}
@@ -194,7 +194,7 @@ def test_steps_are_the_same_on_every_layout(trained: dict[str, list[Trained]], l
 
 
 def assert_alike(ranks: list[Trained], alone: Trained) -> None:
-    """What four ranks tell is what one tells."""
+    """Assert that four ranks have the losses, norms and weights of one."""
     assert len(ranks) == 4
     for (loss, norm), (expected_loss, expected_norm) in zip(ranks[0].steps, alone.steps, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -225,7 +225,7 @@ FEW = ("tensor 2 x pipeline 2 x memory 2, recomputed", "context 2 x tensor 2")
 
 @pytest.fixture(scope="module")
 def others_trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
-    """By memory and layout, what every rank tells."""
+    """Results of every rank, by memory and layout."""
 
     def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
         found: dict[str, dict[str, Trained]] = {name: {} for name in OTHERS}
@@ -277,7 +277,7 @@ def test_what_one_layout_saves_another_one_resumes(
 
 
 def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
-    """As the ranks of a group do that has one rank generate."""
+    """Ranks of a group that has one rank generate do so."""
 
     def main() -> bool:
         with joined(on(CONFIG, memory=2)) as groups:

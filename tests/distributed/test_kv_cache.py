@@ -31,7 +31,7 @@ from pretrain.planning.costs.attention import cached_bytes_per_token, expanded_b
 LENGTH = SHARED.train.sequence_length
 # Largest error over the largest logit.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6}
-# Of a text that is continued token by token.
+# First tokens of a text that is continued token by token.
 BEGINNING = {torch.float64: 1, torch.float32: LENGTH // 2}
 
 
@@ -111,7 +111,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def told(run_ranks: Any) -> dict[str, dict[str, Any]]:
-    """By case: errors over what is tolerated, and bytes per token, by dtype."""
+    """Errors over what is tolerated, and bytes per token, by case and dtype."""
 
     def main() -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -148,7 +148,7 @@ def test_logits_are_those_of_the_whole_text(told: dict[str, dict[str, Any]], cas
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_formula(told: dict[str, dict[str, Any]], case: str) -> None:
     model = CASES[case].model
-    # Of two sequences.
+    # The cache is that of two sequences.
     assert told[case]["bytes, torch.float64"] == 2 * cached_bytes_per_token(model, 8)
     assert told[case]["bytes, torch.float32"] == 2 * cached_bytes_per_token(model, 4)
     assert told[case]["bytes, bf16"] == cached_bytes_per_token(model, 2)
@@ -165,7 +165,7 @@ MIXED = ("move", "lave", "move, one key/value head, gated", "latents, move", "la
 
 
 def test_what_is_mixed_into_values_is_in_the_cache(run_ranks: Any) -> None:
-    """So nothing is mixed again when a token is read."""
+    """Nothing is mixed again when a token is read."""
 
     def main() -> int:
         tokens = some_tokens()
@@ -191,7 +191,7 @@ def test_what_is_mixed_into_values_is_in_the_cache(run_ranks: Any) -> None:
 
 
 def test_values_that_are_expanded_once_give_the_same_logits(run_ranks: Any) -> None:
-    """And take the bytes of the formula."""
+    """The expanded values take the bytes of the formula."""
 
     def main() -> dict[str, float]:
         found = {}

@@ -255,7 +255,7 @@ MODELS = {
 
 
 def fill(chunk: MemoryGPTModel) -> None:
-    """So large that attention is uneven, and every gain and gate tells."""
+    """Fill with weights so large that attention is uneven, and every gain and gate tells."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in chunk.parameters():
@@ -342,7 +342,7 @@ class PlainCore(SdpaCoreAttention):
 
 
 def test_attention_is_megatrons_own(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank; on several its rotary keys get the gradient of one rank's heads."""
+    """One rank is compared; on several Megatron's rotary keys get the gradient of one rank's heads."""
     # Without Transformer Engine it asks whether a linear is None's instance.
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
 

@@ -125,7 +125,7 @@ def test_ranks_meet_on_the_loopback_unless_told_otherwise(monkeypatch: pytest.Mo
 
 
 def test_a_rank_has_handlers_of_its_own_and_no_input() -> None:
-    """What its parent does about signals, and what somebody types, is not for ranks."""
+    """Neither its parent's signal handlers nor typed input reach a rank."""
 
     def state() -> tuple[bool, bool, bytes]:
         is_python_s = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -412,7 +412,7 @@ def fork_parent(launch: Callable[[], Any], ignored: Sequence[int] = ()) -> int:
 
 
 def exit_code_of(pid: int) -> int:
-    """How a process of `fork_parent` ended. One that does not end fails the test, and is killed."""
+    """Exit code of a process of `fork_parent`. One that does not end fails the test, and is killed."""
     statuses: list[int] = []
 
     def ended() -> bool:
@@ -481,7 +481,7 @@ def test_a_stop_signal_reaches_every_rank_once(tmp_path: Path, number: int) -> N
 
 @pytest.mark.parametrize("ignored", STOP_SIGNALS)
 def test_a_stop_signal_that_is_ignored_stays_so(tmp_path: Path, ignored: int) -> None:
-    """As SIGINT is for a job in the background. One that counted would be the first of two, which kill."""
+    """SIGINT is ignored for a job in the background. One that counted would be the first of two, which kill."""
     heeded = next(number for number in STOP_SIGNALS[::-1] if number != ignored)
 
     def launch() -> None:

@@ -21,7 +21,7 @@ from tests.microbatch import some_inputs
 
 NUM_STEPS = 6
 FEW_STEPS = 3
-# Of a loss, a gradient norm, or the largest element of a parameter, against one rank.
+# Tolerance of a loss, a gradient norm, or the largest element of a parameter, against one rank.
 TOLERANCE = 1e-5
 
 
@@ -150,17 +150,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw on one layout."""
+    """Results of one rank on one layout."""
 
     history: list[tuple[float, float]]
     initial: list[Shard]
     after_few: list[Shard]
-    """After `FEW_STEPS` steps."""
+    """Parameters after `FEW_STEPS` steps."""
     final: list[Shard]
     repeats: bool | None
-    """Whether the first `FEW_STEPS` steps gave the same bits when they were done again; None if they were not."""
+    """True if the first `FEW_STEPS` steps gave the same bits when they were done again; None if they were not."""
     first_gradients: dict[str, Tensor]
-    """By global name; of parameters that the rank holds whole."""
+    """Gradients of parameters that the rank holds whole, by global name."""
 
 
 def shards(chunks: list[Any]) -> list[Shard]:

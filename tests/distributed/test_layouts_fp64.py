@@ -1,4 +1,4 @@
-"""In fp64, split tables and cut sequences train to the same parameters to ten digits: what is left of a difference in
+"""Split tables and cut sequences train in fp64 to the same parameters to ten digits: what is left of a difference in
 fp32 is rounding and nothing else.
 
 Megatron's distributed optimizer knows no fp64, so these runs take plain gradient steps on what its schedules, its DDP

@@ -55,7 +55,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], RunConfig]]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one layout gave: per step, and of the last step's memory."""
+    """Results of one layout: per step, and of the last step's memory."""
 
     losses: list[float]
     grad_norms: list[float]

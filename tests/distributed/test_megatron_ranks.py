@@ -1,4 +1,4 @@
-"""What is in Megatron-LM's rank files, against Megatron-core's own GPTModel on as many ranks.
+"""Contents of Megatron-LM's rank files, against Megatron-core's own GPTModel on as many ranks.
 
 The oracle is Megatron's: its layer specs build the model of each rank, its `sharded_state_dict` says which part of
 which global tensor each of its weights is, and its `state_dict_for_save_checkpoint` what it would write.
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[ModelConfig, RankLayout]] = {
 
 
 def transformer_config(model: ModelConfig, layout: RankLayout) -> TransformerConfig:
-    """As Megatron-LM makes it of its arguments."""
+    """Configuration as Megatron-LM makes it of its arguments."""
     experts: dict[str, Any] = {}
     if model.moe is not None:
         experts = {
@@ -196,7 +196,7 @@ def written(model: ModelConfig, layout: RankLayout, file: RankFile) -> dict[str,
 
 
 def differences(model: ModelConfig, layout: RankLayout) -> list[str]:
-    """In what this rank's models differ from what would be in its file."""
+    """Differences of this rank's models from what would be in its file."""
     with cuda_on_cpu():
         chunks = megatron_chunks(model, layout)
         file = RankFile(
@@ -231,7 +231,7 @@ def test_files_hold_what_megatron_would_write(num_ranks: int, run_ranks: Any) ->
 
 
 def largest_difference(model: ModelConfig, folder: Path) -> float:
-    """Of logits: our model's, and those of Megatron's after it has loaded the file that ours was written to."""
+    """Largest difference of our model's logits to Megatron's after it has loaded the file that ours was written to."""
     layout = RankLayout(implementation="local")
     config = RunConfig(model=model, train=TrainConfig(sequence_length=16))
     with cuda_on_cpu():
@@ -285,8 +285,8 @@ def test_a_plain_megatron_model_computes_the_same(
 
 
 def moments_elsewhere(model: ModelConfig, layout: RankLayout, folder: Path) -> list[str]:
-    """Of which of this rank's parameters Megatron's optimizer has other moments, after it has loaded our file, than the
-    parameter's own: the double of its elements, and their squares.
+    """Names of this rank's parameters for which Megatron's optimizer, after it has loaded our file, has other moments
+    than the parameter's own: the double of its elements, and their squares.
     """
     with cuda_on_cpu():
         chunks = megatron_chunks(model, layout)

@@ -126,7 +126,7 @@ def errors_against_plain(moe: MoEConfig) -> dict[str, float]:
         groups_of_sequences = x.split(moe.balance_sequences, 1)
         balances = [plain_mixture(group.flatten(0, 1), weights, moe)[1] for group in groups_of_sequences]
         plain_balance = torch.stack(balances).mean()
-        # What one microbatch adds to the step's sum: its loss times its tokens.
+        # One microbatch adds to the step's sum its loss times its tokens.
         auxiliary = 24 * (moe.balance_loss_weight * plain_balance + moe.z_loss_weight * plain_z)
         (plain.square().sum() + auxiliary).backward()
     reference = {"out": plain.detach().view_as(out), **{name: p.grad for name, p in weights.items()}}
@@ -137,7 +137,7 @@ def errors_against_plain(moe: MoEConfig) -> dict[str, float]:
 
 @pytest.mark.parametrize(("renormalise", "sequences"), [(False, 1), (True, 2)])
 def test_a_block_computes_what_plain_pytorch_does(run_ranks: Any, renormalise: bool, sequences: int) -> None:
-    """To fp32: Megatron's routing softmax is in fp32 whatever the model's dtype."""
+    """The outputs agree to fp32: Megatron's routing softmax is in fp32 whatever the model's dtype."""
     moe = replace(EXPERTS, renormalise=renormalise, balance_sequences=sequences)
     (errors,) = run_ranks(lambda: errors_against_plain(moe), 1)
     assert max(errors.values()) < 1e-6, errors

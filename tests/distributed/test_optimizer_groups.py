@@ -85,7 +85,7 @@ def test_nothing_is_declared_twice() -> None:
 
 
 def group_summary(run: TinyRun) -> dict[str, Any]:
-    """What the optimizer of a rank holds."""
+    """Groups and sizes that the optimizer of a rank holds."""
     assigned = assign_groups(run.bare)
     num_updated: Counter[str] = Counter()
     for group in run.optimizer.param_groups:
@@ -170,7 +170,7 @@ def moved(config: RunConfig) -> dict[str, tuple[str, Tensor, Tensor, Tensor]]:
 
 
 def test_the_first_step_is_adamw_at_each_groups_rate_and_decay(run_ranks: Any) -> None:
-    """With moments from one gradient, AdamW moves by lr g / (|g| + eps) after decaying by lr wd."""
+    """AdamW with moments from one gradient moves by lr g / (|g| + eps) after decaying by lr wd."""
     config = replace(
         SHARED,
         optimizer=OptimizerConfig(

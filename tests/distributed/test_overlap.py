@@ -28,7 +28,7 @@ from tests.distributed.conftest import RunRanks
 
 STEPS = 4
 PART_ELEMENTS = 1000
-"""Of a part that is communicated at once: a tiny model has many, where Megatron's default leaves one."""
+"""Elements of a part that is communicated at once: a tiny model has many, where Megatron's default leaves one."""
 
 CASES: dict[str, RunConfig] = {
     "shared tables": SHARED,

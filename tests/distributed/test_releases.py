@@ -93,7 +93,7 @@ def read_all(reader: PairedReader) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def states(run_ranks: Any) -> dict[str, dict[str, Tensor]]:
-    """By case."""
+    """States by case."""
     (found,) = run_ranks(
         lambda: {
             # Arrays: tensors would be in shared memory of a rank that has ended.

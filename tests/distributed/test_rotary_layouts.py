@@ -11,7 +11,7 @@ from tiny_runs import SHARED, on, tiny_run
 from megamem.rotary_config import RotaryScalingConfig
 from pretrain.config.schema import RunConfig
 
-# Of the head's four frequencies 1, 0.1, 0.01 and 0.001 all but the first are lower, and scores 1.7 times as large.
+# All of the head's four frequencies 1, 0.1, 0.01 and 0.001 but the first are lower, and scores 1.7 times as large.
 SCALING = RotaryScalingConfig("yarn", factor=16.0, original_length=16, beta_fast=2.0, beta_slow=0.1)
 STRETCHED = replace(SHARED, model=replace(SHARED.model, rotary_scaling=SCALING))
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -27,8 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def answers(config: RunConfig, groups: ParallelGroups) -> Iterator[Batch]:
-    """Of eight sequences the first has an answer of three tokens at its end, and the fifth one of twelve; the others
-    have prompts alone, as all those of the second data-parallel rank but one.
+    """Batches in which the first of eight sequences has an answer of three tokens at its end, and the fifth one of
+    twelve; the others have prompts alone, as all those of the second data-parallel rank but one.
     """
     per_rank = config.train.global_batch_size // groups.data_size
     number = 0
@@ -52,7 +52,7 @@ def test_every_scored_token_weighs_the_same(run_ranks: Any, config: RunConfig) -
     def alone() -> list[tuple[float, float]]:
         if config is not SEPARATE:
             return naive_steps(config, 3, answers)[0]
-        # Of separate documents one microbatch of all sequences is the reference.
+        # The reference for separate documents is one microbatch of all sequences.
         with tiny_run(on(config, micro_batch_size=8)) as run:
             return losses(run, 3)
 

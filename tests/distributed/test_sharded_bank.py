@@ -111,7 +111,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one rank hands to a lookup, and the gradient that comes back."""
+    """Inputs of one rank to a lookup, and the gradient that comes back."""
 
     rows: Tensor
     scores: Tensor

@@ -80,7 +80,7 @@ def test_every_file_is_read_by_one_rank_and_all_hear_of_the_damage(run_ranks: An
 
 
 def test_weights_are_loaded_without_the_moments(run_ranks: Any, tmp_path: Path) -> None:
-    """Which are nonsense here, in files of their own, and would be no tensors."""
+    """The moments are nonsense here, in files of their own, and would be no tensors."""
 
     def main() -> list[str]:
         config = replace(SHARED, train=replace(SHARED.train, precision="bf16"))

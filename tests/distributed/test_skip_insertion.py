@@ -31,7 +31,7 @@ from tests.microbatch import some_inputs
 SPANS = "0:2/1:3/2:2/4:7/5:6/6:7"
 # Every pair of blocks is closed in itself, for two stages of two chunks.
 SHORT_SPANS = "0:1/2:3/5:5/6:7"
-# Of a loss or a gradient norm: ten times what an ulp in every weight does to them (`tiny_runs.EPSILON`).
+# Tolerance of a loss or a gradient norm: ten times what an ulp in every weight does to them (`tiny_runs.EPSILON`).
 TOLERANCE = 2e-6
 
 
@@ -132,7 +132,7 @@ def errors_against_plain(spans: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("spans", [SPANS, SHORT_SPANS, "0:7/3:5", "0:2/1:3"])
 def test_the_model_computes_what_plain_pytorch_does(run_ranks: Any, spans: str) -> None:
-    """In `0:2/1:3` the release keeps the second output only, and the first memory has no gradient there."""
+    """The release keeps the second output only in `0:2/1:3`, and the first memory has no gradient there."""
     (errors,) = run_ranks(lambda: errors_against_plain(spans), 1)
     assert max(errors.values()) < 1e-9, errors
 

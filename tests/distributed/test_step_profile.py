@@ -65,7 +65,7 @@ TWO_RANKS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """What one configuration's steps gave.
+    """Results of one configuration's steps.
 
     Attributes:
         intervals: of the marked steps.
@@ -110,7 +110,7 @@ def attributes(run: TinyRun) -> list[tuple[object, ...]]:
 
 @pytest.fixture(scope="module")
 def profiles(run_ranks: Any) -> dict[str, Profile]:
-    """Of rank 0."""
+    """Profiles of rank 0."""
     on_one = run_ranks(lambda: {name: profile(config) for name, config in ONE_RANK.items()}, 1)[0]
     on_two = run_ranks(lambda: {name: profile(config) for name, config in TWO_RANKS.items()}, 2)[0]
     result: dict[str, Profile] = on_one | on_two
@@ -135,7 +135,7 @@ def per_step(found: Profile) -> Counter[Range]:
 
 
 def passes(reads: int, *, has_pre: bool = True, paired: bool = True, recomputed: bool = False) -> Counter[Range]:
-    """How often the parts of `reads` lookups per step are entered; `paired` if they read values and pre-values in one."""
+    """Entries into the parts of `reads` lookups per step; `paired` if they read values and pre-values in one."""
     gathers = (
         {Part.GATHER_PAIR}
         if has_pre and paired
@@ -288,7 +288,7 @@ def test_matrix_products_cost_what_the_formulas_say(run_ranks: Any) -> None:
 
 
 def test_bytes_of_tables() -> None:
-    """By hand: 128 tokens, 4 layers of 4 rows with 16 + 8 columns, 2 banks of 2 x 12^2 rows."""
+    """The bytes by hand: 128 tokens, 4 layers of 4 rows with 16 + 8 columns, 2 banks of 2 x 12^2 rows."""
     costs = part_costs(SHARED, 1)
     reads = 128 * 4 * 4
     assert costs[Part.GATHER_SUM].num_bytes == 2 * reads * 16 * 4

@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(corpus: Path, layout: dict[str, int], chunk_tokens: int | None) -> list[Any]:
-    """What an untrained model answers on a layout of the world."""
+    """Answers of an untrained model on a layout of the world."""
     parallel = replace(PRIVATE.parallel, tensor=1, pipeline=1, context=1, memory=1)
     config = replace(
         PRIVATE,
@@ -93,7 +93,7 @@ def test_answers_do_not_depend_on_the_layout(corpus: Path, run_ranks: Any) -> No
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
 def test_labels_are_judged_as_whole_logits_are(run_ranks: Any, chunk_tokens: int) -> None:
-    """Of hidden states [s, b, D] and a vocabulary over two ranks; some labels are the likeliest, and some tie."""
+    """A vocabulary over two ranks judges hidden states [s, b, D]; some labels are the likeliest, and some tie."""
     draw = np.random.default_rng(5)
     hidden = torch.from_numpy(draw.integers(-3, 4, (6, 3, 4))).double()
     weight = torch.from_numpy(draw.integers(-3, 4, (10, 4))).double()

@@ -23,7 +23,7 @@ from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
 
 STEPS = 3
-# Of a weight, against its tensor's largest element on one rank.
+# Tolerance of a weight, against its tensor's largest element on one rank.
 TOLERANCE = 1e-5
 HIDDEN = SHARED.model.hidden_size
 VALUES: Any = {"vocab_size": VOCAB_SIZE, "value_dim": 16, "num_gate_heads": 2}
@@ -94,7 +94,7 @@ def config_of(kind: str) -> RunConfig:
 
 
 def fits(kind: str, sizes: dict[str, Any]) -> bool:
-    """Whether the layout is not refused: every stage must have a block that reads the bank that all of them hold."""
+    """True if the layout is not refused: every stage must have a block that reads the bank that all of them hold."""
     return not list(layout_problems(on(config_of(kind), **sizes), 4))
 
 
@@ -106,7 +106,7 @@ TRIED = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank tells of a few steps.
+    """Results of a few steps on one rank.
 
     Attributes:
         steps: loss and gradient norm of each.
@@ -118,7 +118,7 @@ class Trained:
 
     @property
     def whole_weights(self) -> dict[str, Tensor]:
-        """By name, of a rank that holds all shards."""
+        """Weights by name, of a rank that holds all shards."""
         whole: dict[str, Tensor] = {}
         for name, offset, shape, weight in self.weights:
             whole.setdefault(name, torch.full(shape, torch.nan))[place_of(offset, weight)] = weight
@@ -143,7 +143,7 @@ def train(run: TinyRun) -> Trained:
 
 @pytest.fixture(scope="module")
 def trained(run_ranks: Any) -> dict[str, dict[str, list[Trained]]]:
-    """By layout and kind, what every rank tells."""
+    """Results of every rank, by layout and kind."""
 
     def main(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Trained]]:
         found: dict[str, dict[str, Trained]] = {}
@@ -254,7 +254,7 @@ def test_tables_in_host_memory_are_stepped_alike(run_ranks: Any, trained: dict[s
 
 
 def test_a_rank_without_a_token_answers_for_its_columns(run_ranks: Any) -> None:
-    """As the ranks of a group do that has one rank generate."""
+    """Ranks of a group that has one rank generate do so."""
 
     def main() -> int:
         with joined(on(config_of("move"), memory=2)) as groups:

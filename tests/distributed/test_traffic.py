@@ -124,7 +124,7 @@ def with_memory(memory: MemoryConfig) -> RunConfig:
 
 
 def test_gradients_of_copies_are_added_up_as_the_formula_says(run_ranks: Any) -> None:
-    """What the two stages sum is the table's share of a rank: half of it, of two replicas."""
+    """The two stages sum the table's share of a rank: half of it, of two replicas."""
     config = on(with_memory(MoveConfig(vocab_size=64, value_dim=16, num_gate_heads=2)), pipeline=2, micro_batch_size=2)
 
     def main() -> list[int]:
@@ -141,7 +141,7 @@ def test_gradients_of_copies_are_added_up_as_the_formula_says(run_ranks: Any) ->
                 sum_over_stages(run.chunks, run.groups.megatron.pp)
         return summed
 
-    # Of two ranks each sends half of the sum to the other, twice.
+    # Each of two ranks sends half of the sum to the other, twice.
     for summed in run_ranks(main, 4):
         assert summed == [64 * 2 * 16 * 4 // 2]
         assert copies_bytes(config, 4) == sum(summed)

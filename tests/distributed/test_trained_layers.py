@@ -25,7 +25,7 @@ from pretrain.engine.build import build_chunks
 from pretrain.engine.step import Batch
 from pretrain.planning.costs.formulas import training_flops_per_token
 
-# Of a loss or a gradient norm, against one rank.
+# Tolerance of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
 
 
@@ -44,7 +44,7 @@ UPPER = training(PRIVATE, 3)
 LAST = training(TIED, 4)
 SPREAD = training(TIED, 2, 4)
 POOLED = training(SHARED, 4)
-"""Of a pair that shares a table the upper one: the lower one's reads are in the table's gradient."""
+"""Training of the upper layer of a pair that shares a table: the lower one's reads are in the table's gradient."""
 
 
 def naive_steps(
@@ -92,7 +92,7 @@ def naive_steps(
 
 
 def is_trained(name: str, config: RunConfig) -> bool:
-    """By the name of a parameter on one rank; banks of pairs serve two layers, others one."""
+    """True for the names of trained parameters on one rank; banks of pairs serve two layers, others one."""
     layers = config.optimizer.trained_layers
     if layers is None:
         return True
@@ -402,7 +402,7 @@ def test_every_kind_of_memory_can_be_trained_in_part(run_ranks: Any, kind: str) 
 
 @pytest.mark.parametrize("layers", [(3,), (2, 4), (4,)])
 def test_the_products_of_a_step_are_those_of_the_formula(run_ranks: Any, layers: tuple[int, ...]) -> None:
-    """By PyTorch's count of matrix products. The lowest block in backward has all gradients of inputs, for its norms."""
+    """PyTorch counts the matrix products. The lowest block in backward has all gradients of inputs, for its norms."""
     dense = replace(PRIVATE, model=replace(PRIVATE.model, memory=None, vocab_size=VOCAB_SIZE))
     config = training(dense, *layers)
     config = replace(config, train=replace(config.train, loss_chunk_tokens=None))

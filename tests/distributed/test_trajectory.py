@@ -117,7 +117,7 @@ def largest_errors(run: TinyRun, folder: Path) -> list[float]:
 
 
 def test_the_weights_move_as_adamw_says(run_ranks: Any, tmp_path: Path) -> None:
-    """With the settings above written out, on every parameter; and a resumed run goes the same way to the bit."""
+    """Every parameter follows AdamW with the settings above written out; a resumed run goes the same way to the bit."""
 
     def main() -> tuple[list[float], list[str]]:
         with tiny_run(CONFIG) as run:

@@ -1,4 +1,4 @@
-"""Who makes what others find: rank 0, then the first rank of every machine, then all."""
+"""Work whose result others find is done in turns: rank 0, then the first rank of every machine, then all."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 
 NUM_STEPS = 4
-# Of a loss or a gradient norm, against one rank.
+# Tolerance of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
 
 assert PRIVATE.model.memory is not None
@@ -82,7 +82,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw."""
+    """Results of one rank."""
 
     history: list[tuple[float, float]]
     initial: list[Shard]
@@ -138,7 +138,7 @@ def test_losses_norms_and_weights_equal_those_of_one_rank(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_block_is_on_one_chunk(outcomes: dict[str, list[Outcome]], name: str) -> None:
-    """And on the stage that the text says."""
+    """Every block is also on the stage that the text says."""
     layout = LAYOUTS[name]
     parts = layout.text.split("|")
     stage_of, block = {}, 0

@@ -93,7 +93,7 @@ def test_a_restored_run_has_every_bit_from_the_checkpoint(run_ranks: Any, tmp_pa
 
 
 def test_weights_alone_fill_a_chunk(run_ranks: Any, tmp_path: Path) -> None:
-    """As evaluation and generation load them, with the singular vectors that no step refreshes there."""
+    """Evaluation and generation load them so, with the singular vectors that no step refreshes there."""
 
     def main() -> list[str]:
         with tiny_run(SHARED) as run:
@@ -109,7 +109,7 @@ def test_weights_alone_fill_a_chunk(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_format_1_is_restored_with_its_own_copy_of_the_weights(run_ranks: Any, tmp_path: Path) -> None:
-    """Which has sizes in place of hashes, and all weights besides the main weights."""
+    """Format 1 has sizes in place of hashes, and all weights besides the main weights."""
     config = replace(SHARED, checkpoint=replace(SHARED.checkpoint, weights_copy=True))
 
     def main() -> list[str]:

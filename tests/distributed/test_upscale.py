@@ -60,7 +60,7 @@ RESOURCES = Resources(num_workers=1, max_memory_bytes=2 * RESERVE_BYTES)
 
 
 def grow(base: OpenedCheckpoint, name: str, num_inserted: int = 2) -> Grown:
-    """By a method, or by the memories of a name."""
+    """Grow a model by a method, or by the memories of a name."""
     keys = MEMORIES.get(name, [])
     method: Any = "memory" if keys else name
     blocks = grown_blocks(method, num_layers=base.config.model.num_layers, num_inserted=num_inserted)
@@ -144,7 +144,7 @@ def test_blocks_of_memory_have_the_next_ones_attention_and_no_values(
 def test_other_memories_stand_behind_the_next_ones_whole_attention(
     base: Path, grown: Mapping[str, OpenedCheckpoint]
 ) -> None:
-    """With its output projection; without a second norm and a feed-forward."""
+    """The block has its output projection; it has no second norm and no feed-forward."""
     before = whole(open_checkpoint(base).reader)
     for name in OTHERS:
         after = whole(grown[name].reader)
@@ -184,9 +184,9 @@ def test_new_weights_are_those_of_a_run_with_this_seed(
 
 
 def begun(config: RunConfig, path: Path) -> tuple[list[Tensor], tuple[float, float]]:
-    """What a rank's model says of a few tokens, without pipelines, and the next step's loss and norm."""
+    """Logits of a few tokens on a rank, without pipelines, and the next step's loss and norm."""
     with tiny_run(config) as run:
-        # Of the weights alone: both read the data from the beginning.
+        # Weights alone are restored: both read the data from the beginning.
         restore_run(read_state(path), run.chunks, run.optimizer)
         logits = []
         if config.parallel.pipeline == 1:

@@ -1,4 +1,4 @@
-"""Which rows of `metrics.jsonl` say how the memory was used, and what they say."""
+"""Rows of `metrics.jsonl` that say how the memory was used, and their figures."""
 
 from __future__ import annotations
 

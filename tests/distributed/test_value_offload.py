@@ -119,7 +119,7 @@ def test_every_tensor_of_the_checkpoint_is_the_same(run_ranks: Any, tmp_path: Pa
 
 
 def test_rates_and_decay_of_tables_survive_resuming_on_another_layout(run_ranks: Any, tmp_path: Path) -> None:
-    """Also with the host stepping before, and the device after."""
+    """The host steps the tables before, and the device or another layout's host after."""
     optimizer = replace(
         SHARED.optimizer,
         value_weight_decay=20.0,
@@ -147,16 +147,16 @@ def test_rates_and_decay_of_tables_survive_resuming_on_another_layout(run_ranks:
 
 @dataclass(frozen=True)
 class Held:
-    """What the optimizer of a rank holds of the tables.
+    """Tables' state in the optimizer of a rank.
 
     Attributes:
         windows: sizes of what the host stepped, in order, over one step.
         host_bytes: of main weights and moments in host memory.
-        device_elements: whose moments are on the device, of the split groups.
+        device_elements: elements of the split groups whose moments are on the device.
         aliases: whether a host tensor is the model's memory.
         table_elements: of the model, on this rank.
-        owned_elements: of which the rank owns.
-        text: what the run says about it.
+        owned_elements: those of them that the rank owns.
+        text: the run's line about it.
     """
 
     windows: list[int]
@@ -310,7 +310,7 @@ def test_the_two_norms_make_up_the_global_one(run_ranks: Any) -> None:
 
 
 def test_a_table_gradient_that_is_not_finite_skips_the_step(run_ranks: Any) -> None:
-    """Also where the tables' norm is another than the one that the rest is clipped by."""
+    """The step is skipped even if the tables' norm is another than the one that the rest is clipped by."""
 
     def main() -> tuple[int, bool]:
         with tiny_run(offloaded(with_clip(1.0))) as run:

@@ -186,7 +186,7 @@ def build(
     bare = build_model(config, groups, vocab_size=VOCAB_SIZE)
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
-    # What reads data sets or folders is not asked for.
+    # Parts that read data sets or folders are not asked for.
     nothing: Any = None
     run = Run(
         config=config,

@@ -34,7 +34,7 @@ def test_selections_equal_their_twins_on_cpu(gpu: torch.device, implementation: 
 def test_rows_behind_entries_equal_their_twins_on_cpu(gpu: torch.device, implementation: Implementation) -> None:
     kernels = select_kernels(implementation, device_type="cuda")
     assert [problem for problem in selection_problems(kernels, gpu) if problem.startswith("shuffled_rows")] == []
-    # Of a grid with more entries than 32 bits count, and more of them than one launch of 2^16 tiles would take.
+    # The grid has more entries than 32 bits count, and more of them are asked for than one launch of 2^16 tiles takes.
     entries = torch.randint(0, 100_000**2, (70_000, 600), generator=torch.Generator().manual_seed(1))
     where = (100_000, (3, 2**62 + 5, 2**63 - 1, 1), 10**9, 5, 10**10)
     assert torch.equal(kernels.shuffled_rows(entries.to(gpu), *where)[0].cpu(), shuffled_rows(entries, *where)[0])

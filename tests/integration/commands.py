@@ -59,7 +59,7 @@ TIMING = {"step_s", "tokens_per_s", "tflops_per_gpu"}
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended. `output` is stdout and stderr as a terminal would show them."""
+    """Exit code and output of a command. `output` is stdout and stderr as a terminal would show them."""
 
     code: int
     output: str
@@ -70,7 +70,7 @@ class Result:
 
     @property
     def generated(self) -> str:
-        """What `megamem generate` printed before it said how long that took."""
+        """Text that `megamem generate` printed before it said how long that took."""
         text, separator, pace = self.output.rpartition("prefill ")
         assert separator, self.output
         assert pace.endswith(" per token\n"), self.output

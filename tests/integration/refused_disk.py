@@ -14,7 +14,7 @@ _DISK_BYTES = 24 << 20
 
 
 def own_mounts() -> None:
-    """From here on this process has mounts of its own.
+    """Give this process mounts of its own from here on.
 
     Raises:
         OSError: that is not allowed here.
@@ -35,7 +35,7 @@ def make_read_only(folder: Path) -> None:
 
 
 def make_full(folder: Path, side: Path) -> None:
-    """What a folder holds is on a disk of its own, which has not a byte left. After `own_mounts`.
+    """Put what a folder holds on a disk of its own, which has not a byte left. After `own_mounts`.
 
     Args:
         side: an empty folder.

@@ -86,7 +86,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMod
 
 
 def missing_programs() -> list[str]:
-    """What has to be installed first."""
+    """Programs that have to be installed first."""
     return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
@@ -161,7 +161,7 @@ class Cluster:
         self._start("slurmctld", ["slurmctld", "-D"])
 
     def stop_controller(self) -> None:
-        """As for an update: jobs go on without it."""
+        """Stop the controller as for an update: jobs go on without it."""
         controller = self._daemons.pop("slurmctld")
         controller.terminate()
         controller.wait(_PATIENCE_S)
@@ -190,7 +190,7 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def _kill_tasks(self, *nodes: str) -> None:
-        """What slurmd leaves behind: its step daemons, known by their folder, and tasks, by their environment."""
+        """Kill what slurmd leaves behind: its step daemons, known by their folder, and tasks, by their environment."""
         for _ in range(3):
             for process in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
@@ -229,7 +229,7 @@ class Cluster:
         self._kill_tasks(*self.nodes)
 
     def run(self, *command: str) -> str:
-        """What one of Slurm's commands prints."""
+        """Output of one of Slurm's commands."""
         result = self._run(*command)
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout.strip()
@@ -246,7 +246,7 @@ class Cluster:
         self.wait_until(lambda: not self.run("squeue", "-h"), "all jobs to be gone")
 
     def job(self, job: str) -> dict[str, str]:
-        """What the controller knows of a job, by name."""
+        """Fields that the controller knows of a job, by name."""
         return dict(
             word.split("=", 1) for word in self.run("scontrol", "-o", "show", "job", job).split() if "=" in word
         )
@@ -262,7 +262,7 @@ class Cluster:
 
 
 def _can_unshare() -> bool:
-    """Whether nodes can have names and processes of their own."""
+    """True if nodes can have names and processes of their own."""
     inside = ("sh", "-c", "hostname node && mount --bind /etc/hostname /etc/hosts")
     return subprocess.run([*_NAMESPACES, *inside], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 

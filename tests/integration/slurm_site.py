@@ -20,7 +20,7 @@ _DEADLINE_S = 240.0
 
 
 def profile(shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
-    """Of the tests' cluster."""
+    """Profile of the tests' cluster."""
     return {
         "ranks_per_node": 2,
         "nodes": 2,
@@ -63,7 +63,7 @@ class Site:
         return self.jobs.job_ids()[-1]
 
     def wait_for_state(self, *states: str) -> dict[str, str]:
-        """Until the newest job is in one of them."""
+        """Wait until the newest job is in one of them."""
         self.wait_until(lambda: self.cluster.job(self.job)["JobState"] in states, f"job in {states}")
         return self.cluster.job(self.job)
 
@@ -83,7 +83,7 @@ class Site:
         return [folder for folder in self.jobs.attempt_folders() if folder.any_rank_began() or not folder.ended()]
 
     def wait_for_attempt(self, number: int) -> None:
-        """Until its ranks are built and about to train: what they print first."""
+        """Wait until its ranks are built and about to train: what they print first."""
 
         def trains() -> bool:
             folders = self.attempts()

@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file
 
 
 def analyse(megamem: Megamem, name: str, *words: object) -> tuple[list[dict[str, Any]], str]:
-    """What was found of each run named, and what was printed."""
+    """Findings of each run named, and the printed text."""
     result = megamem("analyse", name, *words)
     assert result.code == 0, result.output
     paths = [Path(word) for word in words if isinstance(word, Path)]

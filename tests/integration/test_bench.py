@@ -21,7 +21,7 @@ def test_layouts_of_one_configuration_are_timed_one_after_the_other(megamem: Meg
 
 
 def test_what_is_held_is_counted_beside_the_times(megamem: Megamem, config_file: Path) -> None:
-    """Where two layers of four are trained there are fewer gradients and moments; a dry run tells the same bytes."""
+    """Training two layers of four takes fewer gradients and moments; a dry run tells the same bytes."""
     options = ("--nproc", 2, "--rounds", 1, "--steps", 1, "--memory", "--vocab-size", 257)
     result = megamem("bench", config_file, "--vary", "optimizer.trained_layers=null,[3]", *options)
     assert result.code == 0, result.output

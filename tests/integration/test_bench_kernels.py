@@ -54,7 +54,7 @@ def test_it_reports_every_contender(implementation: str, capsys: pytest.CaptureF
     importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
 )
 def test_triton_kernels_are_reported_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    """In Triton's interpreter where there is no GPU."""
+    """Triton's interpreter runs them where there is no GPU."""
     assert main([*SMALL, "--tokens", "1", "--kernels", "triton", "--dtypes", "fp32"]) == 0
     out = capsys.readouterr().out
     for selection in ("tucker_topk", "product_topk"):

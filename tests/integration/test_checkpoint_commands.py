@@ -208,7 +208,7 @@ def test_verify_finds_damage(megamem: Megamem, saved_run: Path, tmp_path: Path, 
 def test_a_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(
     megamem: Megamem, saved_run: Path, tmp_path: Path, damage: Any, text: str
 ) -> None:
-    """What is made of a run is made of its newest checkpoint, or not at all; `verify` judges all of them."""
+    """A run's newest checkpoint alone is converted, and nothing if that is damaged; `verify` judges all of them."""
     run = Path(shutil.copytree(saved_run, tmp_path / "run"))
     damage(checkpoint(run, 6))
     result = megamem("checkpoint", "verify", run)

@@ -33,7 +33,7 @@ def full_for_all() -> None:
 
 
 def full_for_rank_0_while_it_saves() -> None:
-    """Not even the first small file of a checkpoint, which rank 0 writes while the others go on."""
+    """Leave rank 0 no room for the first small file of a checkpoint, which it writes while the others go on."""
     start_writing = folders.start_writing
 
     def limited(folder: Path, step: int) -> Path:
@@ -144,7 +144,7 @@ def replace_the_state(path: Path) -> None:
 
 
 def replace_the_common_file(path: Path) -> None:
-    """By a pickle of the same size that would run something."""
+    """Replace it by a pickle of the same size that would run something."""
     common = path / "common.pt"
     content = pickle.dumps(shutil.rmtree)
     common.write_bytes(content + b"." * (common.stat().st_size - len(content)))
@@ -181,7 +181,7 @@ def flipped(name: str) -> Callable[[Path], None]:
 
 
 def index_out_of_the_folder(path: Path) -> None:
-    """By someone who makes all sizes and hashes right."""
+    """Act as someone who makes all sizes and hashes right."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
         place.relative_path = f"../{checkpoint(path.parent.parent, 3).name}/{place.relative_path}"

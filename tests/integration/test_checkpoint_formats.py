@@ -113,7 +113,7 @@ def test_a_dense_run_goes_on_after_megatrons_files(
     shown = megamem("checkpoint", "inspect", ranks)
     assert "tensor 2, pipeline 2 x 1" in shown.output
     convert(megamem, ranks, back)
-    # What such files do not say: data, schedule, and what a run does besides training.
+    # Such files do not say: data, schedule, and what a run does besides training.
     settings = (f"data.datasets=[{{path: {corpus}}}]", "checkpoint.every_steps=3", "evaluation.max_sequences=8")
     result = megamem("train", back / "config.yaml", "--run-dir", back, *settings)
     assert result.code == 0, result.output

@@ -176,7 +176,7 @@ def test_a_stopped_comparison_says_how_to_go_on(tmp_path: Path, start: Start, mo
 
 
 def test_a_model_is_grown_in_several_ways_and_goes_on(megamem: Megamem, models: list[Path], tmp_path: Path) -> None:
-    """What adds nothing at first begins as the base; only what is to be trained changes; what is there is kept."""
+    """A way that adds nothing at first begins as the base; only trained parts change; finished runs are kept."""
     ways = {
         "unchanged": {"trained": "all"},
         "inserted": {

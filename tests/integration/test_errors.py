@@ -1,4 +1,4 @@
-"""What a user can get wrong ends with its exit code, one message that names the fix, and nothing lost."""
+"""Mistakes that a user can make end with their exit code, one message that names the fix, and nothing lost."""
 
 from __future__ import annotations
 

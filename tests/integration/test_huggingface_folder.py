@@ -182,7 +182,7 @@ class _Grown:
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install '.[dev]'"
 )
 def test_lm_eval_runs_on_it_as_it_is(folder: Path, tmp_path: Path) -> None:
-    """And its figure is that of the logits: a text's bits per byte after the end of another document."""
+    """The figure of lm-eval is that of the logits: a text's bits per byte after the end of another document."""
     texts = ["def f(x):\n    return x\n", "import os\n", "class A: pass"]
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     task = {

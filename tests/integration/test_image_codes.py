@@ -8,7 +8,7 @@ import numpy as np
 from commands import Megamem
 
 REPOSITORY = Path(__file__).parents[2]
-# Of each class; the first two codes are those of every class, so that what follows has to come from the class itself.
+# Codes of each class. The first two are the same for all, so what follows has to come from the class itself.
 CODES = np.array([[5, 5, 0, 1, 7, 7], [5, 5, 2, 3, 0, 6], [5, 5, 4, 1, 2, 3]])
 NUM_CODES = 8
 

@@ -99,7 +99,7 @@ def test_too_many_in_a_row_end_the_run(config_file: Path, tmp_path: Path, megame
             "train.num_steps=9",
         )
     assert failure.value.failure.is_user_error
-    # Of one parameter, where it was planted.
+    # One parameter is named, where it was planted.
     assert re.search(
         r"not finite are gradients on rank 1 \(\S+, stage 0\): \S+\.weight \(1 of \d+ parameters\)", str(failure.value)
     )

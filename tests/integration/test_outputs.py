@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, trackers' files, and the same numbers when it is run again."""
+"""Files that a run leaves behind: metrics, trackers' files, and the same numbers when it is run again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_tensorboard_has_the_metrics(run: Path) -> None:
 
 
 def log_payload(path: Path) -> bytes:
-    """What a file in LevelDB's log format holds, without the headers: blocks of 32 KiB, of fragments with checksum,
+    """Content of a file in LevelDB's log format without the headers: blocks of 32 KiB, of fragments with checksum,
     length and type.
     """
     content, payload, at = path.read_bytes(), b"", 7
@@ -122,7 +122,7 @@ def test_a_run_that_is_shorter_than_what_is_done_says_what_that_means(
 
 
 def test_what_a_run_says_of_itself(megamem: Megamem, config_file: Path, corpus: Path, tmp_path: Path) -> None:
-    """In a file: no carriage returns, nothing twice, one of a thing in the singular, and a prompt of its own data."""
+    """A file of it has no carriage returns, nothing twice, one of a thing in the singular, a prompt of its own data."""
     run = tmp_path / "run"
     said = megamem("train", config_file, "--run-dir", run, "train.num_steps=1", "optimizer.warmup_steps=0").output
     assert "1 rank (tensor 1" in said
@@ -181,7 +181,7 @@ EVERY_SO_MANY = (
 def test_rows_evaluations_and_checkpoints_are_those_that_were_asked_for(
     megamem: Megamem, config_file: Path, tmp_path: Path
 ) -> None:
-    """Of a run whose tables are stepped by the host, and clipped apart, which it says."""
+    """The run's tables are stepped by the host and clipped apart, and it says so."""
     path = tmp_path / "run"
     result = megamem("train", config_file, "--run-dir", path, *EVERY_SO_MANY)
     assert result.code == 0, result.output

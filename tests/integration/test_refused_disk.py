@@ -78,7 +78,7 @@ OTHERS = {
     "doctor": "prints",
     "config check": "says whether a run's folder could be written, and prints",
 }
-"""What meets nothing here but, in unit/test_refusals.py, a standard output that is closed or full; with the reason."""
+"""Commands left out here, with the reason; unit/test_refusals.py gives them a closed and a full standard output."""
 
 
 def _try_own_mounts(answer: Any) -> None:
@@ -111,7 +111,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, saved_run: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory, place: Path, corpus: Path, config_file: Path) -> dict[str, Path]:
-    """What stands for the names in braces."""
+    """Texts for the names in braces."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("def f(x):\n    return x\n" * 9)

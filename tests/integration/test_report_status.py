@@ -13,7 +13,7 @@ from commands import Megamem, Start, last_step, steps, wait_until
 
 
 class Texts(HTMLParser):
-    """What a page says, by tag."""
+    """Texts of a page, by tag."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_run_that_is_stopped_resumed_killed_and_resumed(
     assert f"run: start 2 at step {stopped}, " in marks
     assert "run: start 3 at step " in marks
     assert "start 4" not in marks
-    # What records starts leaves the metrics those of an uninterrupted run.
+    # Recording starts leaves the metrics those of an uninterrupted run.
     assert megamem("train", config_file, "--run-dir", straight, *options).code == 0
     assert steps(run) == steps(straight)
 

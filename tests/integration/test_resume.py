@@ -42,7 +42,7 @@ Rates = dict[int, list[tuple[str, float, float]]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a run is trained."""
+    """Overrides and ranks that a run is trained with."""
 
     overrides: tuple[str, ...]
     num_ranks: int
@@ -178,7 +178,7 @@ def test_a_rank_killed_in_mid_step_costs_nothing(
 def test_a_killed_rank_ends_the_command(
     straight: Trained, layout: Layout, config_file: Path, tmp_path: Path, start: Start, megamem: Megamem
 ) -> None:
-    """From outside, at whatever moment of a step that is."""
+    """A rank is killed from outside, at whatever moment of a step that is."""
     command = start("train", config_file, *layout.overrides, "--run-dir", tmp_path / "run")
     wait_until(lambda: last_step(tmp_path / "run") >= 11, "step 11")
     victim = command.ranks()[-1]

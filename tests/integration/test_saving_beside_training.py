@@ -27,7 +27,7 @@ def die() -> None:
 
 
 def before_writing() -> None:
-    """When the ranks have agreed who writes what."""
+    """Die once the ranks have agreed who writes what."""
     start = saving.FileWriters
 
     def killed(folder: Path, rank: int, *arguments: Any) -> Any:
@@ -39,7 +39,7 @@ def before_writing() -> None:
 
 
 def while_writing() -> None:
-    """After half of a file."""
+    """Die after half of a file."""
     write = item_files.write_file
 
     def killed(path: Path, data: Mapping[Any, Any], stop: threading.Event) -> Any:
@@ -52,7 +52,7 @@ def while_writing() -> None:
 
 
 def before_the_state() -> None:
-    """When all files of tensors are there, and the index."""
+    """Die once all files of tensors and the index are there."""
     write_state = folders.write_state
 
     def killed(path: Path, *arguments: Any) -> None:
@@ -64,7 +64,7 @@ def before_the_state() -> None:
 
 
 def before_the_name() -> None:
-    """When nothing is missing but the folder's name."""
+    """Die when nothing is missing but the folder's name."""
     publish = folders.publish
 
     def killed(path: Path, final: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_run_that_never_reaches_a_save_is_stopped(site: Site, cluster: Cluster
 
 
 def test_preempted_runs_go_on_when_the_other_job_is_done(site: Site, cluster: Cluster) -> None:
-    """With the seconds of KillWait alone, and with a time of grace, in which the ranks hear of it first."""
+    """One job has the seconds of KillWait alone, the other a time of grace, in which its ranks hear of it first."""
     records = [JobsFolder(RunFolder(site.run.parent / partition)) for partition in ("low", "grace")]
     for jobs in records:
         where: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "partition": jobs.run.path.name}
@@ -180,7 +180,7 @@ def test_preempted_runs_go_on_when_the_other_job_is_done(site: Site, cluster: Cl
     for jobs in records:
         first, second = jobs.ended_attempts(1)
         assert (first.cause, second.cause) == (Cause.STOPPED, Cause.FINISHED), site.told()
-        # What was done when it was told is saved, and not only what was saved before.
+        # The steps done when it was told are saved, and not only those saved before.
         assert first.saved_step == first.last_step
         assert (first.last_step or 0) >= 3
         assert jobs.job_ids() == [first.attempt.job] == [second.attempt.job]

@@ -163,7 +163,7 @@ def test_a_run_that_has_gone_back_often_enough_ends(config_file: Path, tmp_path:
 
 
 def test_a_spike_is_skipped_as_if_its_gradient_were_not_finite(config_file: Path, tmp_path: Path, warm: None) -> None:
-    """So is one before the first checkpoint, to which a run could go back."""
+    """A spike before the first checkpoint is skipped too, where a run would otherwise go back."""
     for name, rule in (("skip", "health.spikes.action=skip"), ("early", "health.spikes.action=rewind")):
         train_with(config_file, tmp_path / name, (rule, *RULE, "checkpoint.every_steps=8"), (48,))
         state = read_state(checkpoint(tmp_path / name, 10)).run
@@ -178,7 +178,7 @@ def test_a_run_of_stages_goes_back_to_where_a_stage_began_and_no_further(
     config_file: Path, tmp_path: Path, warm: None
 ) -> None:
     """The second stage, of twice the length and half the sequences, meets a spike in its second step; the third, on
-    other data and with another rate, in its first. What was passed over counts in the stages that follow.
+    other data and with another rate, in its first. Skipped samples count in the stages that follow.
     """
     stages = [
         {"name": "first", "num_steps": 5},

@@ -27,7 +27,7 @@ from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
 
 NUM_KILLS = int(os.environ.get("MEGAMEM_KILLS", "5"))
-"""In the run that is killed; the suite's are the first of them."""
+"""Kills of the run that is killed; the suite's are the first of them."""
 ENDS = (6, 10, 14)
 
 
@@ -112,7 +112,7 @@ class EndOfRank(Callback):
         self._arm(run)
 
     def _arm(self, run: Run) -> None:
-        """In the middle of the step: after its first microbatch went forward."""
+        """Arm the signal in the middle of the step: after its first microbatch went forward."""
         if self._moment == "within" and run.state.step == self._step - 1:
             run.chunks[-1].register_forward_hook(lambda *_: self._send())
 
@@ -269,7 +269,7 @@ def test_moments_can_be_reset_and_then_make_another_run(
 def test_a_run_without_stages_goes_on_from_another_one(
     straight: Path, staged_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
-    """With its weights and counters, for as many steps as it says."""
+    """The run takes over weights and counters, and trains for as many steps as it says."""
     config = yaml.safe_load(staged_file.read_text())
     del config["stages"]
     path = tmp_path / "plain.yaml"

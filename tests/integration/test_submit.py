@@ -1,4 +1,4 @@
-"""What `megamem submit` refuses before anything is queued, and what it says it would queue. Without Slurm."""
+"""Refusals of `megamem submit` before anything is queued, and what it says it would queue. Without Slurm."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_another_model_in_the_run_folder_is_refused(
 def test_a_run_goes_on_from_another_ones_checkpoint(
     megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path
 ) -> None:
-    """What is written for the job, and what its ranks make of it: the same as `megamem train --from`."""
+    """The job's files, and what its ranks make of them, are those of `megamem train --from`."""
     longer = ("train.num_steps=2", "train.micro_batch_size=2", "optimizer.warmup_steps=1")
     options = ("--cluster", profile(tmp_path, nodes=1), "--from", saved_run, *longer)
     dry = megamem("submit", config_file, *options, "--dry-run")

@@ -72,7 +72,7 @@ def test_the_first_phase_moves_its_layers_alone(straight: Path) -> None:
     assert not any(name.startswith(TRAINED) and name.endswith("weight") for name in frozen)
     earlier = tensors(checkpoint(straight, 2))
     for name, tensor in earlier.items():
-        # What layers remember of their own weights may change where these do.
+        # Layers' memories of their own weights may change where these do.
         if not (name in frozen and name.startswith(TRAINED)):
             assert torch.equal(tensor, before[name]) == (name in frozen), name
     assert {name.removeprefix("optimizer.state.param.") for name in after if ".param." in name} >= stepped

@@ -29,7 +29,7 @@ MADE = "made.txt"
 
 
 def with_stand_in(run: Path, *arguments: object) -> str:
-    """Train where the stand-in can be imported. What was imported without it cannot learn of it."""
+    """Train where the stand-in can be imported. Modules imported without it cannot learn of it."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tools.cli", "train", *map(str, (*arguments, "--run-dir", run))],
         cwd=ROOT,
@@ -71,7 +71,7 @@ def entries(folder: Path, step: int) -> set[str]:
 
 
 def test_its_modules_are_in_every_slot(halfway: Path) -> None:
-    """Of four blocks on each of two ranks: four norms in each, and one at the end."""
+    """Each of two ranks has four blocks of four norms, and one norm at the end."""
     made = Counter((halfway / MADE).read_text().split())
     of_attention = {"TEColumnParallelLinear": 4, "TERowParallelLinear": 4, "TEDotProductAttention": 4}
     of_ffn = {"TEColumnParallelLinear": 4, "TERowParallelLinear": 4}

@@ -71,7 +71,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem) -> Newc
 
 
 def test_there_is_a_file_for_every_family() -> None:
-    """Of the files and of what is grown, with a dense model and a mixture of experts."""
+    """The files and the grown models cover every kind of memory, a dense model and a mixture of experts."""
     models: list[dict[str, Any]] = [yaml.safe_load(text).get("model", {}) for text in FILES.values()]
     kinds = {model["memory"]["kind"] for model in models if "memory" in model}
     kinds |= set(re.findall(r"model\.memory\.kind=(\w+)", GROWN))
@@ -110,7 +110,7 @@ def test_every_other_file_trains_by_its_name(newcomer: Newcomer, name: str) -> N
     newcomer.types(f"megamem train {name}")
     run = newcomer.folder / "runs" / Path(name).stem
     assert last_step(run) == 2
-    # What has been tried takes no space.
+    # A model that was tried takes no space.
     shutil.rmtree(run)
 
 

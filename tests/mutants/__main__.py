@@ -115,7 +115,7 @@ def _read(results: Path) -> list[Trial]:
 
 
 def report(package: str, trials: list[Trial]) -> None:
-    """What was caught, by kind of mistake, and what survived."""
+    """Print what was caught, by kind of mistake, and what survived."""
     counted = [trial for trial in trials if trial.counts]
     kinds = Counter(trial.mutant.operator for trial in counted)
     caught = Counter(trial.mutant.operator for trial in counted if trial.is_caught)

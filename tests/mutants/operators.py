@@ -158,7 +158,7 @@ def _replacements(node: cst.CSTNode) -> Iterator[tuple[str, cst.CSTNode]]:
 
 
 def _may_have_a_default(call: cst.CSTNode, shorter: cst.CSTNode) -> bool:
-    """Whether what is gone from a call is a named argument or the last one: without another the call would crash."""
+    """True if a call lost a named argument or the last one: without another the call would crash."""
     assert isinstance(call, cst.Call)
     assert isinstance(shorter, cst.Call)
     if len(shorter.args) == len(call.args):

@@ -1,4 +1,4 @@
-"""Which tests run which functions, recorded once and kept; the tests that are asked about a mutant."""
+"""Record of the functions that each test runs, made once and kept; the tests that are asked about a mutant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORT_S = 0.1
 
 @dataclass(frozen=True)
 class Reach:
-    """What ran what.
+    """Functions that each test ran.
 
     Attributes:
         tests: by "path::function", the tests that ran it, and how many of its lines.
@@ -82,8 +82,8 @@ class Reach:
                 if not chosen or spent_s + self._cost_s(test) <= budget_s:
                     chosen.append(test)
                     spent_s += self._cost_s(test)
-        # The cheap ones may answer first; pytest runs a file's tests together. What a module's fixture ran was seen in
-        # the first test that asked for it, which took longest: with it, the short ones of the same file are asked too.
+        # The cheap ones may answer first; pytest runs a file's tests together. A module's fixture was seen in the
+        # first test that asked for it, which took longest: with it, the short ones of the same file are asked too.
         of_file_s = {file: min(map(self._cost_s, of_file)) for file, of_file in by_file.items()}
         files = {file for file, of_file in by_file.items() if max(of_file, key=self._cost_s) in chosen}
         served = [test for test in self.seconds if test.partition("::")[0] in files and self._cost_s(test) < _SHORT_S]
@@ -132,13 +132,13 @@ def record(root: Path, folder: Path, tests: Sequence[str] = ()) -> None:
 
 
 def load(folder: Path) -> Reach | None:
-    """What `record` has kept, if it has."""
+    """Read the record that `record` has kept, if it has."""
     path = folder / _FILE
     return Reach(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def collected(root: Path, raw: Path) -> Reach:
-    """What the plugin has left in a folder, by function."""
+    """Read what the plugin has left in a folder, by function."""
     lines = coverage.Coverage(data_file=str(raw / "lines"), config_file=False)
     # Combining once more would forget it. (What a killed rank left half written stays where it is.)
     if (raw / "lines").exists():

@@ -19,10 +19,10 @@ from tests.mutants.reach import Reach
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a mutant.
+    """Outcome of a mutant.
 
     Attributes:
-        mutant: which.
+        mutant: the one tried.
         outcome: caught, timeout (which counts as caught), survived, or broken (cannot be imported, and does not count).
         by: the test that failed.
         num_tests: how many were asked.
@@ -86,7 +86,7 @@ class Worker:
             finally:
                 target.write_text(original, encoding="utf-8")
             if answer["outcome"] == "unknown":
-                # What tests there are may depend on the product.
+                # The set of tests may depend on the product.
                 if self._ask(None, asked, collect_only=True)["outcome"] == "unknown":
                     raise RuntimeError(
                         "tests have changed since it was recorded what they reach: record anew, with --record"
@@ -103,7 +103,7 @@ class Worker:
         self._process.wait()
 
     def _passes_without(self, test: str) -> bool:
-        """Whether a test passes on the product as it is, here and alone: one that does not, proves nothing."""
+        """True if a test passes on the product as it is, here and alone: one that does not, proves nothing."""
         if test not in self._trusted:
             if self._ask(None, [test])["outcome"] == "survived":
                 self._trusted.add(test)

@@ -59,7 +59,7 @@ def main() -> None:
         importlib.import_module(name)
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    # What tests print belongs into their logs.
+    # The output of tests belongs into their logs.
     os.dup2(2, 1)
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
@@ -93,7 +93,7 @@ def attempt(module: str | None, tests: list[str], timeout_s: float, log: str, co
         by = os.read(read_end, 65536).decode()
     os.close(read_end)
     code = None if status is None else os.waitstatus_to_exitcode(status)
-    # pytest's 4: it does not know one of the tests. What is none of these is a failed test or the death of the process.
+    # pytest's 4: it does not know one of the tests. Any other code is a failed test or the death of the process.
     outcome = {None: "timeout", 0: "survived", 4: "unknown", BROKEN: "broken"}.get(code, "caught")
     return {"outcome": outcome, "by": by, "seconds": round(time.monotonic() - started, 2)}
 

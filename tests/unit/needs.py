@@ -12,4 +12,4 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
     not has_deepspeed() and os.environ.get("MEGAMEM_DEEPSPEED") != "required",
     reason="deepspeed is not installed (`make test-more` installs it)",
 )
-"""Where it was to be installed, the tests run and fail without it."""
+"""Skips tests without DeepSpeed; where it was to be installed, they run and fail without it."""

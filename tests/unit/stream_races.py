@@ -1,6 +1,6 @@
 """Stand-ins for CUDA streams and events, and a checker that finds two uses of one memory in no order.
 
-Every actor (the host, and each stream) has a vector clock. What is queued on a stream comes after what the host did
+Every actor (the host, and each stream) has a vector clock. Work queued on a stream comes after what the host did
 before, and after what the stream was told to wait for; what the host does comes after what it waited for. Two uses of
 overlapping memory, one of them a write, must be in such an order, or the result depends on who is faster.
 """
@@ -41,7 +41,7 @@ class Use:
 
 
 class Races:
-    """What happened so far, on the host and on streams that exist in name only.
+    """History of the host and of streams that exist in name only.
 
     Attributes:
         found: pairs of uses in no order.

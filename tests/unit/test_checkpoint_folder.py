@@ -72,7 +72,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def as_format_1(path: Path) -> None:
-    """What a checkpoint's `state.json` said before there were hashes."""
+    """Write a checkpoint's `state.json` as it was before there were hashes."""
     state = json.loads((path / folders.STATE_FILE).read_text())
     del state["weights_dtype"], state["sha256"]
     sizes = {name: entry["bytes"] for name, entry in state["files"].items()}

@@ -69,7 +69,7 @@ def test_replicas_share_a_table_and_what_has_no_choice_counts_first() -> None:
 
 
 def test_copies_that_are_cut_otherwise_are_left_alone() -> None:
-    """As the optimizer state of an embedding that two stages hold, split over their ranks at other places."""
+    """The optimizer state of an embedding that two stages hold is so, split over their ranks at other places."""
     first = [part("table", TABLE, (0, 0), (3, 6), main=True), part("table", TABLE, (3, 0), (5, 6), main=True)]
     second = [part("table", TABLE, (0, 0), (4, 6), main=False), part("table", TABLE, (4, 0), (4, 6), main=False)]
     plans = written([first[:1], first[1:], second[:1], second[1:]], 1 << 20)

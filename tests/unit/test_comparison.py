@@ -1,4 +1,4 @@
-"""What a comparison refuses, and how its table, plot and report come out."""
+"""Refusals of a comparison, and how its table, plot and report come out."""
 
 from __future__ import annotations
 

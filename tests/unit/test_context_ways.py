@@ -1,4 +1,4 @@
-"""Which way of attention across cut sequences a run takes, and which are refused."""
+"""Choice of the way of attention across cut sequences, and the ways that are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_costs_are_those_counted_by_hand() -> None:
         return found.forward, found.backward, found.kept - normalisers
 
     assert costs("gather", 4) == (3 * 16 * per_head, 3 * 16 * per_head, (64 + 4 * 16) * per_head)
-    # Of 32 + 8 + 8 heads and of 32 outputs three quarters leave.
+    # Three quarters of 32 + 8 + 8 heads and of 32 outputs leave.
     assert costs("heads", 4) == (60 * per_head, 60 * per_head, 80 * per_head)
     # Keys and values in bf16 and, in backward, as many sums in fp32.
     assert costs("ring", 4) == (3 * 16 * per_head, 3 * (16 + 32) * per_head, 80 * per_head)

@@ -40,5 +40,5 @@ def test_the_ranks_in_the_minority_are_named() -> None:
         return tuple(Difference(ranks, "w", rank, f"node{rank}", of) for rank, of in enumerate(digests))
 
     assert in_words(said(7, 7, 8, 7)) == "w on rank 2 (node2), of the replicas on ranks 0, 1, 2, 3"
-    # Of two, nobody knows which.
+    # Nobody knows which of two is wrong.
     assert in_words(said(7, 8)) == "w on rank 0 (node0), 1 (node1), of the replicas on ranks 0, 1"

@@ -1,4 +1,4 @@
-"""What a machine has and lacks is said line by line, with the fix; and nothing that works is complained of."""
+"""Lines on what a machine has and lacks, with the fix; and nothing that works is complained of."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def are_seen(query: int, key: int, starts: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_tiles_are_the_scores_that_there_are_each_once(separate: bool) -> None:
-    """Between every two of eight slices, which a tensor has in another order than the sequence."""
+    """Tiles lie between every two of eight slices, which a tensor has in another order than the sequence."""
     bounds = [sequence * LENGTH + start for sequence, starts in enumerate(STARTS) for start in starts]
     documents = Documents.of(torch.tensor([*bounds, SEQUENCES * LENGTH]) if separate else None, LENGTH)
     size = LENGTH // SLICES

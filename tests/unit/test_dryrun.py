@@ -68,7 +68,7 @@ CUT = {
     for way in WAYS
 }
 PARTS = {layers: replace(SPLIT, optimizer=replace(SPLIT.optimizer, trained_layers=layers)) for layers in ((1,), (4,))}
-"""Of pairs of layers that share a table, the first stage's lower one, or the last stage's upper one."""
+"""Training of one of two layers that share a table: the first stage's lower one, or the last stage's upper one."""
 TRAINED = {f"layers {layers}": config for layers, config in PARTS.items()}
 LATENTS = replace(
     SPLIT,
@@ -178,7 +178,7 @@ def of_all_stages(config: RunConfig, world: int) -> list[Any]:
 
 
 class Reports(dict[str, list[Any]]):
-    """Of the first ranks of all stages of a configuration, run when it is first asked for.
+    """Reports of the first ranks of all stages of a configuration, run when it is first asked for.
 
     Each in a fork: a process can have but one world.
     """

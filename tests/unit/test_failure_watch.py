@@ -62,7 +62,7 @@ def test_the_others_end_with_the_ones_words_and_code(store: dist.Store) -> None:
 
 
 def test_who_fails_by_itself_meanwhile_has_its_own_words(store: dist.Store) -> None:
-    """As all ranks do where the cause is the configuration. The first failure stays the one that is told."""
+    """All ranks do so if the cause is the configuration. The first failure stays the one that is told."""
     ranks = [Rank(store, rank) for rank in range(WORLD_SIZE)]
     for rank in (1, 2):
         ranks[rank].watch.stop()

@@ -135,7 +135,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What was counted on a model that was built.
+    """Counts on a model that was built.
 
     Attributes:
         parts: parameters by part.
@@ -336,7 +336,7 @@ def test_flops_of_a_dense_model_are_two_per_weight_and_causal_attention() -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
-    """With the output projection and attention; and backward of the lowest block upwards to that of the whole model."""
+    """The output projection and attention count too; backward adds up from the lowest block to the whole model."""
     model = MODELS[name]
     length = 100
     attended = model.num_layers * 4 * model.num_attention_heads * model.attention_head_dim * (length + 1) / 2
@@ -352,7 +352,7 @@ def test_blocks_add_up_to_the_forward_pass(name: str) -> None:
 
 
 def test_a_part_of_a_model_is_trained_with_fewer_operations() -> None:
-    """Of the third of four blocks: the gradients of its weights, and those of inputs from there on."""
+    """Training the third of four blocks takes the gradients of its weights, and those of inputs from there on."""
     forward = forward_flops_per_token(DENSE, 100)
     block, attended = forward_flops_of_block(DENSE, 2), 4 * 32 * 101 / 2
     expected = forward + 2 * 384 * 32 + (2 * block + 2 * attended) + (block + 2 * attended)

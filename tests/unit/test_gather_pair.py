@@ -341,8 +341,8 @@ def test_torch_compile_takes_the_pair_whole(kernels: Kernels, shape: Shape) -> N
     ("tokens", "reads"), [(1, 32), (1, 768), (3, 50), (64, 32), (255, 700), (256, 32), (32768, 768)]
 )
 def test_few_tokens_are_cut_into_parts(tokens: int, reads: int) -> None:
-    """As many programs as a GPU wants where there are entries for them, one per token where there are tokens enough;
-    none of them idle.
+    """The programs are as many as a GPU wants where there are entries for them, one per token where there are tokens
+    enough; none of them is idle.
     """
     part = split_length(tokens, reads)
     num_parts = -(-reads // part)
@@ -352,7 +352,7 @@ def test_few_tokens_are_cut_into_parts(tokens: int, reads: int) -> None:
 
 
 def test_a_bank_of_whole_tables_reads_in_pairs() -> None:
-    """With its activation and blocks; and without pre-values by one gather."""
+    """The pair has the bank's activation and blocks; without pre-values one gather reads."""
     seen: list[Any] = []
 
     def recorded(*arguments: Any) -> Tensor:

@@ -165,7 +165,7 @@ def test_tokens_are_drawn_as_often_as_they_should_be(temperature: float, top_p: 
     ("top_k", "top_p", "kept"), [(2, 1.0, {3, 1}), (1, 1.0, {3}), (3, 0.6, {3, 1}), (99, 1.0, set(range(11)))]
 )
 def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) -> None:
-    """Of `top_k`, whose probabilities add up to 1 again, those that together have `top_p`."""
+    """The `top_k` likeliest are scaled to add up to 1, and those of them are drawn that together have `top_p`."""
     rows = [[math.log(probability) for probability in PROBABILITIES] for _ in range(PADDED_SIZE)]
     sampling = Sampling(temperature=1.0, top_p=top_p, seed=3, top_k=top_k)
     drawn = Counter(run(Bigrams(rows), max_tokens=NUM_DRAWS, sampling=sampling, eod=PADDED_SIZE - 1, context_tokens=1))
@@ -193,7 +193,7 @@ def test_a_stop_text_ends_the_text_and_is_no_part_of_it(stops: list[str], pieces
     ids = list("".join(pieces).encode())
     told = list(command.texts(iter(ids), ByteTokenizer(), stops))
     assert "".join(told) == text
-    # What is certain is told at once.
+    # Certain text is told at once.
     if not stops:
         assert [piece for piece in told if piece] == list(text)
 
@@ -235,7 +235,7 @@ def test_the_command_hands_over_what_was_typed(
     step: int | None,
     cached: bool,
 ) -> None:
-    """And prints a character when all of its bytes are there."""
+    """A character is printed when all of its bytes are there."""
     asked: dict[str, Any] = {}
     group, model = object(), object()
 
@@ -277,7 +277,7 @@ def test_the_command_hands_over_what_was_typed(
     }
     printed = capsys.readouterr()
     assert printed.out == "néü—\N{REPLACEMENT CHARACTER}\n"
-    # Of the prompt and the separator before it; of what followed the first token.
+    # The first figure is of the prompt and the separator before it, the second of what followed the first token.
     assert re.fullmatch(r"prefill 4 tokens, \S+ ms each; then 5 tokens, \S+ ms each; .*\n", printed.err)
     size = size_in_words(cached_bytes_per_token(config.model, 4))
     assert printed.err.endswith(f"; cache {size} per token\n" if cached else "; no cache\n")

@@ -1,4 +1,4 @@
-"""What the check of GPUs runs and how it judges, without a GPU."""
+"""Runs and verdicts of the check of GPUs, without a GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_layouts_precisions_and_switches_are_in_the_plan(plan: Plan) -> None:
     for key in ("overlap_memory", "overlap_grad_reduce", "overlap_param_gather"):
         assert {getattr(trial.config.parallel, key) for trial in plan.trials} == {True, False}
     assert {trial.config.optimizer.value_offload for trial in plan.trials} == {"none", "cpu"}
-    # Of a deterministic run and its repetition the same bits are wanted.
+    # A deterministic run and its repetition must have the same bits.
     assert any(not trial.tolerance and trial.like for trial in plan.trials)
 
 

@@ -130,6 +130,6 @@ def test_the_report_tells_what_was_added_and_trained() -> None:
     assert "base is trained on 1,048,576 tokens (256 steps of 16 x 256)" in text
     assert "on 8,192 tokens (2 steps of 16 x 256) in another order" in text
     assert "5 of 6 runs are done" in text
-    # What is compared was trained on; the model as it was stands in the table alone.
+    # The compared models were trained on; the model as it was stands in the table alone.
     assert "memory ~ solar" in text
     assert "< base" not in text

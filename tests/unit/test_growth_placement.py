@@ -1,4 +1,4 @@
-"""Where new blocks go: the published lists, recorded ones of other depths, and what cannot be."""
+"""Places of new blocks: the published lists, recorded ones of other depths, and what cannot be."""
 
 from __future__ import annotations
 

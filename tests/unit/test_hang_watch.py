@@ -30,7 +30,7 @@ def watches() -> list[threading.Thread]:
 def test_what_does_not_come_ends_the_rank_with_its_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ends, stacks = Ends(), tmp_path / "logs" / "stacks.txt"
     watch = HangWatch(stacks, 3, verdict=lambda: ("Go on.", 75), grace_s=0.0, end=ends)
-    # What is due earlier takes the place of what is due late.
+    # A step due earlier takes the place of one due late.
     watch.expect("the first step", 3600.0)
     watch.expect("step 17", 0.0)
 
@@ -43,7 +43,7 @@ def test_what_does_not_come_ends_the_rank_with_its_stacks(tmp_path: Path, capfd:
     assert f"step 17 has taken over 0 min; its stacks are in {stacks}. Go on." in ends.words
     written = stacks.read_text()
     assert "step 17 has taken over" in written
-    # Of all threads, the one that hangs included.
+    # The stacks are those of all threads, the one that hangs included.
     assert "stand_here" in written
     assert str(stacks) in capfd.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What MIDUS proves of values that heads share, held by what the layer reads (Theorem 1, Propositions 2 and 3).
+"""Theorems of MIDUS on values that heads share, held by what the layer reads (Theorem 1, Propositions 2 and 3).
 
 Legend: h heads, T tokens, N^2 rows of a table, d width of a head, V columns of the shared table. A_h [T, N^2] are the
 weights with which head h reads, Y_h [T, d] is what it should say; a loss is 1/2 sum_h |Y_h - output_h|^2.
@@ -44,7 +44,7 @@ class Problem:
 
     @torch.no_grad()
     def loss(self, table: Tensor, expansions: Tensor) -> float:
-        """Of what the layer says with a table [N^2, V] and expansions [h, V, d]."""
+        """Loss of the layer's output with a table [N^2, V] and expansions [h, V, d]."""
         layer, bank = self.layer(table.shape[1])
         bank.get_parameter("values").copy_(table)
         layer.expansion.copy_(expansions)
@@ -69,7 +69,7 @@ class Problem:
         return self.loss(table, own)
 
     def loss_shared(self) -> float:
-        """Of the best table that all heads read as it is: (sum A^T A)^+ sum A^T Y (Proposition 2)."""
+        """Loss of the best table that all heads read as it is: (sum A^T A)^+ sum A^T Y (Proposition 2)."""
         read = self.weights()
         table = torch.linalg.pinv((read.mT @ read).sum(0)) @ (read.mT @ self.wanted).sum(0)
         return self.loss(table, torch.eye(WIDTH, dtype=torch.float64).expand(HEADS, -1, -1))

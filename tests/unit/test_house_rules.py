@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -215,3 +216,41 @@ def test_an_effect_at_import_is_found() -> None:
     )
     found = effects_at_import(ast.parse(text))
     assert found == [("os.environ['A']", 2), ("torch.cuda.is_available", 3), ("torch.manual_seed", 7)]
+
+
+BEGINS_A_FRAGMENT = re.compile(r"\s*(of|what|which|whose|where|how|who|when|why|whether)\b.*", re.IGNORECASE)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Texts that stand first in a module, class or function, or follow an assignment, with the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for before, statement in zip([None, *node.body], node.body, strict=False):
+                text = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(text, ast.Constant) and isinstance(before, ast.Assign | ast.AnnAssign | None):
+                    yield str(text.value), text.lineno
+
+
+def fragments(tree: ast.Module) -> list[tuple[str, int]]:
+    """First lines of docstrings that begin in the middle of a thought, with the line."""
+    found = [(BEGINS_A_FRAGMENT.match(text), line) for text, line in docstrings(tree)]
+    return [(match[0].strip(), line) for match, line in found if match is not None]
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "tests"])
+def test_first_lines_of_docstrings_stand_alone(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line} {text}"
+        for path in source_files(package)
+        for text, line in fragments(parse(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_first_line_that_does_not_stand_alone_is_found() -> None:
+    text = (
+        '"""What it does.\n\nMore."""\nA = 1\n"""Of the module."""\n'
+        'class C:\n    """A class."""\n    b: int\n    """Whether it is."""\n'
+        'def f():\n    """Offset of a row."""\n    "Of no docstring" in g()\n    """How it goes on."""\n'
+    )
+    assert fragments(ast.parse(text)) == [("What it does.", 1), ("Of the module.", 5), ("Whether it is.", 9)]

@@ -34,7 +34,7 @@ from pretrain.config.stages import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CHOICES: tuple[Initialisation, ...] = get_args(Initialisation)
-# What every variance is held to, and the sampling error of its measurement that must be reached first.
+# Tolerance of every variance, and the sampling error of its measurement that must be reached first.
 TOLERANCE, STANDARD_ERROR = 0.1, 0.03
 LAYERS_PER_SEED, MOST_SEEDS = 2, 12
 
@@ -63,7 +63,7 @@ def memory_of(model: ModelConfig) -> TuckerConfig:
 def measured(
     model: ModelConfig, choices: Sequence[Initialisation], *, seed: int, most_layers: int
 ) -> dict[Initialisation, list[InitialOutput]]:
-    """The layers with each of these initialisations. What several of them draw alike is drawn once."""
+    """The layers with each of these initialisations. Tensors that several of them draw alike are drawn once."""
     drawn: dict[Hashable, Tensor] = {}
 
     def fill_once(out: Tensor, distribution: Distribution, **of: Any) -> None:
@@ -80,7 +80,7 @@ def measured(
         return drawn[key] * std
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # Of Megatron, about optional packages.
+        # Megatron warns about optional packages.
         warnings.simplefilter("ignore")
         patch.setattr(megamem.initial_outputs, "fill", fill_once)
         patch.setattr(megamem.calibration, "fill", fill_once)
@@ -129,7 +129,7 @@ class Sample:
 
 
 def measure(model: ModelConfig) -> Sample:
-    """As many seeds as the standard errors of the mean ratios take."""
+    """Measure as many seeds as the standard errors of the mean ratios take."""
     outputs: dict[Initialisation, list[InitialOutput]] = {choice: [] for choice in CHOICES}
     for seed in range(1, MOST_SEEDS + 1):
         for choice, found in measured(model, CHOICES, seed=seed, most_layers=LAYERS_PER_SEED).items():
@@ -165,7 +165,7 @@ def test_outputs_have_the_variance_that_the_choice_promises(name: str, record_pr
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_do_not_grow_with_depth(name: str, choice: Initialisation) -> None:
-    """At twice the depth a block puts out half the variance, as its feed-forward does; the released constants know no
+    """A block at twice the depth puts out half the variance, as its feed-forward does; the released constants know no
     depth.
     """
     model = MODELS[name]

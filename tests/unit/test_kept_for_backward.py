@@ -1,4 +1,4 @@
-"""What norms and activations compute, and what they keep for backward: their input, and next to nothing besides."""
+"""Results of norms and activations, and what they keep for backward: their input, and next to nothing besides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain_swiglu(gate_and_up: Tensor) -> Tensor:
 
 
 def kept_bytes(function: Callable[..., Tensor], *inputs: Tensor) -> int:
-    """Of storages that a graph holds beyond those of its inputs."""
+    """Bytes of storages that a graph holds beyond those of its inputs."""
     held: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ def test_gathers_equal_their_twins_at_any_shape(kernels: Kernels, shape: Shape, 
 def test_sums_of_blocks_are_sums_with_the_other_entries_zeroed(
     kernels: Kernels, shape: Shape, num_blocks: int, seed: int
 ) -> None:
-    """And the gradients likewise: of op and twin, and of both gathers."""
+    """The gradients agree likewise: of op and twin, and of both gathers."""
     c = draw(shape, seed=seed)
     g = torch.Generator().manual_seed(seed)
     block = torch.randint(0, num_blocks, c.ids.shape, generator=g)
@@ -291,7 +291,7 @@ def test_rows_that_are_not_read_may_hold_anything(kernels: Kernels, dtype: torch
 def test_segment_accumulate_equals_its_twin(
     kernels: Kernels, shape: Shape, dtype: torch.dtype, accumulator_dtype: torch.dtype
 ) -> None:
-    """To the bit in the implementations that add in the twin's order; Triton adds up a row's run before it adds to the
+    """Implementations that add in the twin's order agree to the bit; Triton adds up a row's run before it adds to the
     accumulator.
     """
     c = draw(fitting(kernels, shape), dtype)

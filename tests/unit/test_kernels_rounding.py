@@ -61,7 +61,7 @@ def integers(generator: torch.Generator, largest: int, *size: int) -> Tensor:
 @pytest.mark.parametrize("num_blocks", [1, 2])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_sums_and_products_of_whole_numbers(name: Implementation, groups: int, num_blocks: int) -> None:
-    """Of 40 rows: sums have up to 15 bits, of which bf16 keeps 8, and ties are among them."""
+    """Sums of 40 rows have up to 15 bits, of which bf16 keeps 8, and ties are among them."""
     if reason := unavailable(name, "cpu"):
         pytest.skip(f"{name} {reason}")
     kernels = select_kernels(name, device_type="cpu")

@@ -1,5 +1,5 @@
-"""Which implementation runs: the rule of `auto`, what is refused, and the library that the C++ kernels are compiled
-into.
+"""Choice of the implementation that runs: the rule of `auto`, what is refused, and the library that the C++ kernels are
+compiled into.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 # Shared memory of a block without opting in to more, on every one of these GPUs.
 MAX_SHARED_BYTES = 48 * 1024
-# Of a thread: the 65,536 registers of an SM then hold 20 warps, which wait for rows by turns.
+# Registers of a thread: the 65,536 registers of an SM then hold 20 warps, which wait for rows by turns.
 MAX_REGISTERS = 65_536 // (20 * 32)
 # Bytes that a thread of a pair's kernel puts aside in other versions of Triton than 3.7 and 3.9.
 SPILLED_BY_OTHER_TRITONS = {"3.6": 8, "3.8": 8}

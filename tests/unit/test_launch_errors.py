@@ -1,4 +1,4 @@
-"""Of several failures the one that explains the others is reported, and reported in the right form."""
+"""Among several failures the one that explains the others is reported, and reported in the right form."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ VALUE_RATES = [rate * multiplier for rate, multiplier in zip(BACKBONE_RATES, MUL
 
 @dataclass
 class Step:
-    """What one call of the step was given.
+    """Arguments of one call of the step.
 
     Attributes:
         groups: learning rate and weight decay by group.
@@ -131,7 +131,7 @@ class World:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of steps and evaluations."""
+        """Rows of steps and evaluations."""
         return [row for row in self.all_rows if "save_s" not in row]
 
     @property
@@ -173,7 +173,7 @@ class SaverDouble(Saver):
 
 
 class Samples:
-    """As many samples as anyone asks for; each is its number."""
+    """Samples without end; each is its number."""
 
     def __len__(self) -> int:
         return 10_000
@@ -244,7 +244,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def spaced(*, rows: int = 1, usage: int = 0, evaluation: int = 0, checkpoint: int = 0) -> RunConfig:
-    """What happens every so many steps."""
+    """Configuration with intervals in steps."""
     return replace(
         CONFIG,
         logging=LoggingConfig(every_steps=rows, memory_every_steps=usage),
@@ -362,7 +362,7 @@ def test_seeds_are_of_the_run_and_of_the_step(monkeypatch: pytest.MonkeyPatch) -
     assert 0 <= seeds[-1] < 2**31
 
 
-# What happens every so many steps
+# Events every so many steps
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def tokens(count: int, seed: int = 1) -> Tensor:
 
 
 def gradients(layer: UltraMemV2Layer, microbatches: tuple[Tensor, ...], recompute: bool = False) -> dict[str, Tensor]:
-    """Of a training loss of 0, so that only the injected part is left; and of the input."""
+    """Gradients of a training loss of 0, so that only the injected part is left; the input's is among them."""
     layer.zero_grad()
     begin_step([layer])
     inputs = [x.clone().requires_grad_() for x in microbatches]

@@ -1,6 +1,6 @@
 """A checkpoint of one file per rank: written, opened, and refused where it is not what it says.
 
-What the files must hold is judged by Megatron's own models in `tests/distributed/test_megatron_ranks.py`.
+Megatron's own models judge the files' content in `tests/distributed/test_megatron_ranks.py`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def test_a_file_is_what_torch_loads(tmp_path: Path) -> None:
 
 
 def test_transformer_engines_names() -> None:
-    """By hand: its linears keep the norm before them; behind a router it stands apart. Every module has extra state."""
+    """Names by hand: its linears keep the norm before them; behind a router it stands apart. All have extra state."""
 
     def block(model: ModelConfig, layout: RankLayout) -> set[str]:
         (chunk,) = layout.chunks(model, RankFile(0, 0, 0)).values()

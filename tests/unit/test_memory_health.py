@@ -94,7 +94,7 @@ def test_a_run_tells_of_each_memory_once_and_of_observed_steps_alone() -> None:
         if step % 2 == 0:
             row["memory"] = {"0": figures(0.1), "1": figures(0.1 if step > 12 else 0.9, 1e-4 if step > 12 else 1.0)}
         watch.on_step(run, row)
-    # Of block 1 the mean of outputs needs three silent steps, that of coverage too.
+    # The mean of block 1's outputs needs three silent steps, that of its coverage too.
     assert listener.told == [(6, "collapsed keys"), (18, "collapsed keys"), (18, "silent memory")]
 
 

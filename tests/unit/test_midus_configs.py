@@ -79,7 +79,7 @@ def test_what_a_block_of_memory_computes() -> None:
     base, number = base_of(grown), grown.num_memory_layers
     flops = [forward_flops_per_token(model, 1) for model in (base, grown)]
     copies = forward_flops_per_token(replace(base, num_layers=grown.num_layers), 1)
-    # Of a token that attends to itself alone.
+    # The token attends to itself alone.
     scores = 4 * grown.hidden_size * number
     share = (flops[1] - flops[0] - scores) / (copies - flops[0] - scores)
     assert share == pytest.approx(0.119, abs=0.001)

@@ -178,7 +178,7 @@ def test_a_block_computes_what_is_recorded(
 def test_entries_and_weights_are_the_recorded_ones(
     golden_dir: Path, name: str, kernels: Literal["auto", "naive"]
 ) -> None:
-    """In two stages, which find what a search of the whole grid finds."""
+    """The two stages find what a search of the whole grid finds."""
     block = build(golden_dir, name, torch.float64, kernels)
     found = block.layer.retrieve(block.tensors["mid.queries"].flatten(0, 1))
     for recorded in ("mid.pair_idx", "mid.pair_idx_full_grid"):
@@ -203,7 +203,7 @@ def test_expanded_tables_may_be_kept_for_inference(golden_dir: Path, name: str) 
         assert relative_error(out, torch.stack(by_head, 1)) <= 1e-12
         block.layer.expand_values()
         assert relative_error(block.layer.own_values.unflatten(0, expanded.shape[:2]), expanded) <= 1e-12
-        # What is read from now on are these.
+        # From now on these are read.
         block.layer.expansion.zero_()
         out = block.layer(queries.unsqueeze(1), Inputs(None)).squeeze(1)
     assert relative_error(out, torch.stack(by_head, 1)) <= 1e-12
@@ -223,7 +223,7 @@ def test_values_get_what_algorithm_1_gives(golden_dir: Path) -> None:
 
 
 def test_a_block_of_zero_values_is_the_identity_and_only_they_learn_at_first(golden_dir: Path) -> None:
-    """Which is why the expansions must not be zero: values get their gradient through them."""
+    """The expansions must not be zero, therefore: values get their gradient through them."""
     block = build(golden_dir, "midus_llama_gqa_rope", torch.float32, "auto")
     with torch.no_grad():
         block.leaves["Vbar"].zero_()

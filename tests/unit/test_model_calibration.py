@@ -85,7 +85,7 @@ def test_larger_cores_need_a_smaller_gain() -> None:
 
 
 def test_scores_that_no_gain_can_lift_are_refused() -> None:
-    """With the whole grid retrieved the best and the worst are averaged: the mean is about 0, here just below."""
+    """The best and the worst are averaged if the whole grid is retrieved: the mean is about 0, here just below."""
     memory = replace(CONFIGS["small"][0], num_keys=2, top_k=4, row_top_k_limit=2)
     with pytest.raises(ValueError, match=r"raise model\.memory\.num_keys or lower top_k"):
         calibrate_scores(memory, 2, -cores_of(memory), seed=1, name="layer")

@@ -73,7 +73,7 @@ class GoldenLayers:
     model: ModelConfig
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By our global names."""
+        """Parameters by our global names."""
         named: dict[str, torch.nn.Parameter] = {}
         for layer in self.layers:
             named |= {f"{layer.name}.{name}": p for name, p in layer.named_parameters()}

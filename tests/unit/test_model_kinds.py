@@ -199,7 +199,7 @@ def test_weights_by_kind(name: str) -> None:
 
 
 class Chunk(nn.Module):
-    """As much of a model chunk as initialisation asks for: one layer and its bank."""
+    """Parts of a model chunk that initialisation asks for: one layer and its bank."""
 
     def __init__(self, layer: MemoryLayer, bank: Bank) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which tables a layer reads: the paper's Table 7, the release's windows, and what a pipeline chunk may hold."""
+"""Tables that a layer reads: the paper's Table 7, the release's windows, and what a pipeline chunk may hold."""
 
 from __future__ import annotations
 

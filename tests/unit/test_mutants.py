@@ -1,4 +1,4 @@
-"""What `make mutants` plants, what it leaves alone, and what it calls caught."""
+"""Mistakes that `make mutants` plants, code that it leaves alone, and what it calls caught."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def waits(tree: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]]:
             found |= name in ("svd", "svdvals", "eigh")
         elif isinstance(node.func, ast.Name):
             name = node.func.id
-            # Of a number it costs nothing; of what a tensor's method returned it waits.
+            # Converting a number costs nothing; converting what a tensor's method returned waits.
             inner: Any = node.args[0] if node.args else None
             is_result = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)
             found = name in CONVERSIONS and is_result and inner.func.attr not in KNOWN_TO_THE_HOST
@@ -168,7 +168,7 @@ def passes_of_a_rank(rank: int) -> dict[str, tuple[int, ...]]:
                 assert hidden.grad is not None
                 assert all(p.grad is not None for layer in chunk.memory_layers for p in layer.parameters())
                 assert all(table.grad_added_to_main_grad for table in chunk.banks.parameters())
-                # Of a context-parallel rank's tokens, one of 8 heads.
+                # The tokens of a context-parallel rank, one of 8 heads.
                 heads = torch.randn(3, 512, 1, 1, 32, dtype=torch.bfloat16, requires_grad=True)
                 chunk.decoder.layers[0].self_attention.core_attention(*heads, None).sum().backward()
                 assert heads.grad is not None

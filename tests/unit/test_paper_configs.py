@@ -34,8 +34,8 @@ MEMORIES = {name: config.model.memory for name, config in CONFIGS.items() if con
 V2 = {name: memory for name, memory in MEMORIES.items() if memory.kind == "ultramem_v2"}
 ABLATIONS = [name for name in NAMES if name.startswith("ablations/")]
 BASELINE = "ultramemv2/500m_6.8b"
-# The other kinds of model at UltraMemV2's sizes, and the UltraMemV2 that each is like. What is retrieved is no part of
-# their names.
+# The other kinds of model at UltraMemV2's sizes, and the UltraMemV2 that each is like. Their names leave out what is
+# retrieved.
 PEERS = {
     f"{folder}/{name.split('/')[1].split('_top')[0]}": name
     for folder in ("ultramem", "memory_plus", "olmoe")
@@ -43,7 +43,7 @@ PEERS = {
     if name.startswith("ultramemv2/")
 }
 GIVEN = {f"{folder}/227m_1.2b" for folder in ("ultramem", "memory_plus", "olmoe")}
-# Of these a forward pass is counted: one ablation per table, for they differ in numbers alone, and no experts, because
+# A forward pass of these is counted: one ablation per table, for they differ in numbers alone, and no experts, because
 # fake tokens cannot be sorted by them.
 PASSED = {name for name in MEMORIES if name not in ABLATIONS} | {
     "ablations/table4_dk880",
@@ -234,12 +234,12 @@ def test_a_derived_memory_follows_the_stated_rules(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name in MEMORIES])
 def test_models_of_one_size_read_equally_many_values(name: str) -> None:
-    """As section 4.1 says, to the nearest number. How wide these are differs: Memory+ reads more bytes."""
+    """Section 4.1 says so, to the nearest number. Values differ in width: Memory+ reads more bytes."""
     per_value = {n: CONFIGS[n].model.num_memory_layers * MEMORIES[n].num_heads for n in (name, PEERS[name])}
     read, wanted = (per_value[n] * MEMORIES[n].top_k for n in (name, PEERS[name]))
     assert abs(read - wanted) <= per_value[name] / 2
     assert (read == wanted) == (not name.endswith("430m_5b"))
-    # What the Triton kernels select at most.
+    # The Triton kernels select no more.
     assert MEMORIES[name].top_k <= 1024
 
 

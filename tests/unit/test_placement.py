@@ -1,4 +1,4 @@
-"""Which blocks have a memory, what they share, and which layouts they allow."""
+"""Blocks with a memory, what they share, and the layouts that they allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a run from starting is said at once: before ranks start, and before torch or Megatron are imported."""
+"""Reasons that keep a run from starting are said at once: before ranks start or torch or Megatron is imported."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ TOKENS = {
 def test_tables_of_token_ids_follow_the_tokenizer(
     config_file: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 257 ids here; a table may have rows for more, and not for fewer."""
+    """There are 257 ids here; a table may have rows for more, and not for fewer."""
     words = [f"model.memory.{word}" for word in (f"kind={kind}", *TOKENS[kind])]
     assert check(config_file, *words) == 0
     left_to_it = capsys.readouterr().out
@@ -209,7 +209,7 @@ MISTAKES = [
 
 
 def test_the_commonest_mistakes_cost_no_import_of_torch(config_file: Path, tmp_path: Path) -> None:
-    """In one process, which would have torch from the first that imports it."""
+    """One process takes them all, which would have torch from the first that imports it."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     named = [

@@ -48,7 +48,7 @@ def shown_tree(text: str) -> dict[str, str]:
 
 
 def tree_problems(shown: set[str], files: list[str]) -> Iterator[str]:
-    """Where the tree and the folders differ. A folder that is shown with a folder in it is shown with all of them."""
+    """Differences of the tree and the folders. A folder that is shown with a folder in it is shown with all of them."""
     folders = {"/".join(path.split("/")[:depth]) + "/" for path in files for depth in range(1, path.count("/") + 1)}
     for path in sorted(shown - folders):
         yield f"{path} is in the README's tree, but not in the repository"

@@ -25,7 +25,7 @@ FACTS = make_facts(100, 3)
 def test_facts_have_a_name_of_their_own_and_a_random_value() -> None:
     assert len({fact[:4] for fact in FACTS}) == 100
     assert all(fact[:4].islower() and fact[4:].isupper() and len(fact) == FACT_LETTERS for fact in FACTS)
-    # Of 100 values out of 676, few are the same.
+    # Few of 100 values out of 676 are the same.
     assert len({fact[4:] for fact in FACTS}) > 80
     assert make_facts(100, 3) == FACTS != make_facts(100, 4)
     # More facts do not change what was there.

@@ -1,4 +1,4 @@
-"""What the system refuses is one line with the thing, the reason and the fix, from a command and from a rank alike."""
+"""Refusals are one line with the thing, the reason and the fix, from a command and from a rank alike."""
 
 from __future__ import annotations
 

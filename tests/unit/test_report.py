@@ -169,7 +169,7 @@ def coordinates(svg: str, kind: str) -> list[tuple[float, float]]:
 
 
 def test_a_line_stands_where_its_values_are() -> None:
-    """From the left edge at no tokens to 1 / 1.02 of the width at the last; higher values above lower ones, by the ticks."""
+    """The left edge is at no tokens, the last value at 1 / 1.02 of the width; higher values are above, by the ticks."""
     points = binned(Column(array("d", [0.0, 50.0, 100.0]), array("d", [0.0, 10.0, 5.0])), 9)
     svg = chart("a", "", [Line("a", "red", points)], from_zero=True)
     (left, bottom), (middle, top), (right, half) = coordinates(svg, "line")
@@ -195,7 +195,7 @@ def test_marks_in_one_place_are_one_with_the_words_of_all() -> None:
 
 
 def test_a_chart_shows_the_whole_course_or_the_end_of_it() -> None:
-    """What lies before the start is left of the edge, and sets no height."""
+    """Points before the start are left of the edge, and set no height."""
     values = array("d", [100.0, 3.0, 2.0, 1.0])
     points = binned(Column(array("d", [1.0, 20.0, 50.0, 100.0]), values), 9)
     line = Line("a", "red", points)
@@ -316,7 +316,7 @@ def test_starts_are_marked_and_a_running_run_says_how_long_it_takes(make: Callab
 
 
 def test_stages_are_marked_where_they_begin(make: Callable[..., Path]) -> None:
-    """By a line with the stage's name; the start that a run makes there by itself is none."""
+    """A line has the stage's name; the start that a run makes there by itself has none."""
     path = make("a")
     folder = RunFolder(path)
     rows = [
@@ -377,7 +377,7 @@ def test_a_configuration_of_another_version_is_told(make: Callable[..., Path]) -
 
 
 def test_a_long_run_with_many_blocks_makes_a_small_page(tmp_path: Path) -> None:
-    """As many values as 400,000 steps of 60 blocks would have, after binning to the most that a page keeps."""
+    """The metrics are as many as 400,000 steps of 60 blocks leave, after binning to the most that a page keeps."""
     metrics = read_metrics_file(_written(tmp_path / "m.jsonl", ROWS))
     noise = np.random.default_rng(1).normal(10, 1, 20_000)
 

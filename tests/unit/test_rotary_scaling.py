@@ -40,7 +40,7 @@ def plain(width: int, base: int) -> torch.Tensor:
 @pytest.mark.parametrize(("width", "base"), [(64, 500_000), (10, 10_000)])
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_and_the_factor_are_those_of_transformers(name: str, width: int, base: int) -> None:
-    """Of the parameters that we export; static NTK is dynamic NTK for a sequence of that length."""
+    """The oracle reads the parameters that we export; static NTK is dynamic NTK for a sequence of that length."""
     transformers = pytest.importorskip("transformers", reason="the oracle: pip install '.[hf]'")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

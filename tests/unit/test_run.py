@@ -52,7 +52,7 @@ def saved_with(config: RunConfig, state: RunState = STATE) -> SavedState:
     return SavedState(Path("somewhere/step_00000006"), state, to_dict(config), files={}, weights_dtype="float32")
 
 
-# What may change
+# Changes at a resume
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_another_seed_or_model_is_another_run(changed: RunConfig, told: str) -> 
 
 
 def test_the_weights_of_a_mixtures_losses_may_change_and_the_mixture_may_not() -> None:
-    """Of a section that one of the two does not have, every key counts as the section does."""
+    """Every key of a section that one of the two does not have counts as the section does."""
     moe = MoEConfig(num_experts=4, top_k=2)
     with_experts = replace(CONFIG, model=replace(CONFIG.model, memory=None, moe=moe))
     lighter = replace(with_experts, model=replace(with_experts.model, moe=replace(moe, z_loss_weight=0.5)))
@@ -136,7 +136,7 @@ MAY_CHANGE = (
     "memory.tucker_penalty_weight",
     "memory.tucker_penalty_margin",
 )
-"""Of `model`, at a resume."""
+"""Keys of `model` that may change at a resume."""
 
 
 def test_every_key_says_whether_it_is_a_part_of_the_model() -> None:
@@ -158,12 +158,12 @@ def test_the_page_on_configuration_names_what_may_change() -> None:
         assert f"`model.{key}`" in page or f"`model.{key.partition('.')[0]}`" in page
 
 
-# What is built
+# Parts that are built
 
 
 @dataclass
 class Parts:
-    """What the parts of a run were asked to be."""
+    """Recorded calls that build the parts of a run."""
 
     saved: SavedState | None = None
     calls: dict[str, Any] = field(default_factory=dict)
@@ -292,7 +292,7 @@ def test_the_vocabulary_may_be_larger_than_the_tokenizers(parts: Parts, tmp_path
     assert run.flops_per_token == training_flops_per_token(replace(config.model, vocab_size=1008), 32)
 
 
-# What is written down
+# Records
 
 
 @pytest.mark.parametrize("is_main", [True, False])

@@ -70,7 +70,7 @@ def test_a_state_comes_back_from_json() -> None:
 
 
 def updates_of(layer: int | None, state: RunState) -> int:
-    """Of a parameter that serves a layer; None: of one that serves none."""
+    """Updates of a parameter that serves a layer; None: of one that serves none."""
     return state.updates_of(lambda layers: layers is None or layer in layers)
 
 

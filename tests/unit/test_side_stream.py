@@ -29,7 +29,7 @@ class Stream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order; `main` is the current stream wherever no other was entered."""
+    """Events in order; `main` is the current stream wherever no other was entered."""
     log: list[str] = []
     current = [Stream("main", log)]
 

@@ -1,4 +1,4 @@
-"""What is a spike, by hand."""
+"""Spikes, told by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `megamem status` tells of runs, and what one look at a folder tells of its owner."""
+"""Answers of `megamem status` about runs, and of one look at a folder about its owner."""
 
 from __future__ import annotations
 

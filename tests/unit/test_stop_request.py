@@ -19,7 +19,7 @@ def unheeded(number: int, _: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _handlers_that_fail() -> Iterator[None]:
-    """In place of Python's defaults, which would end the test process."""
+    """Replace Python's default handlers, which would end the test process."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
         signal.signal(number, unheeded)

@@ -232,7 +232,7 @@ def test_a_context_that_grows_fetches_the_new_token_alone() -> None:
         held, places = rows.table(wanted)
         assert torch.equal(held[places], table[wanted])
         assert (codec.num_rows, len(held)) == (num_rows, 3 * len(set(context)))
-    # What left the context is not held any more.
+    # Rows that left the context are not held any more.
     rows.announce(torch.tensor([5]))
     assert len(rows.table(rows_of_tokens(torch.tensor([5]), 3))[0]) == 3
 

@@ -82,8 +82,8 @@ def test_tides_backbones_are_those_of_the_page(name: str) -> None:
 
 
 def test_what_is_said_of_tides_backbone() -> None:
-    """Without tables: as shipped, and as narrow as its paper's 1.03 GB of 8 bits would have it, with and without the
-    embedding."""
+    """The backbone without tables: as shipped, and as narrow as its paper's 1.03 GB of 8 bits would have it, with and
+    without the embedding."""
     model = load_config(REPOSITORY / "configs" / "tide" / "1b.yaml").model
     sizes = {}
     for width in (model.ffn_hidden_size, 3520, 5248):

@@ -16,12 +16,12 @@ from tests.unit.triton_builds import reports_of, triton_minor
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
 )
-# Of a block without opting in to more, on every one of these GPUs; and of a thread.
+# Bytes of a block without opting in to more, on every one of these GPUs; and of a thread.
 MAX_SHARED_BYTES, MAX_SPILLED_BYTES = 48 * 1024, 0
 # Versions of Triton that do worse: bytes that a block shares (Triton opts in), bytes that a thread of a grid of 128 x
 # 128 spills.
 OF_OTHER_TRITONS = {"3.6": (64 * 1024, 344), "3.8": (48 * 1024, 72)}
-# Of an SM.
+# Registers of an SM.
 REGISTERS = 65_536
 KERNELS = {
     "tucker_topk": {

@@ -1,4 +1,4 @@
-"""What a run was trained on is what it goes on with: the tokenizer always, and data sets unless the configuration says
+"""A run goes on with what it was trained on: the tokenizer always, and data sets unless the configuration says
 otherwise. Checkpoints are fabricated, and say what they were trained on.
 """
 
@@ -77,7 +77,7 @@ AFTER_A_AND_B = saved_at(9, (0, (A,)), (5, (B,)))
         (stage_from(9, 40), AFTER_A_AND_B, [A]),
         # One that comes later may go on in data that is still to be read.
         (stage_from(9, 40), AFTER_A, [C]),
-        # What was read before step 3 is not known.
+        # The data read before step 3 are not known.
         (stage_from(9, 40), saved_at(9, (3, (B,))), [A]),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_state_keeps_what_was_read_and_since_when() -> None:
 
 
 def test_a_run_that_goes_back_from_a_spike_reads_what_it_read() -> None:
-    """Also where the checkpoint is from before its data was changed."""
+    """It does so even if the checkpoint is from before its data was changed."""
     saved = RunState(step=4, consumed_samples=16).reading(TOKENIZER, (A,))
     spiked = replace(saved, step=6, consumed_samples=24).reading(TOKENIZER, (B,))
     assert spiked.back_at(saved).trained_on == (TrainedOn(4, (A,)), TrainedOn(4, (B,)))
@@ -203,8 +203,7 @@ def of_other_data(case: Case) -> dict[str, Any]:
 def test_a_run_of_another_tokenizer_or_other_data_is_left_as_it_is(
     case: Case, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a resume, by --from, where a command looks alone, and before a submission; and the way that the message names
-    is one."""
+    """A resume, --from, a command that looks alone and a submission refuse; the message names a way that is one."""
     state = of_other_data(case)
     case.save(state if what == "data" else {**state, "tokenizer": "7" * 64})
     save_tokenizer(ByteTokenizer(), case.run.tokenizer)
@@ -229,7 +228,7 @@ def test_a_run_of_another_tokenizer_or_other_data_is_left_as_it_is(
 
 
 def test_a_folder_that_was_moved_goes_on_where_it_stood(case: Case, tmp_path: Path) -> None:
-    """Also in the position of a run that goes on from it, which counts samples of the same data."""
+    """The position of a run that goes on from it counts samples of the same data, too."""
     saved = RunState(step=3, consumed_samples=6).reading(
         ByteTokenizer.fingerprint, data_read([open_dataset(case.dataset)])
     )

@@ -40,7 +40,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     folder.path.mkdir()
     folder.stages.write_text(dump_yaml(to_entries(written(tmp_path / "run.yaml"))))
 
-    # Of a data set that is not there any more.
+    # The data set is not there any more.
     part = SimpleNamespace(datasets=[SimpleNamespace(path="/old", sha256="one")])
     state = SimpleNamespace(trained_on=[part])
 

@@ -80,7 +80,7 @@ def test_a_model_without_a_key_has_its_trials_for_others(tmp_path: Path) -> None
 
 
 def test_keys_can_be_set_together(tmp_path: Path) -> None:
-    """As the columns of a row that go from one table to the other."""
+    """The columns of a row that go from one table to the other are set so."""
     pair = "model.memory.pre_value_dim, model.memory.value_dim"
     path = tmp_path / "tuning.yaml"
     path.write_text(yaml.safe_dump({"trials": 3, "steps": 5, "seed": 1, "keys": {pair: [[0, 64], [32, 32]]}}))
@@ -150,7 +150,7 @@ def test_values_that_no_model_can_have_are_refused() -> None:
 
 @pytest.mark.parametrize("size", ["small", "medium", "large"])
 def test_the_shipped_search_gives_every_model_as_many_trials(size: str) -> None:
-    """But where nothing helps, a model with few keys has nothing left to try before the others have."""
+    """A model with few keys has nothing left to try before the others have, if nothing helps."""
     tuning = read_tuning(CONFIGS / "tuning" / f"{size}.yaml")
     folder = CONFIGS / "compare" / ("" if size == "small" else size)
     searches = [

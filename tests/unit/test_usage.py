@@ -1,4 +1,4 @@
-"""What is observed of a memory layer: counts, means, and the names they are logged under."""
+"""Figures observed on a memory layer: counts, means, and the names they are logged under."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rows_are_counted_from_the_start_of_the_window() -> None:
 
 
 def test_a_router_is_told_by_its_last_place_and_its_entropy() -> None:
-    """Of two tokens: even over four places, and all on the last."""
+    """The router is even over four places for one token, and all on the last for the other."""
     observed = usage()
     router = torch.tensor([[0.25] * 4, [0.0, 0.0, 0.0, 1.0]])
     observed.record(torch.zeros(2, 3, dtype=torch.int64), None, torch.zeros(2, 5), router)

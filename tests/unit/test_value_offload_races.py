@@ -81,7 +81,7 @@ WAITS: dict[str, tuple[type, str, str]] = {
     "the host waits for the gradient": (Event, "synchronize", ""),
     "the arrival of the gradient is recorded": (Event, "record", ""),
 }
-"""What is called for a wait, and by which stream."""
+"""Call that makes each wait, and the stream it is made on."""
 
 
 @pytest.mark.parametrize("what", WAITS)

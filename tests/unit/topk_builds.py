@@ -55,7 +55,7 @@ SHAPES = (
 
 
 class Launch(NamedTuple):
-    """What a launcher asks for."""
+    """Arguments of a launch."""
 
     kernel: Any
     values: dict[str, Any]

@@ -27,7 +27,7 @@ _LOADS = re.compile(r"\bLDG\.E(?:\.[A-Z0-9_]+)*")
 
 
 def reports_of(module: str) -> list[dict[str, Any]]:
-    """What a module like this one prints, run with Triton's compiler."""
+    """Reports that a module like this one prints, run with Triton's compiler."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module]
     finished = subprocess.run(
@@ -38,7 +38,7 @@ def reports_of(module: str) -> list[dict[str, Any]]:
 
 
 def triton_minor() -> str:
-    """Of the installed Triton, as in 3.9."""
+    """Version of the installed Triton, as in 3.9."""
     return ".".join(version("triton").split(".")[:2])
 
 
@@ -75,7 +75,7 @@ PAIR_SHAPES = (
 
 @dataclass(frozen=True)
 class Build:
-    """What the compiler made of one kernel."""
+    """Figures of one kernel that the compiler built."""
 
     kernel: str
     capability: int

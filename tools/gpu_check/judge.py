@@ -1,4 +1,4 @@
-"""What follows from what was seen."""
+"""Verdicts of the check, from what its trials showed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ State = Literal["ok", "differs", "failed", "skipped"]
 HELD_SLACK = 0.10
 """Share of the formula by which the memory that stays may exceed it: padding of buffers, and workspaces."""
 HELD_SLACK_BYTES = 256 * 2**20
-"""Of libraries, whatever the model."""
+"""Bytes that libraries hold, whatever the model."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one check.
+    """Verdict on one check.
 
     Attributes:
         name: of the check.

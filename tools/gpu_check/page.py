@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "
 
 @dataclass(frozen=True)
 class Output:
-    """What a command printed."""
+    """Output of a command."""
 
     title: str
     command: str

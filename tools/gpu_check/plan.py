@@ -1,4 +1,4 @@
-"""What is run: short trainings that must agree, and commands whose output belongs on the page."""
+"""Parts of the check: short trainings that must agree, and commands whose output belongs on the page."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[Trial
 
 
 def _can_be_cut(config: RunConfig) -> bool:
-    """Whether pipeline stages may part the blocks: a table of several must not be parted."""
+    """True if pipeline stages may part the blocks: a table of several must not be parted."""
     return all(len(bank.layers) == 1 for bank in config.model.memory_plan.banks)
 
 

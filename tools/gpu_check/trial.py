@@ -23,7 +23,7 @@ from pretrain.train.loop import seed_step
 
 @dataclass(frozen=True)
 class Observed:
-    """What a rank saw.
+    """Observations of a rank.
 
     Attributes:
         losses, norms: of every step; the same on every rank.

@@ -1,1 +1,1 @@
-"""For maintainers: whether plans agree with dry runs, and the pages that are computed from plans. No commands of `megamem`."""
+"""Scripts for maintainers: plans checked against dry runs, and pages computed from plans. No commands of `megamem`."""

@@ -1,4 +1,4 @@
-"""What was predicted of a rank beside what its dry run counted, with the limits within which they must agree."""
+"""Predictions for a rank beside the counts of its dry run, with the limits within which they must agree."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """How far the prediction lies above what was counted, as a share of that."""
+        """Excess of the prediction over the count, as a share of the count."""
         if self.counted == 0:
             return 0.0 if self.predicted == 0 else float("inf")
         return self.predicted / self.counted - 1

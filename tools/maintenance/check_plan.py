@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tools.maintenance.agreement import Figure
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# What has no model by itself: bases of other files, and files of other kinds.
+# Folders of files without a model: hardware, clusters, tuning.
 _NO_MODELS = ("hardware", "clusters", "tuning")
 _VOCABULARY = 4096
-"""Where a configuration leaves it to the tokenizer."""
+"""Vocabulary of configurations that leave it to the tokenizer."""
 
 _EPILOG = """\
 examples:
@@ -108,7 +108,7 @@ def shipped_models() -> list[str]:
 def on_few_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     """The configuration in a world in which every axis has two ranks or more, with few microbatches, and the world.
 
-    Tables and the rest have two replicas at least. Of the batch, as many microbatches are left as a stage can have in
+    Tables and the rest have two replicas at least. The batch has as many microbatches left as a stage can have in
     flight. A vocabulary that is the tokenizer's is set.
     """
     layout, train = config.parallel, config.train

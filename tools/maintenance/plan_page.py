@@ -208,7 +208,7 @@ def _twin(plan: Planned, hardware: Hardware) -> str:
 
 
 def marks() -> tuple[str, str]:
-    """What stands before and after the computed part."""
+    """Lines before and after the computed part."""
     return f"<!-- {PART} -->", f"<!-- end of {PART} -->"
 
 

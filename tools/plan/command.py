@@ -73,7 +73,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.write is not None and args.overrides:
         raise ConfigError("--write builds on CONFIG as it is: put the overrides into a file of its own, and plan that")
     if args.write is not None and args.stage is None:
-        # What is written is for the whole run, all stages of it.
+        # The file is for the whole run, all stages of it.
         return _write(load_stages(args.config), args, hardware)
     if args.write is not None:
         raise ConfigError("--write gives every stage its layout: leave --stage out")
@@ -145,7 +145,7 @@ def _smallest(found: list[Estimate]) -> Estimate:
 def _write(stages: Sequence[RunConfig], args: argparse.Namespace, hardware: Hardware) -> int:
     """A configuration that `train` and `submit` take: CONFIG as its base, and the keys of the recommended layouts.
 
-    Of a run of stages, whose list a file replaces whole, it has all entries again, each with the layout of its own.
+    For a run of stages, whose list a file replaces whole, it has all entries again, each with the layout of its own.
     """
     layouts = []
     for config in stages:

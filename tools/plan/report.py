@@ -40,7 +40,7 @@ def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[
 
 
 def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
-    """What the recommended one is made of."""
+    """Memory, traffic and step time of the recommended layout, by part."""
     stage = best.stages[best.fullest_stage]
     division = Division.of(best.config, num_gpus)
     yield ""
@@ -92,7 +92,7 @@ def launches_text(best: Estimate) -> str:
 
 
 def twin_text(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
-    """What a dense model of equal FLOPs takes on as many GPUs."""
+    """Step time of a dense model of equal FLOPs on as many GPUs."""
     twin = dense_twin(best.config)
     if twin is None:
         return

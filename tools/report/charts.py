@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 480, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 12, 36
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 _NUM_TICKS = 5
-# Of marks in one place.
+# Most marks in one place that are written out.
 _MOST_WORDS = 5
 _DASHES = ("", "6 3", "2 3")
 
@@ -66,7 +66,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a chart shows between which values.
+    """Range and scale of a chart's axis.
 
     Attributes:
         low, high: ends, `low` below `high`.
@@ -78,9 +78,9 @@ class Axis:
     logarithmic: bool = False
 
     def place(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Where values are, from 0 at the low end to 1 at the high one."""
+        """Places of values, from 0 at the low end to 1 at the high one."""
         if self.logarithmic:
-            # What is not above 0 lies below any axis.
+            # Values that are not above 0 lie below any axis.
             return np.log(np.maximum(values, self.low * 1e-3) / self.low) / math.log(self.high / self.low)
         return (values - self.low) / (self.high - self.low)
 
@@ -243,7 +243,7 @@ def _drawn(line: Line, across: Axis, up: Axis) -> str:
 
 
 def _heights(values: np.ndarray[Any, Any], up: Axis) -> np.ndarray[Any, Any]:
-    """Within the plot, or at most as far outside of it as it is high."""
+    """Heights within the plot, or at most as far outside of it as it is high."""
     return _PLOT_HEIGHT * (1 - np.clip(up.place(values), -1, 2))
 
 

@@ -21,7 +21,7 @@ from tools.standing import duration
 from tools.words import count_in_millions, plural, size_in_words
 
 MOST_POINTS = 1000
-"""Of a line."""
+"""Most points of a line."""
 MEANS_OF_NOISE = 100
 """Points of a line that is noisy from step to step; the noise is the band around it."""
 _MOST_DOTS = 40
@@ -118,7 +118,7 @@ def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
 
 
 def _is_course(values: Sized) -> bool:
-    """Whether there are enough values for a line; fewer are told as figures."""
+    """True if there are enough values for a line; fewer are told as figures."""
     return len(values) >= _FEWEST_DRAWN
 
 
@@ -167,7 +167,7 @@ def _marks(run: RunRecord, colour: str) -> Iterator[Mark]:
 
 
 def _domain_sections(runs: Sequence[RunRecord], resolution: int, starts: Sequence[Mark]) -> Iterator[str]:
-    """How well each domain of the held-out documents is predicted: a line per domain for each run."""
+    """Losses of each domain of the held-out documents: a line per domain for each run."""
     for run in runs:
         domains = run.metrics.domains
         colours = {name: shade_of(place, len(domains)) for place, name in enumerate(domains)}
@@ -193,7 +193,7 @@ def _restarts(run: RunRecord) -> list[Start]:
 
 
 def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
-    """How memories and experts do: a line per block for each run, and of several runs their means side by side."""
+    """Figures of memories and experts: a line per block for each run, and of several runs their means side by side."""
     with_blocks = [(number, run) for number, run in enumerate(runs) if run.metrics.of_blocks]
     names = sorted(
         {name for _, run in with_blocks for name in run.metrics.of_blocks} - {_EVEN},
@@ -249,7 +249,7 @@ def _over_blocks(columns: dict[int, Column], resolution: int) -> Binned:
 
 
 def _card(number: int, run: RunRecord) -> str:
-    """What a run is and how far it is."""
+    """Name, state and figures of a run."""
     colour, dash = colour_of(number)
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in _summary(run))
     return f'<section class="card"><h2>{key(run.name, colour, dash)}</h2><dl>{rows}</dl></section>'
@@ -301,7 +301,7 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _time_left(run: RunRecord) -> str:
-    """At the pace of the last steps, without evaluations and saves; empty unless the run is running."""
+    """Time left at the pace of the last steps, without evaluations and saves; empty unless the run is running."""
     step_s = run.metrics.figures.get("step_s")
     if run.config is None or step_s is None or run.standing is None or run.standing.state != "running":
         return ""

@@ -1,4 +1,4 @@
-"""What a report shows of a run, from its folder: columns of numbers against tokens, and what happened on the way.
+"""Contents of a report on a run, from its folder: columns of numbers against tokens, and events on the way.
 
 The metrics of a long run do not fit into a page, nor as rows into memory: they are read line by line into columns, and
 `binned` makes of a column what a line of a chart can show.
@@ -29,7 +29,7 @@ from pretrain.train.health.memories import Finding, findings
 from tools.standing import Standing, standing_of
 
 STEP_FIGURES = ("loss", "lr", "value_lr", "tokens_per_s", "tflops_per_gpu", "step_s", "grad_norm", "value_grad_norm")
-"""Of the rows of steps."""
+"""Figures in the rows of steps."""
 EVALUATION_FIGURES = ("validation_loss", "bits_per_byte")
 SAVE_FIGURES = ("save_stall_s", "save_s", "save_bytes")
 _OF_BLOCKS = ("memory", "moe")
@@ -63,8 +63,8 @@ class Metrics:
     Attributes:
         step, tokens: of the last row of a step.
         figures: by their names in the rows.
-        of_blocks: by name, then by block number: figures of memories and experts. Of singular values, which are by head
-            in the rows, `singular_value_1` and `singular_value_2`: means over the heads of the largest and the second.
+        of_blocks: by name, then by block number: figures of memories and experts. Singular values, by head in the
+            rows, are `singular_value_1` and `singular_value_2`: means over the heads of the largest and the second.
         skipped: tokens at the rows by which steps had been skipped, and how many since the row before.
         domains: bits per byte of each domain of the held-out documents, where there are several.
         stages: tokens at which the stages of a run of stages begin, and their names.

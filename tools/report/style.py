@@ -1,4 +1,4 @@
-"""How a page of a report looks."""
+"""Style of a report's pages."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pretrain.evaluation.recall import Recall
 
 Recalls: TypeAlias = dict[str, dict[int, "Recall"]]
-"""By model and number of facts."""
+"""Recalls by model and number of facts."""
 
 MOST_ASKED = 8192
 """Facts that a model is asked for, of those that it was told."""
-# Of the documents, besides those that training reads: some are held out.
+# Share of the documents, besides those that training reads: some are held out.
 _VALIDATION_FRACTION = 0.01
 _EPILOG = """\
 examples:
@@ -138,7 +138,7 @@ def _prepare(folder: Path, number: int, config: RunConfig) -> None:
 
 
 def _ask(folder: Path, number: int, seed: int, num_ranks: int) -> Recall:
-    """What the finished run in a folder knows; kept beside its checkpoint."""
+    """Recall of the finished run in a folder; kept beside its checkpoint."""
     from parallel.launch import launch_ranks
     from pretrain.evaluation.recall import Recall
     from pretrain.run.saved_run import find_checkpoint
@@ -156,7 +156,7 @@ def _ask(folder: Path, number: int, seed: int, num_ranks: int) -> Recall:
 
 
 def ask_rank(saved: SavedState, facts: Sequence[str]) -> Recall:
-    """What one rank does."""
+    """Ask on one rank."""
     from pretrain.data.tokenizer import ByteTokenizer
     from pretrain.engine.session import session
     from pretrain.evaluation.recall import recall

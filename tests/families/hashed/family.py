@@ -22,7 +22,7 @@ def _distribution(name: str, memory: HashedConfig, model: ModelConfig) -> Distri
 
 
 def _table_std(memory: HashedConfig, model: ModelConfig, sigma_s: float | None) -> float:
-    """So that the sum of a token's rows has variance 1 / V per column."""
+    """Standard deviation at which the sum of a token's rows has variance 1 / V per column."""
     return float((memory.value_dim * memory.num_hashes) ** -0.5)
 
 

@@ -1,4 +1,4 @@
-"""What could run faster is said."""
+"""Advice is given on what could run faster."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from pretrain.config.suggest import nearest_keys
 @dataclass(frozen=True)
 class Item(Config):
     path: str
-    """Where
-    it is."""
+    """Path
+    of it."""
     size: float = 0.5
 
 
@@ -25,25 +25,25 @@ class Toy(Config):
     """A toy."""
 
     mode: Literal["a", "b"] = "a"
-    """Which one."""
+    """The mode."""
     item: Item | None = None
     """One."""
     items: tuple[Item, ...] = ()
     """Many."""
     depth: Annotated[int, EffectiveWhen(lambda c: c.mode == "b", "mode is b")] = field(default=3)
-    """How deep."""
+    """Its depth."""
 
 
 def test_docs_types_defaults_and_conditions_come_from_the_source() -> None:
     assert describe_fields(Toy) == [
-        FieldDoc("mode", "a | b", "a", "Which one.", None),
+        FieldDoc("mode", "a | b", "a", "The mode.", None),
         FieldDoc("item", "section | null", None, "One.", None, is_section=True),
-        FieldDoc("item.path", "str", MISSING, "Where\nit is.", None),
+        FieldDoc("item.path", "str", MISSING, "Path\nof it.", None),
         FieldDoc("item.size", "float", 0.5, "", None),
         FieldDoc("items", "list", (), "Many.", None, is_section=True),
-        FieldDoc("items.N.path", "str", MISSING, "Where\nit is.", None),
+        FieldDoc("items.N.path", "str", MISSING, "Path\nof it.", None),
         FieldDoc("items.N.size", "float", 0.5, "", None),
-        FieldDoc("depth", "int", 3, "How deep.", "mode is b"),
+        FieldDoc("depth", "int", 3, "Its depth.", "mode is b"),
     ]
 
 

@@ -121,7 +121,7 @@ class OwnConfig(PkmConfig):
     kind: Literal["own"] = "own"  # type: ignore[assignment]
     """own: of this test."""
     depth: int = 3
-    """How deep."""
+    """Its depth."""
 
 
 def test_a_family_that_is_registered_is_read_as_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_overrides_reach_into_lists_and_append(tmp_path: Path) -> None:
 def test_folders_are_found_from_anywhere_once_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, named: str, path: str
 ) -> None:
-    """In a file and in an override, and so in what is written of it."""
+    """The path is so in a file and in an override, and so in what is written of it."""
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr("os.getcwd", lambda: "/work/here")
     file = write(tmp_path, "a.yaml", f"{section}: {{datasets: [{{path: {named!r}}}]}}")

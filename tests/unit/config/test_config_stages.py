@@ -50,7 +50,7 @@ def three(tmp_path: Path) -> Path:
 def test_every_stage_is_a_whole_configuration(three: Path) -> None:
     first, second, third, last = load_stages(three)
     assert (first.optimizer.schedule, second.optimizer.schedule) == ("constant", "cosine")
-    # Of the first stage nothing reads the end of a schedule.
+    # The first stage's schedule has no end that anything reads.
     assert (first.optimizer.min_lr, second.optimizer.min_lr) == (1e-4, 1e-5)
     assert [config.model.rotary_base for config in (first, second, third, last)] == [10000, 10000, 500000, 10000]
     assert (first.model.rotary_scaling is None, third.model.rotary_scaling is None) == (False, True)
@@ -60,7 +60,7 @@ def test_every_stage_is_a_whole_configuration(three: Path) -> None:
 
 
 def test_stages_stand_one_behind_the_other(three: Path) -> None:
-    """By hand: steps of 8 x 32 tokens; 1,000 of them take 4. The third reads on where the first stopped."""
+    """The figures by hand: steps of 8 x 32 tokens; 1,000 of them take 4. The third reads on where the first stopped."""
     stages = load_stages(three)
     places = [config.stage for config in stages if config.stage is not None]
     assert [place.name for place in places] == ["first", "second", "third", "last"]
@@ -75,7 +75,7 @@ def test_stages_stand_one_behind_the_other(three: Path) -> None:
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_counts_on(three: Path) -> None:
-    """Also in its data, if that is the checkpoint's."""
+    """Its place in the data counts on too, if the data is the checkpoint's."""
     saved = replace(load_stages(three)[0], stage=None)
     start = StartingPoint(Path("x"), RunState(step=7, consumed_samples=50, consumed_tokens=900), saved)
     first, second, third, _ = load_stages(three, start=start)
@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_counts_on(three: Path) -> None:
 
 
 def test_what_was_passed_over_moves_the_position_and_no_stage(three: Path) -> None:
-    """By hand: the first stage read samples 0 to 48 in six steps, and passed over 48 to 64 when it went back."""
+    """The first stage read samples 0 to 48 in six steps, and passed over 48 to 64 when it went back."""
     first, _, third, _ = load_stages(three)
     gone_back = RunState(step=6, consumed_samples=64, consumed_tokens=6 * 256, passed_over=((48, 64),))
     check_position(first, gone_back, "x")
@@ -223,7 +223,7 @@ def test_schedules_fit_into_what_they_count_from(three: Path) -> None:
 
 @pytest.mark.parametrize("ramp", [(2, 1, 100), (1, 3, 777), (4, 2, 64), (1, 9, 10), (4, 3, 10**6), (9, 1, 3)])
 def test_a_ramp_is_its_law_step_by_step(ramp: tuple[int, int, int]) -> None:
-    """After t tokens: start_size + increment x floor(t / over_tokens x increments)."""
+    """The law after t tokens: start_size + increment x floor(t / over_tokens x increments)."""
     start, increment, over_tokens = ramp
     train = TrainConfig(
         global_batch_size=10, sequence_length=7, batch_ramp=BatchRampConfig(start, increment, over_tokens)
@@ -255,7 +255,7 @@ def test_a_ramp_fits_the_layout_at_every_size() -> None:
             validate(config(start, increment), 4)
 
 
-# What is drawn
+# Drawings
 
 
 def test_the_table_and_the_chart_say_what_the_stages_are(three: Path) -> None:

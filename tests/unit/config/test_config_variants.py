@@ -19,9 +19,9 @@ from pretrain.errors import ConfigError
 @dataclass(frozen=True)
 class Shape(Config):
     kind: str
-    """Which shape."""
+    """Kind of shape."""
     name: str = "x"
-    """What it is called."""
+    """Its name."""
 
     @classmethod
     def variants(cls) -> Mapping[str, type[Config]]:

@@ -56,7 +56,7 @@ def ids_of(entry: DatasetEntry) -> list[int]:
 
 
 def starts(dataset: TrainDataset, entry: DatasetEntry, first: int, end: int) -> list[int]:
-    """Where the samples of a range begin in the file."""
+    """Places in the file where the samples of a range begin."""
     ids = ids_of(entry)
     windows = {tuple(ids[i : i + LENGTH + 1]): i for i in range(len(ids) - LENGTH)}
     assert len(windows) == len(ids) - LENGTH
@@ -81,12 +81,12 @@ def test_permutations_of_large_sizes_stay_inside_and_meet_nowhere() -> None:
     assert len(places) == 2000
     assert min(places) >= 0
     assert max(places) < size
-    # Of 2,000 even draws the mean is within 4 of its deviations, which are 0.0065 of the size.
+    # The mean of 2,000 even draws is within 4 of its deviations, which are 0.0065 of the size.
     assert abs(sum(places) / 2000 / size - 0.5) < 0.026
 
 
 def test_neighbours_and_keys_are_permuted_apart() -> None:
-    """Of 1,000 differences between the places of neighbours hardly two agree; equal places under two keys are chance."""
+    """Hardly two of 1,000 differences between neighbours' places agree; equal places under two keys are chance."""
     size = 100_003
     places = [permuted(index, size, 1) for index in range(1001)]
     differences = Counter((b - a) % size for a, b in pairwise(places))
@@ -130,7 +130,7 @@ def test_a_blend_serves_each_set_in_its_own_order_by_its_weight(tmp_path: Path) 
         cut[of].append(sample)
         if (number + 1) % block == 0:
             assert len(cut[0]) == 3 * len(cut[1])
-    # What has been served of a set are its first samples, each once.
+    # The first samples of a set have been served, each once.
     for of, entry in enumerate(entries):
         stream = ComputedSamples(open_dataset(entry.path), TRAIN, LENGTH, 1, of)
         first = [tuple(stream[i]["tokens"].tolist()) for i in range((576, 192)[of])]

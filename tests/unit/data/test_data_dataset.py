@@ -119,7 +119,7 @@ def test_blend_follows_weights_and_keeps_its_order_when_lengthened(tmp_path: Pat
 
 
 def greedy(weights: list[float], num_samples: int) -> list[tuple[int, int]]:
-    """From which stream each sample comes, and its number there: always the one farthest behind its share."""
+    """Stream of each sample, and its number there: always the one farthest behind its share."""
     served, chosen = [0] * len(weights), []
     for i in range(num_samples):
         behind = [weight / sum(weights) * max(i, 1) - done for weight, done in zip(weights, served, strict=True)]

@@ -99,7 +99,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer(tmp_path: Path):
 
 
 def test_bytes_of_the_first_documents_are_those_of_their_texts(tmp_path: Path) -> None:
-    """Of letters that are spread over several tokens."""
+    """Letters are spread over several tokens."""
     texts = [f"漢字{i}ü" * 2 for i in range(20)]
     bpe = train_bpe(["ascii alone"], 257, tmp_path / "t.json")
     entry = make(tmp_path, texts, "data", bpe)
@@ -111,7 +111,7 @@ def test_bytes_of_the_first_documents_are_those_of_their_texts(tmp_path: Path) -
 
 
 def test_compressors_are_at_their_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a small text the presets of xz agree, which differ in how far they look back."""
+    """The presets of xz differ in how far they look back, and agree on a small text."""
     made: list[dict[str, int]] = []
     original = lzma.LZMACompressor
 

@@ -47,7 +47,7 @@ def test_packages_are_those_that_are_needed_with_what_they_need(project: Path) -
     unwanted = ["torch; extra == 'gpu'", "not-there-of-the-test; sys_platform == 'win32'"]
     install(project, "project_of_the_test", [*wanted, *unwanted], ["project.py"])
     install(project, "zeta_of_the_test", ["beta-of-the-test"], ["zeta/b.py", "zeta/a.py"])
-    # What needs each other is taken once.
+    # Projects that need each other are taken once.
     install(project, "beta_of_the_test", ["zeta-of-the-test"], ["beta.py", "beta.pyi", "beta/data.json"])
     install(project, "alpha_of_the_test", [], ["alpha/x.py", "alpha/tests/y.py", "alpha/test/z.py", "alpha/testing.py"])
     (project / "zeta" / "b.py").rename(project / "zeta" / "gone.py")

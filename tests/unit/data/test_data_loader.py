@@ -1,4 +1,4 @@
-"""Which rank reads what: the same global batches on every layout, from any sample on."""
+"""Reads of every rank: the same global batches on every layout, from any sample on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every epoch serves, counted token by token, and in which order: over epochs, seeds, blends, resumptions and
+"""Tokens that every epoch serves, counted one by one, and their order: over epochs, seeds, blends, resumptions and
 batch sizes.
 """
 
@@ -88,7 +88,7 @@ def test_every_token_is_served_once_per_epoch(
 
 
 def test_blends_serve_each_set_by_its_weight_and_every_token_of_it_alike(tmp_path: Path) -> None:
-    """Of 48 samples 36 and 12, which are nine and three epochs."""
+    """The sets have 36 and 12 of 48 samples, which are nine and three epochs."""
     entries = [make(tmp_path, "a", "!", weight=3.0), make(tmp_path, "b", "P", weight=1.0)]
     first, second = (epoch_of(entry.path) for entry in entries)
     assert not (set(first) & set(second)) - {ByteTokenizer().eod}
@@ -100,8 +100,8 @@ def test_blends_serve_each_set_by_its_weight_and_every_token_of_it_alike(tmp_pat
 def test_blends_by_epochs_serve_every_token_as_often_as_they_say(
     tmp_path: Path, first_epochs: float, second_epochs: float
 ) -> None:
-    """Of three whole samples of 12 to a pass each: no token more often than there are epochs, and of whole epochs the
-    tokens of each sample so often.
+    """A pass has three whole samples of 12: no token is served more often than there are epochs, and whole epochs serve
+    the tokens of each sample as often as there are.
     """
     entries = [
         replace(make(tmp_path, "a", "!"), epochs=first_epochs),
@@ -114,7 +114,7 @@ def test_blends_by_epochs_serve_every_token_as_often_as_they_say(
     for entry, epochs in zip(entries, (first_epochs, second_epochs), strict=True):
         letters = set(epoch_of(entry.path)) - {ByteTokenizer.eod}
         assert max(counts[letter] for letter in letters) <= math.ceil(epochs)
-        # Of the 48 tokens of an epoch 36 are in the first pass, and so on.
+        # The first pass has 36 of the 48 tokens of an epoch, and so on.
         served = sum(counts[letter] for letter in letters)
         assert served == pytest.approx(epochs * 36 * 40 / 48, abs=3 + 12 * (epochs % 1 > 0))
     with pytest.raises(ConfigError, match=rf"reads {num_samples + 1} samples of 12 tokens, .* allow {num_samples} \("):
@@ -163,13 +163,13 @@ def test_counts_hold_across_a_resumption_with_another_batch_layout_and_length(tm
 
 
 def stream_of(entry: DatasetEntry, cache: Path, num_epochs: int, seed: int = 1) -> list[int]:
-    """The concatenated epochs. Of half-epoch samples a block holds one, so they are served as they are cut."""
+    """The concatenated epochs. A block holds one half-epoch sample, so they are served as they are cut."""
     dataset = build([entry], cache, EPOCH_TOKENS // 2, 2 * num_epochs, seed)
     return tokens([dataset[i] for i in range(len(dataset))])
 
 
 def served_order(stream: list[int], dataset: TrainDataset, sequence_length: int) -> list[int]:
-    """Where in the stream each sample was cut, in samples."""
+    """Places in the stream at which each sample was cut, in samples."""
     places: list[int] = []
     for sample in (dataset[i] for i in range(len(dataset))):
         window = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
@@ -212,7 +212,7 @@ def test_every_block_of_samples_is_shuffled_in_a_way_of_its_own(tmp_path: Path) 
 
 
 def test_both_orders_depend_on_all_of_the_seed(tmp_path: Path) -> None:
-    """On its high half too."""
+    """The high half of the seed counts too."""
     entry = make(tmp_path)
     streams, orders = [], []
     for seed in (1, 2, 1 + (1 << 32), 2 + (1 << 32)):

@@ -64,7 +64,7 @@ def prepared(
 
 
 def is_scored(ids: Tensor) -> Tensor:
-    """By the letters alone."""
+    """Scored tokens, told by the letters alone."""
     return (ids == EOD) | ((ids >= ord("A")) & (ids <= ord("Z")))
 
 
@@ -97,7 +97,7 @@ def train_data(folder: Path, *datasets: PreparedDataset, num_samples: int = 60, 
 
 @pytest.mark.parametrize("options", [{}, {"separate_documents": True}, {"shuffle": "samples"}], ids=str)
 def test_answers_and_their_ends_count_and_prompts_do_not(tmp_path: Path, options: dict[str, Any]) -> None:
-    """In samples that begin and end anywhere, within prompts too, over several passes."""
+    """Samples begin and end anywhere, within prompts too, over several passes."""
     data = train_data(tmp_path, prepared(tmp_path / "data", pairs(40)), num_samples=150, **options)
     masks = []
     for sample in (data[number] for number in range(len(data))):

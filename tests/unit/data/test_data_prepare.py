@@ -168,7 +168,7 @@ def test_held_out_scores_are_uniform_and_independent_of_each_other() -> None:
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.2, 1 - 1e-9])
 def test_documents_with_the_lowest_scores_are_held_out(tmp_path: Path, fraction: float) -> None:
-    """Where that leaves a split empty, the shortest document is held out, or the longest one is not."""
+    """A validation split left empty gets the shortest document; a training split left empty keeps the longest one."""
     source = corpus(tmp_path / "a.jsonl")
     run(source, tmp_path / "out", validation_fraction=fraction, seed=3)
     wanted = [json.loads(line)["text"] for line in source.read_text().splitlines()]

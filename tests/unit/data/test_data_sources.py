@@ -46,7 +46,7 @@ def write_csv(path: Path, columns: dict[str, Sequence[object]]) -> Path:
 
 
 def write_arrow(path: Path, columns: dict, rows_per_batch: int = 3) -> Path:
-    """In the streaming format, or in that of files if the name is `.feather`."""
+    """Write the streaming format, or that of files if the name is `.feather`."""
     table = pyarrow.table(columns)
     new = pyarrow.ipc.new_file if path.suffix == ".feather" else pyarrow.ipc.new_stream
     with new(path, table.schema) as writer:

@@ -93,7 +93,7 @@ def test_the_manifest(tmp_path: Path, split: str, token_id: int) -> None:
 
 
 def test_the_manifest_has_the_largest_id_of_each_split(tmp_path: Path) -> None:
-    """Which is that of the end of documents here, and for a tokenizer whose first id that is, the largest letter."""
+    """The largest id is the end of documents here, and for a tokenizer whose first id that is, the largest letter."""
 
     class EndFirst(ByteTokenizer):
         def __init__(self) -> None:
@@ -113,7 +113,7 @@ def test_the_manifest_has_the_largest_id_of_each_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("claimed", [SIZE - 1, SIZE, SIZE + 1])
 def test_preparation(tmp_path: Path, claimed: int) -> None:
-    """Of a tokenizer that says it has fewer ids than it gives."""
+    """A tokenizer that gives ids past its own vocabulary is refused."""
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = claimed
     source = tmp_path / "a.jsonl"

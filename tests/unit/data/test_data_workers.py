@@ -1,4 +1,4 @@
-"""What a worker of the preparation does before its first batch."""
+"""Work of a preparation's worker before its first batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long attempts waited, took to start, and were without steps, from what a run's folder keeps."""
+"""Times for which attempts waited, took to start, and were without steps, from what a run's folder keeps."""
 
 from __future__ import annotations
 

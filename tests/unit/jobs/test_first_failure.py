@@ -1,4 +1,4 @@
-"""Of several ranks that end, the one that failed first is named."""
+"""Among several ranks that end, the one that failed first is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the batch script hears at the end of its ranks."""
+"""Answers to the batch script at the end of its ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_nodes_that_were_found_bad_are_told(tmp_path: Path, capsys: pytest.Captu
 def test_a_full_disk_leaves_a_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the script, which passes it on to Slurm; the job's log is on that disk too. No start is left uncounted."""
+    """The script passes it on to Slurm; the job's log is on that disk too. No start is left uncounted."""
     jobs = JobsFolder(RunFolder(tmp_path))
     jobs.path.mkdir()
     jobs.config.write_text(to_yaml(RunConfig()))
@@ -105,7 +105,7 @@ def test_a_full_disk_leaves_a_verdict(
     assert said.startswith("megamem: error: attempt 0001 has ended (crashed: ")
     assert "which cannot be recorded: " in said
     assert "No space left on device. Make room there" in said
-    # What is done is done.
+    # A finished run needs no record.
     assert main([*words, "--exit-code", "0"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "done 0 none none"
     monkeypatch.setattr(jobs.__class__, "begin_attempt", no_space)

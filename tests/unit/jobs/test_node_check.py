@@ -1,4 +1,4 @@
-"""Which nodes are bad, by what their ranks report."""
+"""Bad nodes, by the reports of their ranks."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ TEXT = text_without()
 NAME_IN_PATH = text_without("%\\/").map(lambda text: f"a{text}")
 MOUNTED = text_without(",:")
 UNPRINTABLE = st.characters(categories=_UNPRINTABLE) | st.sampled_from("\n\r\t\0\x1b\u2028\x85\xa0")
-# bash has no commands of Slurm here. What they are given goes to stdout.
+# bash has no commands of Slurm here. Their arguments go to stdout.
 STAND_INS = """\
 source() { :; }
 module() { printf 'module\\0'; printf '%s\\0' "$@"; }

@@ -1,4 +1,4 @@
-"""What a job asks before and after its ranks."""
+"""Questions of a job before and after its ranks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> No
         (Failure(3, "n2", 1), 137, "RUNNING None 1 1:00:00", Cause.CRASHED, Action.REQUEUE),
         (Failure(3, "n2", 17), 17, "RUNNING None 1 1:00:00", Cause.BAD_NODES, Action.REQUEUE),
         (None, 1, "RUNNING None 1 1:00:00", Cause.NOT_STARTED, Action.REQUEUE),
-        # Of srun itself it is no word about the configuration.
+        # From srun itself, 2 says nothing about the configuration.
         (None, 2, "RUNNING None 1 1:00:00", Cause.NOT_STARTED, Action.REQUEUE),
         (None, 137, "RUNNING None 1 1:00:00", Cause.CRASHED, Action.REQUEUE),
         (None, 143, "CANCELLED None 1 1:00:00", Cause.CANCELLED, Action.STOP),

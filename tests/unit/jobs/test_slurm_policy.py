@@ -1,4 +1,4 @@
-"""What follows when an attempt has ended."""
+"""Actions after an attempt has ended."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_bad_nodes_are_left_out_all_of_them_and_do_not_count_as_starts() -> None
 
 
 def test_what_slurm_did_not_start_is_tried_again_later_and_does_not_count_as_a_start() -> None:
-    """As where the controller does not answer: after a first start without a checkpoint it must not end the run."""
+    """A controller that does not answer must not end the run after a first start without a checkpoint."""
     idle = [*saving(Cause.STOPPED), ended(Cause.CRASHED, 1, 1)]
     once = decide([*idle, ended(Cause.NOT_STARTED, 1, 1)], RULES)
     assert (once.action, once.delay_s) == (Action.REQUEUE, 60)

@@ -40,7 +40,7 @@ def rendered(profile: ClusterConfig, config: RunConfig | None = None) -> str:
 
 
 def test_the_script_of_the_example_is_the_reviewed_one() -> None:
-    """To accept a change: write what this renders into the file, and read the difference."""
+    """Accept a change so: write what this renders into the file, and read the difference."""
     profile = load_profile(find_profile("example-h100"))
     assert rendered(profile) == GOLDEN.read_text(encoding="utf-8")
 

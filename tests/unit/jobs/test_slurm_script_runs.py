@@ -16,7 +16,7 @@ from slurm.records import JobsFolder, Submission
 from slurm.script import render
 
 SUBMISSION = Submission(1, "here", 2, 1, "abc", 900, "2026-01-01T00:00:00+00:00")
-# What each of them answers is in a file of its name: a line per call, `exit N` first where it fails; the last one stays.
+# Each of them answers from a file of its name: a line per call, `exit N` first where it fails; the last one stays.
 STAND_IN = """#!/bin/bash
 name=${0##*/}
 [[ $name != scontrol ]] || name=scontrol_$1
@@ -101,7 +101,7 @@ def test_what_follows_is_what_the_verdict_says(job: Job, profile: ClusterConfig)
 
 
 def test_a_controller_that_is_away_is_waited_for(job: Job, profile: ClusterConfig) -> None:
-    """For longer than one that refuses, from the first look to the last request."""
+    """The wait is longer than for one that refuses, from the first look to the last request."""
     up = "Slurmctld(primary) at here is UP"
     code, calls = job.run(
         profile,
@@ -156,7 +156,7 @@ def test_a_reason_that_nobody_could_write_down_is_left_in_slurm(
     job: Job, profile: ClusterConfig, question: str, code: int
 ) -> None:
     answer = f"exit {code} megamem: error: /run: No space left on device"
-    # What it says on stdout is the reason.
+    # Its words on stdout are the reason.
     stand_in = job.home / "venv" / "bin" / "python"
     stand_in.write_text(STAND_IN.replace('" >&2', '"'))
     ended, calls = job.run(profile, srun="exit 9", **{f"job_{question}": answer})

@@ -1,4 +1,4 @@
-"""What `megamem status` tells of a run's jobs, where a table stands in for Slurm's controller."""
+"""Answers of `megamem status` about a run's jobs, where a table stands in for Slurm's controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks meet, which code they run, and that a stop is heard from the first moment."""
+"""Start of ranks: where they meet, the code they run, and stops that are heard from the first moment."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_links_have_their_own_nodes_and_records(tmp_path: Path, links: list[Job]
 
 
 def slurm_that_refuses(monkeypatch: pytest.MonkeyPatch, *, after: int) -> list[str]:
-    """What is asked of Slurm, which takes so many jobs and no more."""
+    """Stand in for Slurm, which takes so many jobs and no more; the list is what it is asked."""
     asked: list[str] = []
 
     def submit(script: Path, options: object = ()) -> str:
@@ -218,7 +218,7 @@ def test_one_of_two_submissions_at_once_is_told_of_the_other(links: list[Job]) -
 def test_scripts_and_profiles_are_their_owner_s(links: list[Job]) -> None:
     records = links[0].records
     records.path.mkdir(parents=True)
-    # Of a version that was more open.
+    # The file is of a version that was more open.
     records.profile.touch(0o644)
     queue.write(links[0])
     assert [path.stat().st_mode & 0o777 for path in (records.script, records.profile)] == [0o700, 0o600]

@@ -1,4 +1,4 @@
-"""What one rank does for each analysis. The first one writes what was found."""
+"""Work of one rank for each analysis. The first one writes what was found."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _write(run: Analysed, groups: ParallelGroups, **found: Any) -> None:
             with atomic_write(run.file) as stream:
                 stream.write(f"{text}\n".encode())
         except OSError:
-            # What was measured takes long.
+            # Measuring takes long.
             print(text, flush=True)
             raise
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Found: TypeAlias = Mapping[str, Any]
-"""What was found of a run: the content of its file."""
+"""Findings of a run: the content of its file."""
 
 
 def table_and_page(name: str, found: Sequence[Found]) -> tuple[str, str]:
@@ -80,7 +80,7 @@ def _gain(before: float | None, after: float | None) -> str:
 
 
 def layers_page(found: Sequence[Found]) -> _Page:
-    """What each layer's memory is worth."""
+    """Page on the worth of each layer's memory."""
     (of_run,) = found
     whole = of_run["nats"]
     rows = [["none", f"{whole:.4f}", "", f"{_exp(whole):.4g}", ""]]

@@ -292,7 +292,7 @@ def _load_trained(args: argparse.Namespace) -> dict[str, RunConfig]:
 
 
 def _num_ranks(args: argparse.Namespace, configs: Collection[RunConfig]) -> int:
-    """How many ranks there are or shall be; all configurations must be able to run on them."""
+    """Number of ranks that there are or shall be; all configurations must be able to run on them."""
     num_ranks: int = started_world_size() or args.nproc or max(default_num_ranks(config.parallel) for config in configs)
     for config in configs:
         validate(config, num_ranks)

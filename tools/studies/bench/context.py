@@ -41,7 +41,7 @@ def context_cases(config: RunConfig, lengths: Sequence[int], sizes: Sequence[int
 
 
 def bench_context_rank(cases: Sequence[RunConfig], rounds: int, steps: int) -> None:
-    """What one rank does: one case after the other."""
+    """Measure on one rank, one case after the other."""
     with session(cases[0]) as groups:
         if groups.is_main:
             print(
@@ -94,7 +94,7 @@ def _begin_peak(device: torch.device) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    # What earlier cases have freed goes back to the system: taken again, it would not show.
+    # Memory that earlier cases have freed goes back to the system: taken again, it would not show.
     ctypes.CDLL(None).malloc_trim(0)
     # Linux takes the peak of resident memory back to what is resident.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

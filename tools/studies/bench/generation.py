@@ -48,7 +48,7 @@ class _Timed:
 def bench_generation_rank(
     contenders: Mapping[str, Contender], prompts: Sequence[int], num_tokens: int, rounds: int
 ) -> None:
-    """What the one rank does: prints a line per model and length of a prompt."""
+    """Measure on the one rank, and print a line per model and length of a prompt."""
     first = next(iter(contenders.values())).config
     with session(first) as groups:
         timed = {name: _build(contender, groups) for name, contender in contenders.items()}
@@ -113,7 +113,7 @@ def _intervals(tokens: Iterator[int]) -> Iterator[float]:
 
 
 def _figures(timed: _Timed, text_length: int, reference_s: float) -> tuple[str, ...]:
-    """Of one model, as text."""
+    """Figures of one model, as text."""
     model, element = timed.contender.config.model, timed.contender.config.train.element_bytes
     held = sum(weight.numel() * weight.element_size() for weight in timed.model.parameters())
     held += text_length * cached_bytes_per_token(model, element)

@@ -20,17 +20,17 @@ from pretrain.run.preflight import machine_memory_bytes
 from tools.studies.bench.step import known_peak
 
 _ROW_COLUMNS = 256
-"""Of the table that is gathered from: rows of 512 bytes in bf16."""
+"""Columns of the table that is gathered from: rows of 512 bytes in bf16."""
 
 
 def _precision(device: torch.device) -> torch.dtype:
-    """That of training: CPUs have no fast bf16."""
+    """Precision of training: CPUs have no fast bf16."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved and computed per figure.
+    """Amounts moved and computed per figure.
 
     Attributes:
         copied_bytes: of a buffer in device memory.
@@ -51,7 +51,7 @@ class Sizes:
 
 
 def bench_hardware_rank(path: Path, like: str, rounds: int) -> None:
-    """What one rank does: measure, and on the first one write `path` over the hardware file `like`."""
+    """Measure on one rank, and on the first one write `path` over the hardware file `like`."""
     with session(RunConfig()) as groups:
         measured = measure(groups, Sizes.of(groups.device, rounds))
         if groups.is_main:
@@ -101,7 +101,7 @@ def _matmul_flops_per_s(device: torch.device, sizes: Sizes) -> float:
 
 
 def _gather_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
-    """Of the rows that `gather_sum` reads."""
+    """Bytes per second of the rows that `gather_sum` reads."""
     dtype = _precision(device)
     row_bytes = dtype.itemsize * _ROW_COLUMNS
     rows = sizes.copied_bytes // row_bytes

@@ -51,7 +51,7 @@ class KernelShape:
     pre_width: int
 
 
-# Of the UltraMemV2 paper (configs/ultramemv2): values of the 227M and 1B models, and a shard of the 120B model's.
+# Shapes of UltraMemV2's paper (configs/ultramemv2): values of the 227M and 1B models, and a shard of the 120B model's.
 SHAPES = {
     "227m": KernelShape(rows=648_000, width=192, reads=32, pre_width=192),
     "1b": KernelShape(rows=2_437_632, width=768, reads=128, pre_width=384),
@@ -127,7 +127,7 @@ def _contenders(
     device: torch.device,
     compile_naive: bool,
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
-    """What is timed, and the bytes that each must move."""
+    """Operations to time, and the bytes that each must move."""
     width, reads, pre_width = shape.width, shape.reads, shape.pre_width
     generator = torch.Generator(device).manual_seed(0)
 

@@ -21,7 +21,7 @@ SCORES = "key scores"
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How one model retrieves: by product keys, a query per head (rank 0), or by Tucker cores, a query per rank."""
+    """Retrieval of one model: by product keys, a query per head (rank 0), or by Tucker cores, a query per rank."""
 
     model: str
     keys: int
@@ -37,7 +37,7 @@ class Retrieval:
         return "tucker_topk" if self.rank else "product_topk"
 
     def score_flops(self, tokens: int) -> int:
-        """Of the products of queries and keys: 2 T N d for every query, on both sides."""
+        """FLOPs of the products of queries and keys: 2 T N d for every query, on both sides."""
         return 4 * tokens * self.heads * max(1, self.rank) * self.keys * self.key_dim
 
 
@@ -60,7 +60,7 @@ RETRIEVALS: Mapping[str, tuple[Retrieval, ...]] = {
 def contenders(
     case: Retrieval, dtype: torch.dtype, tokens: int, kernels: Kernels, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    """What is timed: the products alone, with a selection, and every selection alone; and the rows behind its entries.
+    """Operations to time: the products alone, with a selection, every selection alone; and the rows behind its entries.
 
     Queries and keys are of `dtype`, scores are selected in fp32. Beside the kernels' selection stand PyTorch's, and
     what `torch.topk` does without a defined order.
@@ -112,7 +112,7 @@ def contenders(
 
 
 def lines(case: Retrieval, dtype_name: str, tokens: int, seconds: Mapping[str, float]) -> list[str]:
-    """What is printed of one case: times, and their ratio to that of the products."""
+    """Lines on one case: times, and their ratio to that of the products."""
     grid = f"{case.top_k} of {case.row_top_k} x {case.row_top_k}"
     found = [
         f"\n{case.model}: {case.selection}, {dtype_name} products, {tokens} tokens x {case.heads} heads x "

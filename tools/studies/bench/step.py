@@ -112,7 +112,7 @@ def experts_pair(config: RunConfig) -> Contender:
 def bench_steps_rank(
     contenders: Mapping[str, Contender], rounds: int, steps: int, peak_tflops: float | None, hardware: Hardware | None
 ) -> None:
-    """What one rank does: one layout after the other, and on GPUs one configuration after the other."""
+    """Measure on one rank: one layout after the other, and on GPUs one configuration after the other."""
     configs = {name: contender.config for name, contender in contenders.items()}
     step_s: dict[str, float] = {}
     with session(next(iter(configs.values()))) as groups:
@@ -160,7 +160,7 @@ def _peak_of(config: RunConfig, groups: ParallelGroups) -> float | None:
 def config_lines(
     name: str, contender: Contender, result: StepTimes, num_ranks: int, peak_tflops: float | None
 ) -> Iterator[str]:
-    """What is printed of one configuration; `peak_tflops` is that of one device, None if it is not known."""
+    """Lines on one configuration; `peak_tflops` is that of one device, None if it is not known."""
     config, step_s = contender.config, median(result.step_s)
     model, tokens = config.model, config.train.tokens_per_step
     counts = count_parameters(model)
@@ -190,9 +190,9 @@ def config_lines(
 
 
 def plan_lines(config: RunConfig, measured: StepTimes, num_ranks: int, hardware: Hardware) -> Iterator[str]:
-    """What `megamem plan` predicts on hardware, and how many times as long it took: the step, the memory, the rest.
+    """Predictions of `megamem plan` on hardware, and how many times as long it took: the step, the memory, the rest.
 
-    The memory's time is known of marked steps, whose share of it is taken for that of steps without marks.
+    The memory's time is known for marked steps; its share of them is taken for that of steps without marks.
     """
     planned, step_s = step_time(config, num_ranks, hardware), median(measured.step_s)
     lines = [("predicted by megamem plan", planned.total_s, step_s)]
@@ -235,7 +235,7 @@ def _rate(cost: Cost, seconds: float) -> str:
 
 
 def ratios(contenders: Mapping[str, Contender], step_s: Mapping[str, float]) -> Iterator[str]:
-    """How step times compare: with the first configuration's, and each memory's with those of its pair."""
+    """Ratios of step times: to the first configuration's, and each memory's to those of its pair."""
     first = next(iter(contenders))
     yield f"step time over that of {first}"
     for name in contenders:

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: puts the marks of `tools.studies.bench.timeline` around the parts of a built run.
+"""Time of a training step by part: puts the marks of `tools.studies.bench.timeline` around the parts of a built run.
 
 Nothing in the run knows of them, and they are taken away again. Phases come from Megatron's timers (`config.timers`),
 from the gradient reduction and from the optimizer's methods; parts of the memory from the layers' methods, their
@@ -160,7 +160,7 @@ class _Hooks:
         self._undo, self._timeline = undo, timeline
 
     def add_phases(self, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> None:
-        """Forward, backward, messages, reduction, clipping, optimizer."""
+        """Mark forward, backward, messages, reduction, clipping and optimizer."""
         # One object for all chunks of a rank.
         config = unwrap(chunks[0]).config
         self._set(config, "timers", _megatron_timers(self._timeline))
@@ -184,7 +184,7 @@ class _Hooks:
                 self._set(module, "side_stream", SideStream(None))
 
     def add_tables(self, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> None:
-        """What tables (and experts, if there are any) cost outside of forward and backward."""
+        """Mark the costs of tables (and experts, if there are any) outside of forward and backward."""
         for chunk in chunks:
             for buffer in chunk.expert_parallel_buffers:
                 self._part(buffer, "reset", Part.ZEROING)
@@ -194,7 +194,7 @@ class _Hooks:
         self._part(optimizer.chained_optimizers[-1], "step_with_ready_grads", Part.TABLE_STEP)
 
     def add_exchange(self) -> None:
-        """What ranks that share tables send each other."""
+        """Mark what ranks that share tables send each other."""
         # On the class, because every lookup makes an exchange of its own.
         for name in ("gather", "to_columns", "to_tokens"):
             self._part(Exchange, name, Part.EXCHANGE)
@@ -237,7 +237,7 @@ class _Hooks:
 
 
 def _megatron_timers(timeline: Timeline) -> Callable[..., SimpleNamespace]:
-    """What Megatron's schedules take for `config.timers`: they say when they compute, and when they send."""
+    """Timers of Megatron's schedules (`config.timers`): they say when they compute, and when they send."""
 
     def timer(name: str, log_level: int = 0) -> SimpleNamespace:
         phase = {"forward-compute": Phase.FORWARD, "backward-compute": Phase.BACKWARD}.get(name)

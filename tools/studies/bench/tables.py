@@ -34,7 +34,7 @@ from pretrain.evaluation.sampling import Sampling
 from pretrain.evaluation.stored_tables import map_records
 
 _SPARE_BYTES = 2**31
-"""Of memory and of disk, for everybody else."""
+"""Bytes of memory and of disk left for everybody else."""
 _FILL_BYTES = 2**24
 _HEADER = ("GiB", "resident ms", "memory ms", "disk ms", "kB read", "cached ms")
 
@@ -56,7 +56,7 @@ class Spread:
     rows_per_token: int
 
     def places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where rows are."""
+        """Places of rows."""
         tokens, slots = np.divmod(rows, self.rows_per_token)
         return (self.first + tokens * self.step) * self.rows_per_token + slots
 
@@ -87,7 +87,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Of the model's own tables."""
+        """Bytes of the model's own tables."""
         return self.num_banks * self.num_tokens * self.token_bytes
 
     def step(self, size: int) -> int:
@@ -131,7 +131,7 @@ def check_sizes(config: RunConfig, memory: TokenTableConfig, sizes: Sequence[int
 def bench_tables_rank(
     config: RunConfig, memory: TokenTableConfig, sizes: Sequence[int], folder: Path, num_tokens: int, context: int
 ) -> None:
-    """What the one rank does: prints a line per size."""
+    """Measure on the one rank, and print a line per size."""
     # Kernels of several threads wait for one another wherever others compute too, which is most of the time that is measured.
     torch.set_num_threads(1)
     record_bytes = shape_of(config, memory).record_bytes
@@ -154,7 +154,7 @@ def bench_tables_rank(
 @contextmanager
 def _file(folder: Path, size: int) -> Iterator[Path]:
     """A path to a file of that many random bytes, for as long as the context lasts; it has no name that a kill could leave."""
-    # What looks random cannot be compressed away, and no two blocks are alike.
+    # Random bytes cannot be compressed away, and no two blocks are alike.
     filler = np.random.default_rng(1).integers(0, 2**63, _FILL_BYTES // 8, dtype=np.int64)
     with TemporaryFile(dir=folder) as stream:
         for start in range(0, size, _FILL_BYTES):

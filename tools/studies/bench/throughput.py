@@ -17,7 +17,7 @@ from tools.studies.bench.step_profile import StepTimes, measure_turns, turns
 
 
 def bench_rank(configs: Mapping[str, RunConfig], rounds: int, steps: int) -> None:
-    """What one rank does: one layout after the other."""
+    """Measure on one rank, one layout after the other."""
     times: dict[str, StepTimes] = {}
     with session(next(iter(configs.values()))) as groups:
         for measured in measure_turns(turns(configs), groups, rounds=rounds, steps=steps, with_marks=False):
@@ -46,7 +46,7 @@ def _print(configs: Mapping[str, RunConfig], times: Mapping[str, StepTimes], num
 
 
 def memory_lines(configs: Mapping[str, RunConfig], num_ranks: int) -> Iterator[str]:
-    """What rank 0 of each configuration holds, counted on tensors without data; ratios of peaks are to the first."""
+    """Memory of rank 0 of each configuration, counted on tensors without data; ratios of peaks are to the first."""
     # A process of its own: a dry run takes the place of CUDA, and hides GPUs.
     context = multiprocessing.get_context("spawn")
     # Before Megatron is imported, which warns of optional packages.

@@ -23,7 +23,7 @@ from megamem.retrieval.retrieved import Retrieved
 
 
 class Range(NamedTuple):
-    """What the time between two marks belongs to.
+    """Phase and part that the time between two marks belongs to.
 
     Attributes:
         phase: of the step, as in "forward"; never empty.
@@ -90,7 +90,7 @@ class Timeline:
         return RangeTimes(seconds, self._entries, 1)
 
     def enter_phase(self, phase: str) -> None:
-        """From here on time belongs to the phase, until `leave_phase`."""
+        """Count time from here on to the phase, until `leave_phase`."""
         assert not self._open[-1].part, f"{phase} begins inside of {self._open}"
         self._enter(Range(phase, ""))
 
@@ -100,7 +100,7 @@ class Timeline:
         self.leave("")
 
     def enter(self, part: str) -> None:
-        """From here on time belongs to the part, until it is left."""
+        """Count time from here on to the part, until it is left."""
         self._enter(Range(self._open[-1].phase, part))
 
     def leave(self, part: str) -> None:
@@ -127,7 +127,7 @@ class Timeline:
         """The function as a part in forward and in backward.
 
         In backward the part is entered when gradients of the result arrive, and left when those of all arguments are
-        there. What the function computes from its arguments must lie on a way from the result to them.
+        there. Everything computed from its arguments must lie on a way from the result to them.
 
         Args:
             part: its name.
@@ -172,7 +172,7 @@ class Timeline:
 
 
 def _map_tensors(function: Callable[..., tuple[Tensor, ...]], out: Any) -> Any:
-    """What a part returned, with its differentiable tensors passed through a function of all of them."""
+    """Pass the differentiable tensors of a part's result through a function of all of them."""
     if isinstance(out, Retrieved):
         return replace(out, scores=function(out.scores)[0])
     if isinstance(out, tuple):
@@ -181,7 +181,7 @@ def _map_tensors(function: Callable[..., tuple[Tensor, ...]], out: Any) -> Any:
 
 
 def _wants_gradient(arg: Any) -> bool:
-    """Whether a gradient passes on through the argument; that of a weight ends where it is."""
+    """True if a gradient passes on through the argument; that of a weight ends where it is."""
     is_weight = isinstance(arg, nn.Parameter)
     return torch.is_grad_enabled() and isinstance(arg, Tensor) and arg.requires_grad and not is_weight
 

@@ -1,4 +1,4 @@
-"""What the commands that train several models share of their command line: models, where the runs are, and the report."""
+"""Arguments that commands that train several models share: models, where the runs are, and the report."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Comparison:
 
 
 def _num_ranks(configs: Mapping[str, RunConfig], nproc: int | None) -> int:
-    """How many ranks all runs have; configurations by the paths of their files.
+    """Number of ranks of all runs; configurations by the paths of their files.
 
     Raises:
         ConfigError: by default they would have different numbers.

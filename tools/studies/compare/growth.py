@@ -52,7 +52,7 @@ class Way:
     keys: Mapping[str, Any]
 
     def blocks(self, num_layers: int) -> tuple[Block, ...]:
-        """Of the grown model.
+        """Blocks of the grown model.
 
         Raises:
             ConfigError: the model's depth does not allow it.
@@ -244,7 +244,7 @@ class GrowthComparison:
 
 
 def planned(base: RunConfig, growth: Growth, way: Way, overrides: Sequence[str]) -> RunConfig:
-    """How what a way makes of a model is trained.
+    """Configuration that trains the grown model of a way.
 
     Args:
         base: how the model was.

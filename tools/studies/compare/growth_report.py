@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrownFigures:
-    """What a grown model costs.
+    """Costs of a grown model.
 
     Attributes:
         model: of the whole.
@@ -96,5 +96,5 @@ def _tokens(config: RunConfig) -> str:
 
 
 def plot(figures: Sequence[GrownFigures], results: Mapping[str, Sequence[RunResult]]) -> Figure:
-    """As that of a comparison of models, of those that were grown."""
+    """Plot the grown models as a comparison of models does."""
     return of_models.plot([of_model.model for of_model in figures[1:]], results)

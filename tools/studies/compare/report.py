@@ -92,7 +92,7 @@ def trials_table(searches: Mapping[str, Sequence[Trial]]) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """How the settings of the models were found.
+    """Search for the settings of the models.
 
     Attributes:
         tuning: what was tried.
@@ -184,8 +184,8 @@ A trial sets what it names otherwise than the model's file, and goes on from the
 
 
 def plot(figures: Sequence[ModelFigures], results: Mapping[str, Sequence[RunResult]]) -> Figure:
-    """On the left loss against tokens: a line per model with a finished run, and dots where it was evaluated. On the
-    right the last validation losses against the model's parameters: means, with the lowest and the highest.
+    """Plot loss against tokens on the left: a line per model with a finished run, and dots where it was evaluated.
+    On the right are the last validation losses against the model's parameters: means, with the lowest and the highest.
     """
     from matplotlib.figure import Figure
 

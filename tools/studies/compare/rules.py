@@ -1,4 +1,4 @@
-"""What the models of a comparison must have in common, and what each costs."""
+"""Common settings that the models of a comparison must have, and the costs of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What a model costs, by the closed formulas."""
+    """Costs of a model, by the closed formulas."""
 
     name: str
     total: int
@@ -129,7 +129,7 @@ def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
 
 
 def inequalities(figures: ModelFigures, reference: ModelFigures) -> dict[str, float]:
-    """By how much a model departs from the reference, as a fraction, where that is more than `TOLERANCE`."""
+    """Departures of a model from the reference, as fractions, where they are more than `TOLERANCE`."""
     departures = {
         "active": figures.active / reference.active - 1,
         "flops": figures.forward_flops_per_token / reference.forward_flops_per_token - 1,

@@ -15,7 +15,7 @@ from tools.metrics import Curves, curves, read_metrics
 from tools.ranks import run_on_ranks
 from tools.train import train_rank
 
-# What may have changed since a run was made, because it moves no loss but by rounding.
+# Keys that may have changed since a run was made, because they move no loss but by rounding.
 _FREE_KEYS = ("name", "parallel.", "checkpoint.", "logging.", "data.num_workers", "train.kernel")
 
 
@@ -33,7 +33,7 @@ class RunStopped(Exception):
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run reached.
+    """Results of a finished run.
 
     Attributes:
         validation_loss: of the last evaluation, in nats per token.
@@ -47,7 +47,7 @@ class RunResult:
 
 
 def read_result(metrics: Path, config: RunConfig) -> RunResult | None:
-    """What a run reached; None if it has not been evaluated after its last step."""
+    """Results of a run; None if it has not been evaluated after its last step."""
     rows = read_metrics(metrics)
     evaluations = [row for row in rows if row.get("validation_loss") is not None]
     course = curves(rows)
@@ -60,14 +60,14 @@ class Trainer:
     """Trains runs, keeps what is finished, and says how long the rest takes."""
 
     def __init__(self, num_ranks: int, *, num_runs: int, num_steps: int) -> None:
-        """So many runs are to come, of so many steps together."""
+        """Start with so many runs to come, of so many steps together."""
         self._num_ranks = num_ranks
         self._num_runs, self._steps_to_go = num_runs, num_steps
         self._num_started = 0
         self._steps_done, self._seconds = 0, 0.0
 
     def skip(self, num_runs: int, num_steps: int) -> None:
-        """So many of the runs to come, of so many steps each, will not be needed."""
+        """Leave out so many of the runs to come, of so many steps each."""
         self._num_runs -= num_runs
         self._steps_to_go -= num_runs * num_steps
 
@@ -134,7 +134,7 @@ def finished_steps(config: RunConfig, folder: RunFolder) -> int:
 
 
 def time_left(steps_done: int, seconds: float, steps_to_go: int) -> str:
-    """How long the rest takes at the mean speed so far, in words."""
+    """Time that the rest takes at the mean speed so far, in words."""
     if steps_done == 0:
         return "time not known yet"
     minutes = seconds / steps_done * steps_to_go / 60

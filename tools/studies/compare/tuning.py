@@ -2,8 +2,8 @@
 
 A model starts from its file's own values. Then the keys are gone through in the order of the tuning file, and each
 other value of a key is tried with the best of what was found so far; what is better stays. A model that does not have a
-key, or not that value of it, has more trials left for the others, which are gone through again from the best. What
-decides is the validation loss of a run that is shorter than the reported ones, from another seed.
+key, or not that value of it, has more trials left for the others, which are gone through again from the best. The
+validation loss decides, of a run that is shorter than the reported ones, from another seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS = {"trials": int, "steps": int, "seed": int, "keys": dict}
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is tried.
+    """Trials to make.
 
     Attributes:
         num_trials: runs per model, the first with its own settings.
@@ -135,7 +135,7 @@ class Search:
             return None
 
     def shortened(self, config: RunConfig) -> RunConfig:
-        """As a trial trains it."""
+        """Configuration as a trial trains it."""
         config = with_seed(config, self._tuning.seed)
         return replace(
             config,
@@ -159,7 +159,7 @@ def check_keys(tuning: Tuning, path: Path, searches: Iterable[Search]) -> None:
 
 
 def changes_of(key: str, value: Any) -> dict[str, Any]:
-    """What a value of a tuning file sets, by key."""
+    """Settings of a value of a tuning file, by key."""
     names = _names(key)
     return {key: value} if len(names) == 1 else dict(zip(names, value, strict=True))
 
@@ -174,7 +174,7 @@ def in_words(value: Any) -> str:
 
 
 def _has(config: RunConfig, key: str) -> bool:
-    """Whether a configuration has the section of a key; an override would make one."""
+    """True if a configuration has the section of a key; an override would make one."""
     section: Any = config
     for name in key.split(".")[:-1]:
         section = getattr(section, name, None)

@@ -169,7 +169,7 @@ def _check(config: RunConfig, plan: Plan, num_ranks: int, *, own_layout: bool) -
 
 
 class _Asked:
-    """What one run is asked, and where the answers go."""
+    """Questions to one run, and the place of the answers."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Asked:
         self.overrides, self.file = overrides, file
 
     def on_rank(self) -> None:
-        """What one rank does. The first one writes."""
+        """Ask on one rank. The first one writes."""
         from pretrain.engine.session import session
         from pretrain.evaluation.restore import restore_model
 
@@ -200,7 +200,7 @@ class _Asked:
                 try:
                     answers.write(self.file)
                 except OSError:
-                    # What was asked for takes long.
+                    # Asking takes long.
                     print(table(answers), flush=True)
                     raise
 

@@ -1,4 +1,4 @@
-"""What runs answered, as a table and as heat maps of lengths and depths."""
+"""Answers of runs, as a table and as heat maps of lengths and depths."""
 
 from __future__ import annotations
 
