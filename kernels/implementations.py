@@ -25,13 +25,13 @@ class KernelUnavailableError(ValueError):
 
 
 def automatic(device_type: str) -> Implementation:
-    """What `auto` means for tables on this type of device."""
+    """Implementation that `auto` selects for tables on this type of device."""
     fast: Implementation = "triton" if device_type == "cuda" else "cpu"
     return "torch" if unavailable(fast, device_type) else fast
 
 
 def unavailable(implementation: Implementation, device_type: str) -> str | None:
-    """Why an implementation cannot run on tables on this type of device, and what to do; None if it can."""
+    """Reason why an implementation cannot run on tables on this type of device, and the fix; None if it can."""
     if implementation == "triton":
         if importlib.util.find_spec("triton") is None:
             return 'needs Triton, which is not installed: pip install "megamem[gpu]", or use auto or torch'
@@ -65,6 +65,6 @@ def compiler() -> str | None:
 
 
 def describe(chosen: Mapping[str, Implementation]) -> str:
-    """What was chosen, in a few words: `cpu`, or `gather_sum cpu, gather_dot naive, segment_accumulate cpu`."""
+    """The chosen implementations: `cpu`, or `gather_sum cpu, gather_dot naive, segment_accumulate cpu`."""
     names = set(chosen.values())
     return names.pop() if len(names) == 1 else ", ".join(f"{op} {name}" for op, name in chosen.items())

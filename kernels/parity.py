@@ -1,4 +1,4 @@
-"""Whether an implementation of the memory kernels computes what its twins do: outputs, every gradient, and selections.
+"""Check an implementation of the memory kernels against its twins: outputs, every gradient, and selections.
 
 Run by the tests on every implementation and device, and by the benchmark before it reports a figure.
 """
@@ -68,7 +68,7 @@ SELECTION_SHAPES = (
 
 
 def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.dtype) -> Iterator[str]:
-    """What differs from the twins, which run on the CPU, in words; nothing if all is well. Tables are of this dtype."""
+    """Differences from the twins, which run on the CPU, in words; none if all is well. Tables are of this dtype."""
     for shape in PARITY_SHAPES:
         for case in _cases(shape, dtype):
             actual = _outcome(getattr(kernels, case.op), case, device)
@@ -82,8 +82,8 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
-    """Where a selection of fp32 scores takes other entries than its twin, or in another order, or where other rows are
-    found behind entries, in words."""
+    """Differences of a selection of fp32 scores from its twin, in words: entries, their order, and the rows behind
+    entries."""
     for shape in SELECTION_SHAPES:
         g = torch.Generator().manual_seed(0)
         scores = torch.randn(2, 2, shape.tokens, shape.heads, shape.keys, generator=g)
@@ -110,7 +110,7 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
 
 
 def _differences(name: str, parts: Sequence[str], actual: Sequence[Any], reference: Sequence[Any]) -> Iterator[str]:
-    """Which of these integers are not the twin's, in words."""
+    """Integer tensors that differ from the twin's, in words."""
     for part, ours, twins in zip(parts, actual, reference, strict=True):
         if not torch.equal(ours.cpu(), twins):
             yield f"{name}: {part} differ from the twin's"

@@ -41,7 +41,7 @@ class Kernels:
     shuffled_rows: ShuffledRows
 
     implementations: Mapping[str, Implementation]
-    """What was chosen for each op."""
+    """Implementation chosen for each op."""
     raw: Mapping[str, Any]
     """Each op as that implementation has it, without autograd: what the differentiable ones are made of."""
 

@@ -93,7 +93,7 @@ def block_spec(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the blocks of a model are made of.
+    """Modules that the blocks of a model are built from.
 
     Attributes:
         column_linear: whose columns tensor-parallel ranks split.

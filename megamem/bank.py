@@ -32,7 +32,7 @@ class MakeBank(Protocol):
 
 
 class TableLookup(Protocol):
-    """What a memory layer needs of a bank; it does not know whether other ranks hold some of the columns."""
+    """Interface of a bank to a memory layer, which does not know whether other ranks hold some of the columns."""
 
     def read(
         self,

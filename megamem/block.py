@@ -57,7 +57,7 @@ class FfnWithMemory(MegatronModule, MemorySite):
             self.ffn.set_layer_number(layer_number)
 
     def forward(self, hidden: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """What the block adds to its residual stream for `hidden` = n [t, b, D], and the feed-forward's bias (None)."""
+        """The block's update of its residual stream for `hidden` = n [t, b, D], and the feed-forward's bias (None)."""
         if self.ffn is None:
             return self.read(hidden, inputs), None
         if not self.memory_enabled or self.slot is Slot.SKIP:
@@ -222,7 +222,7 @@ class MemoryBlock(TransformerLayer):
 
         Args:
             hidden_states: [t, b, D].
-            context: outputs on their way [m, t, b, D]; None if m is 0. Of a family that reads once: `Inputs.read`.
+            context: outputs on their way [m, t, b, D]; None if m is 0. For a family that reads once: `Inputs.read`.
             context_mask: the microbatch as `megamem.inputs.pack` packs it; None where no memory asks for it.
         """
         inputs = Inputs(context_mask, context if self.reads_once else None)

@@ -25,7 +25,7 @@ _SAMPLE_TOKENS = 128
 
 @dataclass(frozen=True)
 class ScoreCalibration:
-    """What initialisation needs to know of the retrieved scores.
+    """Statistics of the retrieved scores that initialisation needs.
 
     Attributes:
         gain: of the query norm and of the key norm, at which the mean retrieved score of a core is 1.

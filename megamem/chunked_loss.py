@@ -62,7 +62,7 @@ class ChunkedLoss(nn.Module):
 def judge(
     hidden: Tensor, weight: Tensor, labels: Tensor, asked: Tensor, chunk_tokens: int, tensor_group: dist.ProcessGroup
 ) -> Tensor:
-    """How likely labels are where that is asked, and whether nothing is as likely.
+    """Negative log-likelihood of the labels that are asked for, and whether each is the likeliest id.
 
     Chunks in which nothing is asked cost nothing. Equal logits are nobody's likeliest, so that a model that knows
     nothing is never right by the order of its ids.
@@ -212,7 +212,7 @@ def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _places(targets: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Where in this rank's part of the vocabulary targets [tensor, m] are, and which are in another's: both [n, 1]."""
+    """Indices of targets [tensor, m] in this rank's part of the vocabulary, and a mask of all others: both [n, 1]."""
     place = targets.reshape(-1, 1) - group.rank() * len(weight)
     elsewhere = (place < 0) | (place >= len(weight))
     return place.masked_fill(elsewhere, 0), elsewhere

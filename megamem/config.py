@@ -1,4 +1,4 @@
-"""What a model is: its backbone and its memory. The docstring under a field is its help text."""
+"""Configuration of a model: its backbone and its memory. The docstring under a field is its help text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LatentAttentionConfig(Config):
     latent_dim: PositiveInt = 32
     """d_c: width of a token's latent."""
     rotary_dim: NonNegativeInt = 16
-    """Of the head_dim columns of queries and keys, how many RoPE turns; those of keys are shared by all heads and made of
+    """Columns of queries and keys, out of head_dim, that RoPE turns; those of keys are shared by all heads and made of
     the hidden state. 0: the causal mask alone tells positions."""
     query_latent_dim: PositiveInt | None = None
     """d_c': width of another latent of the token, which queries are made of; null: they are made of the hidden state."""

@@ -109,9 +109,9 @@ class FieldSpec:
     kind: Any
     """The type without `Annotated` and `| None`: a `Config`, a `Literal`, `tuple[X, ...]` or a scalar type."""
     optional: bool
-    """Whether null is a value."""
+    """True if null is a value."""
     marks: tuple[Any, ...]
-    """What `Annotated` says besides: limits, `EffectiveWhen`, `Advice`, `Role`."""
+    """Metadata of `Annotated`: limits, `EffectiveWhen`, `Advice`, `Role`."""
     field: dataclasses.Field[Any]
 
     @property
@@ -125,7 +125,7 @@ class FieldSpec:
 
     @property
     def effective(self) -> EffectiveWhen | None:
-        """When the field is read, if not always: where all that its marks say holds."""
+        """Condition under which the field is read, all of its marks together; None: always."""
         marks = [mark for mark in self.marks if isinstance(mark, EffectiveWhen)]
         if len(marks) < 2:
             return marks[0] if marks else None
@@ -135,7 +135,7 @@ class FieldSpec:
 
     @property
     def role(self) -> Role | None:
-        """Whether the field is a part of the model's identity; None: as the section says that it stands in."""
+        """Role of the field: part of the model's identity or not; None: as its section says."""
         return next((mark for mark in self.marks if isinstance(mark, Role)), None)
 
     @property
@@ -144,7 +144,7 @@ class FieldSpec:
 
     @property
     def element(self) -> FieldSpec:
-        """What the elements of a list are."""
+        """Specification of a list's elements."""
         return _spec(self.owner, typing.get_args(self.kind)[0], self.field)
 
     @property
@@ -159,7 +159,7 @@ class FieldSpec:
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
 
     def broken_limit(self, value: Any) -> str | None:
-        """Why a value is outside of the field's limits, in words; None where it is not."""
+        """Reason why a value is outside of the field's limits, in words; None if it is within."""
         if value is None:
             return None
         if self.is_list:
@@ -168,7 +168,7 @@ class FieldSpec:
         for mark in self.marks:
             match mark:
                 case Gt(bound) if not value > bound:
-                    # Of a whole number, PositiveInt.
+                    # PositiveInt, a whole number.
                     return f"it must be {'at least 1' if self.kind is int and bound == 0 else f'above {bound}'}{advice}"
                 case Ge(bound) if not value >= bound:
                     return f"it must {'not be negative' if bound == 0 else f'be at least {bound}'}{advice}"

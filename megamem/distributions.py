@@ -1,4 +1,4 @@
-"""What initial weights are drawn from."""
+"""Distributions of initial weights."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ With `data.documents: separate` a document begins at the end-of-document token b
 attention does not reach back beyond it. So every token is predicted from its own document alone, the first one from that
 token, as in generation. A document that a sequence's edge cuts begins anew with the sequence.
 
-What travels with a microbatch are the bounds: where each document begins in the tokens of all sequences one after the
-other, and last their number, as cumulative lengths. They stay in host memory, so that no kernel is launched by numbers
+A microbatch carries the bounds: where each document begins in the tokens of all sequences one after the other, and
+last their number, as cumulative lengths. They stay in host memory, so that no kernel is launched by numbers
 that the host would wait for, and go through Megatron's blocks as `attention_mask`, which is saved as an argument of what
 is recomputed. Every context-parallel rank has those of the whole sequences.
 
@@ -56,7 +56,7 @@ class Slice:
     offset: int = 0
 
     def held(self, start: int, stop: int) -> slice:
-        """Where the tensor has the tokens at `start` to `stop`."""
+        """Slice of the tensor that holds the tokens at `start` to `stop`."""
         return slice(start - self.start + self.offset, stop - self.start + self.offset)
 
 
@@ -79,7 +79,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Documents:
-    """Which tokens of a microbatch belong together.
+    """Division of a microbatch's tokens into documents.
 
     Attributes:
         length: s.
@@ -91,7 +91,7 @@ class Documents:
 
     @staticmethod
     def of(bounds: Tensor | None, length: int) -> Documents:
-        """Of the bounds [D + 1] that travel, and the length s of a sequence."""
+        """Make the documents of the bounds [D + 1] that travel, and of the length s of a sequence."""
         # No Host sync: bounds are in host memory.
         return Documents(length, None if bounds is None else tuple(bounds.tolist()))
 

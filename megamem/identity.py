@@ -1,4 +1,4 @@
-"""What a field of a config is to a checkpoint: a part of what makes it that model's, or of how the model is run."""
+"""Role of a config's field for a checkpoint: part of the model's identity, or of the way in which it is run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A layer is built on its own, with the weights that a run with this seed gives it, and reads random tokens of mean square
 1, as a norm delivers them. The rows that they hit are drawn by the tables' own generator, so the figures are those of
-the run's own tables. Of a wide feed-forward some inner units are drawn, for all of them are alike.
+the run's own tables. Some inner units stand for a wide feed-forward, for all of them are alike.
 
 Legend: T tokens, J rows read per token, D hidden size, F inner width of the feed-forward.
 """
@@ -68,8 +68,8 @@ def measure_initial_outputs(model: ModelConfig, *, seed: int, most_layers: int) 
     """Build and measure memory layers one after the other.
 
     sigma_V is that of the measured layer's own sigma_s. In a run the layers that share a bank agree on one, from the
-    mean square of theirs. Of a model that is deeper, `most_layers` are measured, evenly spread from the first to the
-    last.
+    mean square of theirs. If there are more than `most_layers`, so many are measured, evenly spread from the first to
+    the last.
     """
     assert model.memory is not None
     return [_measure(model, model.memory, index, seed) for index in spread(len(model.memory_spans), most_layers)]

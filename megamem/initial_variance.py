@@ -47,7 +47,7 @@ def swiglu_ffn_variance(model: ModelConfig) -> float:
 
 
 def _ffn_variance(model: ModelConfig, inner_variance: float) -> float:
-    """Of inner_width products with weights of variance std^2 / 2L."""
+    """Variance of a sum of inner_width products with weights of variance std^2 / 2L."""
     return model.active_ffn_width * model.linear_std**2 / (2 * model.num_layers) * inner_variance
 
 

@@ -36,7 +36,7 @@ def initialise(chunks: Sequence[nn.Module], model: ModelConfig, *, seed: int) ->
 
 
 def distribution_of(name: str, model: ModelConfig) -> Distribution | None:
-    """Of the parameter with this global name; None for buffers, tables and what layers calibrate."""
+    """Distribution of the parameter with this global name; None for buffers, tables and what layers calibrate."""
     std = model.linear_std
     to_residual = std / math.sqrt(2 * model.num_layers)
     memory = model.memory
@@ -78,7 +78,7 @@ def _draw(shard: ShardedTensor, distribution: Distribution, seed: int) -> None:
 
 
 def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfig, seed: int) -> None:
-    """What layers calibrate, and tables."""
+    """Draw tables, and set what layers calibrate."""
     sigma_s_of_bank: dict[int, list[float]] = {}
     for layer in (m for m in chunk.modules() if isinstance(m, MemoryLayer)):
         calibration = layer.calibrate(seed)

@@ -1,4 +1,4 @@
-"""What belongs to a microbatch besides its hidden states, on its way to every block of every pipeline stage.
+"""Inputs of a microbatch besides its hidden states, on their way to every block of every pipeline stage.
 
 A chunk with a memory that asks for tokens (`MemoryConfig.reads_tokens`) reads the microbatch from its own loader, so no
 message between stages grows. Inside a model chunk two of Megatron's arguments carry it, both of which

@@ -1,4 +1,4 @@
-"""What attention remembers of a text that is being generated, so that a new token passes through the model alone.
+"""Key/value cache of a text that is being generated, so that a new token passes through the model alone.
 
 A cache is Megatron's `inference_context`, which its blocks hand to attention. Megatron's own (`StaticInferenceContext`)
 is not taken because it holds keys before they are turned, and turns all of them for every token; and because it holds
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class KeyValueCache(BaseInferenceContext):
-    """Of every layer, the keys and values, or latents, of the tokens that a model has seen.
+    """Keys and values, or latents, of every layer, for the tokens that a model has seen.
 
     A model is first given any number of tokens, and then one at a time (`megamem.model.MemoryGPTModel.forward`). All
     sequences are one document each.
@@ -56,7 +56,7 @@ class KeyValueCache(BaseInferenceContext):
         return tuple(tensor[:stop] for tensor in held)
 
     def of_layer(self, layer_number: int) -> tuple[Tensor, ...]:
-        """What the layer of that number, from 1, has put in: [k, b, ...] each."""
+        """Tensors that the layer of that number, from 1, has put in: [k, b, ...] each."""
         return tuple(tensor[: self.num_tokens] for tensor in self._layers[layer_number])
 
     def advance(self, num_tokens: int) -> None:
@@ -65,7 +65,7 @@ class KeyValueCache(BaseInferenceContext):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers on this rank, for one token of every sequence."""
+        """Bytes of all layers on this rank, for one token of every sequence."""
         return sum(x[0].numel() * x.element_size() for held in self._layers.values() for x in held)
 
     def is_static_batching(self) -> bool:
@@ -90,8 +90,8 @@ class CachingSelfAttention(SelfAttention):
         *args: Any,
         **others: Any,
     ) -> Any:
-        """What Megatron goes on with: the query [t, b, n, d], keys and values of all tokens [k, b, g, d], the angles that
-        are still to be turned by, and how scores are masked."""
+        """Return the query [t, b, n, d], keys and values of all tokens [k, b, g, d], the angles that Megatron has
+        yet to turn by, and how scores are masked."""
         if inference_context is None:
             return super()._adjust_key_value_for_inference(None, query, key, value, rotary_pos_emb, *args, **others)
         assert rotary_pos_emb is not None

@@ -44,7 +44,7 @@ from megamem.slots import Site, Slot
 
 @dataclass
 class LatentAttentionSubmodules:
-    """What fills the slots of latent attention.
+    """Modules for the slots of latent attention.
 
     Attributes:
         linear: of queries, of latents with rotary keys, and of keys and values; tensor-parallel ranks split its columns.
@@ -91,7 +91,7 @@ class LatentAttention(Attention):
             tp_group=self.tp_group,
         )
         self.linear_kv_down_proj = linear(config.hidden_size, sum(self.widths))
-        # Of each head its key's d - r columns, then its value.
+        # For each head its key's d - r columns, then its value.
         self.linear_kv_up_proj = linear(latent.latent_dim, heads * (2 * head - latent.rotary_dim))
         layernorm = partial(submodules.layernorm, config=config, eps=config.layernorm_epsilon)
         self.kv_layernorm = layernorm(hidden_size=latent.latent_dim)
@@ -210,7 +210,7 @@ class LatentAttention(Attention):
 
     @property
     def _splits(self) -> bool:
-        """Whether other tensor-parallel ranks have other tokens."""
+        """True if other tensor-parallel ranks have other tokens."""
         return bool(self.config.sequence_parallel) and self.tp_group.size() > 1
 
     def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

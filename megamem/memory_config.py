@@ -1,4 +1,4 @@
-"""What every memory has, whichever its family: where it stands, and what the rest of the house asks of its config.
+"""Configuration that every memory has, whichever its family: its place, and what other modules ask of its config.
 
 A family's own config is under `megamem/families/<kind>/`; those that retrieve from a grid of keys build on
 `megamem.retrieval.config`.
@@ -22,7 +22,7 @@ from megamem.spans import Span, parse_spans
 
 @dataclass(frozen=True)
 class PlacementConfig(Config):
-    """Which blocks (counted from 0) have a memory, and where its output goes."""
+    """Blocks (counted from 0) with a memory, and the place where its output goes."""
 
     every: Annotated[
         PositiveInt,
@@ -42,8 +42,8 @@ class PlacementConfig(Config):
     """beside: the memory adds to the feed-forward of its block; instead: it replaces it; inserted: it is all that its
     block adds to the residual stream, x + Mem(x + Attn(Norm(x))), from values of zeros on (MIDUS, Eq. 1)."""
     norm: Literal["rms", "layer"] = "rms"
-    """Of an inserted block, what normalises the residual stream before its attention. rms: RMSNorm, as in the other
-    blocks; layer: LayerNorm, as MIDUS writes it, with the gain of the following block and a bias of zeros at first."""
+    """Norm of the residual stream before the attention of an inserted block. rms: RMSNorm, as in the other blocks;
+    layer: LayerNorm, as MIDUS writes it, with the gain of the following block and a bias of zeros at first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +76,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a layer asks of its bank for one token, see `megamem.bank.TableLookup`.
+    """Request of a layer to its bank for one token, see `megamem.bank.TableLookup`.
 
     Attributes:
         rows: J, rows read.
@@ -105,13 +105,13 @@ class LossWeights:
 
     @property
     def any(self) -> bool:
-        """Whether one is switched on."""
+        """True if one of the losses is switched on."""
         return self.tucker_penalty > 0 or self.key_balance > 0
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What can be observed of a layer besides its rows and its output (`megamem.usage`).
+    """Observable quantities of a layer besides its rows and its output (`megamem.usage`).
 
     Attributes:
         scores: whether its rows have scores.
@@ -126,7 +126,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Backbone:
-    """What a memory may have to fit of the model around it.
+    """Sizes of the surrounding model that a memory may have to fit.
 
     Attributes:
         hidden_size: of the residual stream.
@@ -144,7 +144,7 @@ class Backbone:
 
 
 class Scoring(Enum):
-    """What makes an entry one of the K best of a head."""
+    """Score by which an entry is one of the K best of a head."""
 
     TUCKER = "tucker"
     """The Tucker-decomposed score of its row and its column."""
@@ -158,24 +158,24 @@ class Scoring(Enum):
 
 @dataclass(frozen=True)
 class MemoryConfig(Config, ABC):
-    """One memory layer, the same in every block that has one. What others read of it stands in the methods below."""
+    """One memory layer, the same in every block that has one. The methods below say what others read of it."""
 
     scoring: ClassVar[Scoring | None] = None
-    """How the family's layers choose what they read; None: they score nothing."""
+    """Scoring by which the family's layers choose what they read; None: they score nothing."""
     slot: ClassVar[Slot | None] = None
-    """Where the family's layers act; None: around the feed-forward, as `placement` says of each."""
+    """Slot in which the family's layers act; None: around the feed-forward, as `placement` says of each."""
     reads_tokens: ClassVar[bool] = False
-    """Whether the family's layers ask for token ids or positions."""
+    """True if the family's layers ask for token ids or positions."""
     expands_values: ClassVar[bool] = False
-    """Whether every head makes of a row values of its own, which may be done once for all rows where nothing is trained
+    """True if every head makes values of its own of a row, which may be done once for all rows where nothing is trained
     (`megamem.layers.layer.MemoryLayer.expand_values`); those of all heads are as wide as the model."""
     reads_once: ClassVar[bool] = False
-    """Whether the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
+    """True if the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
 
     kind: str
     """The family of memories. Leave `model.memory` out (or null) for a dense model."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    """Which blocks have a memory."""
+    """Blocks that have a memory."""
 
     @classmethod
     def variants(cls) -> Mapping[str, type[Config]]:
@@ -217,7 +217,7 @@ class MemoryConfig(Config, ABC):
         return {}
 
     def slot_of(self, span: Span) -> Slot:
-        """Where the memory layer with this span acts."""
+        """Slot in which the memory layer with this span acts."""
         if self.slot is not None:
             return self.slot
         if span.is_skip:
@@ -226,14 +226,14 @@ class MemoryConfig(Config, ABC):
 
     @property
     def is_inserted(self) -> bool:
-        """Whether the memories stand in inserted blocks, of which they are all that is added to the residual stream."""
+        """True if the memories stand in inserted blocks, which add nothing else to the residual stream."""
         if self.slot is not None:
             return self.slot.is_inserted
         return self.placement.spans is None and self.placement.position == "inserted"
 
     @property
     def has_layer_norm(self) -> bool:
-        """Whether LayerNorm stands before the attention of its blocks."""
+        """True if LayerNorm stands before the attention of its blocks."""
         return self.is_inserted and self.placement.norm == "layer"
 
     @property
@@ -244,7 +244,7 @@ class MemoryConfig(Config, ABC):
     @property
     @abstractmethod
     def lookup(self) -> Lookup:
-        """What a layer asks of its bank for one token."""
+        """Request of a layer to its bank for one token."""
 
     @abstractmethod
     def plan(self, num_layers: int) -> SharingPlan:
@@ -252,7 +252,7 @@ class MemoryConfig(Config, ABC):
 
     @property
     def initialised_by(self) -> str:
-        """Whose initial weights these are, in one word."""
+        """Source of the initial weights, in one word."""
         return "constants"
 
     @property
@@ -262,12 +262,12 @@ class MemoryConfig(Config, ABC):
 
     @property
     def observed(self) -> Observed:
-        """What usage metrics tell besides rows and outputs."""
+        """Quantities that usage metrics report besides rows and outputs."""
         return Observed()
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """What every token weighs in every layer, by name; none where rows are retrieved."""
+        """Names of the slots that every token weighs in every layer; none where rows are retrieved."""
         return ()
 
     def width(self, table: str) -> int:

@@ -247,8 +247,8 @@ class MemoryGPTModel(GPTModel):
     def train_only(self, part: TrainedPart) -> None:
         """Leave gradients to a part of the model. To be called before anybody asks which parameters have some.
 
-        What is not in the part keeps its values: no gradient of it is made, and backward ends at the lowest block that
-        something trained is in.
+        All other parameters keep their values: they get no gradient, and backward ends at the lowest block that holds
+        something trained.
         """
         if part.is_whole:
             return
@@ -275,7 +275,7 @@ class MemoryGPTModel(GPTModel):
         return served
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """What the chunk before this one has made [t, b, D], which Megatron's schedules hand over before `forward`."""
+        """Take the output [t, b, D] of the chunk before this one from Megatron's schedules, before `forward`."""
         (received,) = input_tensor if isinstance(input_tensor, list) else (input_tensor,)
         if received is not None and not self.input_needs_gradient:
             if self.config.virtual_pipeline_model_parallel_size is not None and torch.is_grad_enabled():
@@ -292,8 +292,8 @@ class MemoryGPTModel(GPTModel):
 
     @property
     def read_together(self) -> Sequence[SharedRead]:
-        """What this chunk's memory layers read together before its first block: one of its own, one that an earlier
-        chunk of this rank holds, or none."""
+        """Joint reads of this chunk's memory layers before its first block: one of its own, one of an earlier chunk on
+        this rank, or none."""
         return self._read_together
 
     @property
@@ -429,7 +429,7 @@ def _memories(
 
 
 def _lookup(bank: Bank) -> Any:
-    """What a layer reads a bank by. Not the module itself: the bank belongs to the model, not to the layer."""
+    """Handle by which a layer reads a bank. Not the module itself: the bank belongs to the model, not to the layer."""
     return SimpleNamespace(read=bank.read, read_heads=bank.read_heads)
 
 

@@ -1,4 +1,4 @@
-"""What whoever creates a parameter declares: its device, its optimizer group, and the ranks that sum its gradient.
+"""Declarations made where a parameter is created: its device, its optimizer group, the ranks that sum its gradient.
 
 Nothing is read off a parameter's name. A trainable parameter of which nothing is declared is an error (`group_of`).
 """
@@ -61,7 +61,7 @@ def declare(
 
 @dataclass(frozen=True)
 class Copy:
-    """Which of the copies of a parameter on the pipeline's stages a stage holds: number `index` of `count`."""
+    """A stage's copy of a parameter that several pipeline stages hold: number `index` of `count`."""
 
     index: int = 0
     count: int = 1
@@ -83,12 +83,12 @@ def mark_copy(parameter: nn.Parameter, copy: Copy) -> None:
 
 
 def is_on_every_stage(parameter: nn.Parameter) -> bool:
-    """Whether the stages hold copies of it, see `mark_copy`."""
+    """True if the stages hold copies of it, see `mark_copy`."""
     return getattr(parameter, "on_every_stage", False)
 
 
 def is_declared(parameter: nn.Parameter) -> bool:
-    """Whether someone said which group it is in."""
+    """True if its optimizer group is declared."""
     return hasattr(parameter, "optimizer_group")
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 class PartlyTrainedBlocks(TransformerBlock):
     """Megatron's blocks under full recomputation, of which the first `num_below` are in no backward pass.
 
-    What Megatron recomputes is one function of autograd, which has a gradient if its input asks for one. The input of
-    the lowest block in the backward pass does not, as nothing below it is trained: its weights would get no gradient. So
-    it is made to ask, and the gradient that comes of it is dropped. Blocks below keep nothing and are not recomputed.
+    Megatron recomputes blocks in one function of autograd, which has a gradient if its input asks for one. The input
+    of the lowest block in the backward pass does not, as nothing below it is trained: its weights would get no
+    gradient. So it is made to ask, and the gradient that comes of it is dropped. Blocks below keep nothing and are not
+    recomputed.
 
     Attributes:
         num_below: blocks of this chunk below the lowest one with a backward pass.

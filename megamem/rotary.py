@@ -32,7 +32,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig, base: 
 
 
 def rotary_angles(frequencies: Tensor, positions: Tensor) -> Tensor:
-    """What Megatron turns queries and keys by, [s, b, 1, d] in radians, of positions [b, s] and frequencies [d/2]."""
+    """Rotary angles of queries and keys, [s, b, 1, d] in radians, of positions [b, s] and frequencies [d/2]."""
     angles = positions.t().to(frequencies.dtype).unsqueeze(-1) * frequencies
     return torch.cat((angles, angles), -1).unsqueeze(2)
 
@@ -43,8 +43,8 @@ def ntk_base(factor: float, base: float, width: int) -> float:
 
 
 def _yarn_ramp(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
-    """How much each frequency is divided, from 0 to 1: linear in its number, between whole numbers (YaRN, section 3.2;
-    the ends are rounded as in its code).
+    """Share of each frequency that is divided, from 0 to 1: linear in its number, between whole numbers (YaRN, section
+    3.2; the ends are rounded as in its code).
     """
     width = 2 * len(frequencies)
 

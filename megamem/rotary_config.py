@@ -1,4 +1,4 @@
-"""How rotary positions are stretched, for sequences longer than those that a model was trained on."""
+"""Scaling of rotary positions, for sequences longer than those that a model was trained on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RotaryScalingConfig(Config):
     """linear: all frequencies divided by factor. ntk: theta raised so that the lowest is, and the highest stays. yarn,
     llama3: those divided that turn few times over original_length, those kept that turn often, the others between."""
     factor: Annotated[float, Ge(1), Advice("sequences are to become that many times as long")] = 8.0
-    """How many times as long sequences become."""
+    """Factor by which the length of sequences grows."""
     original_length: Annotated[
         PositiveInt, EffectiveWhen(lambda c: c.kind in ("yarn", "llama3"), "rotary_scaling.kind is yarn or llama3")
     ] = 8192
@@ -53,7 +53,7 @@ class RotaryScalingConfig(Config):
 
     @property
     def score_factor(self) -> float:
-        """What attention scores are multiplied by, besides 1 / sqrt(width of a head)."""
+        """Factor of attention scores, besides 1 / sqrt(width of a head)."""
         if self.kind != "yarn":
             return 1.0
         factor = self.attention_factor

@@ -1,4 +1,4 @@
-"""Which shard of which global tensor each parameter of a chunk is, by the model's own checkpoint entries."""
+"""Map from each parameter of a chunk to its shard of a global tensor, by the model's own checkpoint entries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which layers read which rows of which tables (UltraMemV2, Table 7).
+"""Assignment of tables, and of the rows in them, to layers (UltraMemV2, Table 7).
 
-A *bank* is the tables that a set of layers shares. How many rows it has, and which of them a layer sees, its family
-says. Where a grid of keys addresses them, N is the number of keys per side of a layer's own table, g the group size, L
+A *bank* is the tables that a set of layers shares. Its family says how many rows it has, and which of them a layer
+sees. Where a grid of keys addresses them, N is the number of keys per side of a layer's own table, g the group size, L
 the number of layers with a memory. A "layer" is a memory layer here, counted from 0 over the blocks that have one.
 """
 
@@ -18,7 +18,7 @@ from megamem.config_base import Config, EffectiveWhen
 
 @dataclass(frozen=True)
 class SharingConfig(Config):
-    """Which layers read which tables (UltraMemV2, Table 7)."""
+    """Assignment of tables to layers (UltraMemV2, Table 7)."""
 
     pattern: Literal["none", "block", "ring", "no_ring", "all"] = "none"
     """none: a private table per layer; block: `group` consecutive layers share one; ring, no_ring: every layer sees a
@@ -32,7 +32,7 @@ class SharingConfig(Config):
         Literal["paper", "released"],
         EffectiveWhen(lambda c: c.pattern in ("ring", "no_ring"), "sharing.pattern is ring or no_ring"),
     ] = "paper"
-    """Where layer l's window starts: paper: (group - 1) // 2 tables before l (S4 is l-1..l+2); released: at l."""
+    """Start of layer l's window: paper: (group - 1) // 2 tables before l (S4 is l-1..l+2); released: at l."""
 
     def check(self, num_memory_layers: int) -> None:
         """Refuse groups that the layers of a model do not make up.

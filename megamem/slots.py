@@ -1,4 +1,4 @@
-"""Where in the backbone a memory acts.
+"""Places in the backbone where a memory acts.
 
 A memory's config names the slot (`MemoryConfig.slot_of`), and `megamem.backbone` gives it its module.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Slot(Enum):
-    """Where a memory acts, and what its layer's `forward` is given.
+    """Place where a memory acts, and the arguments of its layer's `forward`.
 
     n is the normalised input of a block's feed-forward, [t, b, D] of this rank's tokens; heads are those of this
     tensor-parallel rank, of all s tokens of its context-parallel rank. `inputs` are always those of the first
@@ -54,17 +54,17 @@ class Slot(Enum):
 
     @property
     def is_inserted(self) -> bool:
-        """Whether a memory here is all that its block adds."""
+        """True if a memory here is all that its block adds."""
         return self in (Slot.INSERTED, Slot.STREAM_AND_HEADS, Slot.PROJECTED, Slot.BLOCK)
 
     @property
     def has_output_projection(self) -> bool:
-        """Whether the attention of its block has one."""
+        """True if the attention of its block has an output projection."""
         return self not in (Slot.STREAM_AND_HEADS, Slot.BLOCK)
 
     @property
     def has_ffn(self) -> bool:
-        """Whether the block has a feed-forward besides."""
+        """True if the block has a feed-forward besides."""
         return self is not Slot.INSTEAD and not self.is_inserted
 
     @property

@@ -1,4 +1,4 @@
-"""Which block a memory reads at, and after which one its output joins the residual stream.
+"""Spans of memories: the block that one reads at, and the block after which its output joins the residual stream.
 
 Blocks count from 0. In UltraMemV2 and Memory+ a memory reads and adds in the same block; UltraMem reads the normalised
 input of block a's feed-forward and adds after block b >= a, so that the blocks between do not wait for it (skip
@@ -28,7 +28,7 @@ class Span:
 
     @property
     def is_skip(self) -> bool:
-        """Whether the output waits for a later block."""
+        """True if the output waits for a later block."""
         return self.add > self.read
 
 
@@ -61,7 +61,7 @@ def parse_spans(text: str) -> tuple[Span, ...]:
 
 
 def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:
-    """How many memory layers a model of `num_layers` blocks has.
+    """Number of memory layers in a model of `num_layers` blocks.
 
     Raises:
         ValueError: if a block lies outside of the model, or no block would have a memory.

@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained, if only those of some blocks are, and how far down gradients have to go.
+"""Parameters to train, if only those of some blocks are, and the lowest block that gradients have to reach.
 
 A parameter serves blocks: a block's own serve that block, a bank and what reads it for all layers serve the blocks whose
 memories read it, and embedding, final norm and output projection serve none. It is trained if it serves a trained block.
@@ -41,11 +41,11 @@ class TrainedPart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the model is trained."""
+        """True if all of the model is trained."""
         return self.blocks is None
 
     def trains(self, served: Iterable[int]) -> bool:
-        """Whether a parameter is trained that serves these blocks."""
+        """True if a parameter that serves these blocks is trained."""
         return self.blocks is None or not self.blocks.isdisjoint(served)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How the memory of a run is used: rows read and how evenly, scores, size of the output, spectrum of the cores.
+"""Usage of a run's memory: rows read and how evenly, scores, size of the output, spectrum of the cores.
 
 Layers add to buffers on their device while they are observed. Then row counts are reduced once over the ranks of a
 pipeline stage and all other figures once over all ranks, and one copy to the host serves every layer.
@@ -24,7 +24,7 @@ from megamem.sharing import LayerView
 if TYPE_CHECKING:
     from megamem.layers.layer import MemoryLayer
 
-# What a layer sums over its tokens: their number, and the token-weighted means below.
+# Sums of a layer over its tokens: their number, and the token-weighted means below.
 _TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NULL, _ENTROPY, _NUM_SUMS = 0, 1, 2, 3, 4, 5, 6, 7
 # After the sums, what the ranks of a stage share; after these, the singular values.
 _COVERAGE, _KL, _EVEN_COVERAGE, _NUM_COLUMNS = range(_NUM_SUMS, _NUM_SUMS + 4)

@@ -14,10 +14,10 @@ from typing import BinaryIO
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A stream to a file beside `path`, which takes its name and place when the block ends without an error.
 
-    The folder is made if it is missing. Of several processes that write the same path, the last one wins.
+    The folder is made if it is missing. If several processes write the same path, the last one wins.
 
     Raises:
-        OSError: the disk refuses. What was at `path` is still there.
+        OSError: the disk refuses. The file that was at `path` is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -29,7 +29,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException as error:
-        # Of a name that is too long there is nothing to remove, which is refused too.
+        # A name that is too long leaves nothing to remove, and removing it is refused too.
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):

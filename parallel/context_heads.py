@@ -66,7 +66,7 @@ def _bring_heads(group: dist.ProcessGroup, x: Tensor) -> Tensor:
 
 
 def _exchange(to_ranks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What each rank has for this one, [CP, ...], of what this one has for each."""
+    """Exchange this rank's tensors for each rank, [CP, ...], for those that each has for this one."""
     to_ranks = to_ranks.contiguous()
     from_ranks = torch.empty_like(to_ranks)
     dist.all_to_all_single(from_ranks, to_ranks, group=group)

@@ -64,7 +64,7 @@ class _Ring(torch.autograd.Function):
             if own_grad is None:
                 own_grad = grad
                 continue
-            # What the rank before has collected for the same keys.
+            # The gradient that the rank before has collected for the same keys.
             coming = _Transfer(grad if coming is None else coming.received() + grad, group)
         assert own_grad is not None
         if coming is not None:

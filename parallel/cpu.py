@@ -76,7 +76,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return make
 
 
-# What is replaced while the stand-in is active, each with who calls it and what the answer stands for.
+# Replacements while the stand-in is active, each with its caller and the meaning of the answer.
 REDIRECTIONS: dict[str, Any] = {
     # device= arguments all over Megatron: the CPU is the current device.
     "torch.cuda.current_device": lambda: torch.device("cpu"),

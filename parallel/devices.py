@@ -1,4 +1,4 @@
-"""What can be said of this machine's GPUs without touching them, and which one a rank uses. Imports no torch by itself."""
+"""Facts about this machine's GPUs without touching them, and the choice of a rank's GPU. Imports no torch by itself."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def unseen_gpus() -> Iterator[None]:
 
 
 def _counted_without_cuda() -> bool:
-    """Whether PyTorch can count the visible GPUs by the driver's management library.
+    """True if PyTorch can count the visible GPUs by the driver's management library.
 
     A container may lack the library, and PyTorch does not ask it for parts of a GPU (MIG).
     """
@@ -95,7 +95,7 @@ def _counted_without_cuda() -> bool:
 
 
 def why_gpus_are_unusable() -> str | None:
-    """What keeps this process from the GPUs that are visible to it; None if nothing does, or if there are none.
+    """Reason why this process cannot use the GPUs visible to it; None if it can, or if there are none.
 
     Starts CUDA in this process.
     """
@@ -127,7 +127,7 @@ def gpu_names() -> list[str]:
 
 
 def gpu_links() -> str | None:
-    """How the GPUs of this machine reach each other, as `nvidia-smi topo -m` has it; None with one, or if unknown.
+    """Links between the GPUs of this machine, as `nvidia-smi topo -m` names them; None with one GPU, or if unknown.
 
     NV and a number are so many NVLinks; PIX, PXB, PHB, NODE and SYS are ways over PCIe, from the shortest to the
     longest.
@@ -144,7 +144,7 @@ def _visible_ids() -> tuple[str, ...]:
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:
-    """What it prints, by lines; nothing if it is missing or fails."""
+    """Output of nvidia-smi, by lines; empty if it is missing or fails."""
     try:
         result = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_NVIDIA_SMI_PATIENCE_S, check=False
@@ -156,7 +156,7 @@ def _nvidia_smi(*arguments: str) -> list[str]:
 
 
 def built_without_cuda() -> str:
-    """What to say of a torch without CUDA."""
+    """Message for a torch without CUDA."""
     return (
         f"torch {version('torch')} was built without CUDA: install a build with it (its version ends with +cu and a "
         "number)"

@@ -1,7 +1,7 @@
-"""What CUDA, torch and Triton read from the environment, settled by the layout before CUDA is touched.
+"""Environment variables of CUDA, torch and Triton, settled by the layout before CUDA is touched.
 
-Each is read once, when the library that reads it starts: setting it later has no effect, and nobody says so. What a
-person has set stays.
+Each is read once, when the library that reads it starts: setting it later has no effect, and nobody says so. Variables
+that a person has set stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def settle_environment(
         environ: the environment of this process.
 
     Returns:
-        What was set, by name.
+        The variables that were set, by name.
     """
     settled: dict[str, str] = {}
     if tensor > 1 or context > 1:

@@ -1,4 +1,4 @@
-"""What the ranks of a memory group send each other in one lookup: five collectives forward, four backward.
+"""Exchanges between the ranks of a memory group in one lookup: five collectives forward, four backward.
 
 Every rank owns T tokens and W / G columns of a table. A lookup brings what belongs to the tokens to the ranks that own
 the columns, and back. No shape depends on data, and nothing waits for a device. Wherever contributions of several ranks
@@ -60,11 +60,11 @@ class Exchange:
         return self._all_to_all(x.repeat(self.size, *(1,) * (x.dim() - 1)), [x.shape[0]] * self.size, sizes)
 
     def to_columns(self, x: Tensor) -> Tensor:
-        """What is addressed to the columns of each rank, delivered: from [G, T, ...] to [S, ...]."""
+        """Send tensors to the ranks whose columns they are for: from [G, T, ...] to [S, ...]."""
         return self._all_to_all(x.flatten(0, 1), [self.num_tokens] * self.size, self.counts)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """What the columns of each rank have for the tokens, delivered to these: from [S, ...] to [G, T, ...]."""
+        """Send the results of each rank's columns to the ranks of the tokens: from [S, ...] to [G, T, ...]."""
         received = self._all_to_all(x, self.counts, [self.num_tokens] * self.size)
         return received.view(self.size, self.num_tokens, *x.shape[1:])
 
@@ -109,9 +109,9 @@ def sum_over_ranks(x: Tensor, exchange: Exchange) -> Tensor:
 def spread_coefficients(coef: Tensor, exchange: Exchange) -> Tensor:
     """Hand each rank the coefficients of its own columns, and no others: from [T, J, C] to [S, J, n].
 
-    Score c weights the c-th of C equal shares of the columns, and rank r owns the r-th of G. Of lcm(C, G) equal slices,
-    each has one score and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G) coefficients per row, those of slices
-    r n to r n + n - 1. A rank within one share gets one, and a rank whose columns straddle shares one for each slice.
+    Score c weights the c-th of C equal shares of the columns, and rank r owns the r-th of G. Each of lcm(C, G) equal
+    slices has one score and one rank: rank r gets n = lcm(C, G) / G = C / gcd(C, G) coefficients per row, those of
+    slices r n to r n + n - 1. A rank within one share gets one, and a rank whose columns straddle shares one per slice.
     """
     num_scores = coef.shape[2]
     num_own = coefficients_per_rank(num_scores, exchange.size)

@@ -1,6 +1,6 @@
 """The failure of one rank ends the others, wherever they wait.
 
-Our own launcher sees its ranks fail. Of ranks that something else has started, the others learn nothing: they wait in
+Our own launcher sees its ranks fail. If something else has started them, the others learn nothing of it: they wait in
 their next collective, for as long as `parallel.timeout_minutes` says. Here the rank that fails leaves a word in the
 store where the ranks met, and a thread of every rank looks there.
 """
@@ -25,9 +25,9 @@ from parallel.ranks import RankEnvironment, said_by_variables_alone
 
 LOOK_EVERY_S = 2.0
 PATIENCE_S = 10.0
-"""How long a rank may take to fail by itself: most failures meet all ranks at once, each with its own last words."""
+"""Longest wait for a rank to fail by itself: most failures meet all ranks at once, each with its own last words."""
 LOST_S = 60.0
-"""How long the store may be out of reach before the rank that keeps it counts as dead."""
+"""Longest time that the store may be out of reach before the rank that keeps it counts as dead."""
 
 _WAIT_FOR_OTHERS_S = 120.0
 """Longest wait for the others, who may still be importing, to tell them of an error before all met."""
@@ -60,8 +60,8 @@ def failures_shared(store: dist.Store, rank: int, world_size: int) -> Iterator[N
 def tell_who_waits(ranks: RankEnvironment, error: BaseException) -> None:
     """Let the others know of an error that ended this rank before it met them.
 
-    What every rank says by itself (of the configuration) costs a few seconds more for it; what only this one met (its
-    GPU, its disk) does not leave the others waiting.
+    An error that every rank reports by itself (of the configuration) takes a few seconds more for it; one that only
+    this rank met (its GPU, its disk) does not leave the others waiting.
     """
     if ranks.are_watched or ranks.world_size == 1 or getattr(error, "known_to_all_ranks", False):
         return
@@ -79,7 +79,7 @@ def tell_who_waits(ranks: RankEnvironment, error: BaseException) -> None:
 
 
 def _is_reachable(ranks: RankEnvironment, patience_s: float) -> bool:
-    """Whether somebody listens where the ranks meet, within so long."""
+    """True if somebody listens at the ranks' address within `patience_s`."""
     address = ranks.address()
     if address is None:
         return True

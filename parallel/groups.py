@@ -68,7 +68,7 @@ class ParallelGroups:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes logs."""
+        """True if this rank prints and writes logs."""
         return self.rank == 0
 
 
@@ -114,7 +114,7 @@ def parallel_context(
     """Join the world, build the groups, and leave in order.
 
     On a GPU machine this is NCCL on the device of `ranks.local_rank`; elsewhere gloo under
-    `parallel.cpu.cuda_on_cpu`. What CUDA reads from the environment must be settled (`parallel.environment`).
+    `parallel.cpu.cuda_on_cpu`. CUDA's environment variables must be settled (`parallel.environment`).
 
     Args:
         sizes: the layout; the product of tensor, pipeline and context must divide the number of ranks.

@@ -216,11 +216,11 @@ def _watch(main: Callable[[], Any], plans: Sequence[RankPlan]) -> LaunchError | 
 
 
 def _failure(plan: RankPlan, exitcode: int | None) -> Failure | None:
-    """How a rank that has ended failed, if it did."""
+    """Failure of a rank that has ended; None if it left a result."""
     if plan.result.exists():
         return None
     if plan.failure[0].poll():
-        # What it reported explains more than the signal that may have ended it afterwards.
+        # Its own report explains more than the signal that may have ended it afterwards.
         failure: Failure = plan.failure[0].recv()
         return failure
     return Failure.from_exitcode(plan.rank, exitcode or 0)

@@ -1,4 +1,4 @@
-"""Where layers and ranks go: the arithmetic of a layout, without any process group."""
+"""Placement of layers and ranks: the arithmetic of a layout, without any process group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Unit:
 
 
 def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
-    """What must not reach over the edge of a chunk, because tables and pending outputs do not travel between stages."""
+    """Units that no edge of a chunk may cross, because tables and pending outputs do not travel between stages."""
     spans = model.memory_spans
     units = [Unit(span.read, span.add, "span") for span in spans if span.is_skip]
     for bank in model.memory_plan.banks:

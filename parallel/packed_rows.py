@@ -22,7 +22,7 @@ _BYTES_OF_INT64 = 8
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the ids of one bank are packed: b low bytes of each, then the odd half bytes, two ids to a byte.
+    """Packing of the ids of one bank: b low bytes of each, then the odd half bytes, two ids to a byte.
 
     Attributes:
         num_rows: rows of the bank.

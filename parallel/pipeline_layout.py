@@ -1,4 +1,4 @@
-"""Which blocks, and which of embedding and loss, every model chunk holds: equal parts of the depth, or as a text says.
+"""Blocks, and embedding or loss, of every model chunk: equal parts of the depth, or as a text says.
 
 A layout is written as Megatron writes it, one part per chunk in the order of the depth, divided by `|`: `E` is the
 embedding, `t` a block, `L` the final norm, output projection and loss; `x*3` repeats a character and `(..)*3` a group.
@@ -25,7 +25,7 @@ _CHARACTER = re.compile(r"([EtL|])\*(\d+)")
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """What one chunk holds: global 0-based blocks, and whether it has the embedding or the loss."""
+    """Contents of one chunk: global 0-based blocks, and whether it has the embedding or the loss."""
 
     layers: range
     has_embedding: bool

@@ -1,6 +1,6 @@
-"""How a launch of local ranks can fail, and which of several failures is the cause.
+"""Failures of a launch of local ranks, and the choice of the cause among several.
 
-When one rank dies the others soon fail too: their collectives break. What the user must see is the first cause, so
+When one rank dies the others soon fail too: their collectives break. The user must see the first cause, so
 every failure is put in a class (`FailureKind`) and the earliest of the best class is reported.
 """
 
@@ -43,18 +43,18 @@ class FailureKind(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended, if not with a result. Sent from the rank to its parent, so every field is plain data."""
+    """End of one rank without a result. Sent from the rank to its parent, so every field is plain data."""
 
     rank: int
     kind: FailureKind
     message: str
     exit_code: int = 1
-    """What the whole command should exit with."""
+    """Exit code for the whole command."""
     traceback: str = ""
     is_user_error: bool = False
     """The exception carried an exit code of its own: its message says all, a traceback would only hide it."""
     at_s: float = field(default_factory=time.monotonic)
-    """When, on the machine's monotonic clock, which all local ranks share."""
+    """Time in seconds on the machine's monotonic clock, which all local ranks share."""
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:

@@ -29,13 +29,13 @@ from parallel.rank_errors import Failure
 from parallel.ranks import RENDEZVOUS_VARIABLE
 
 _OMP_PAUSE_SOFT = 1
-# Of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
+# Most bytes of a message and of a traceback. Together they fit into a pipe, which is read when the rank has ended.
 _REPORT_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank needs to know to start, and where it leaves what it has to say."""
+    """Inputs of one rank at its start, and the places of its output."""
 
     rank: int
     num_ranks: int
@@ -52,7 +52,7 @@ class RankPlan:
 
     @property
     def result(self) -> Path:
-        """What the rank returned, pickled."""
+        """Path of the rank's result, pickled."""
         return self.scratch / f"rank_{self.rank}.result"
 
     def log_tail(self) -> str:
@@ -105,7 +105,7 @@ def _enter(plan: RankPlan) -> None:
     sys.stdout = sys.__stdout__ = stdout  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = stderr  # type: ignore[misc]
     faulthandler.enable(file=2)
-    # What the launcher has loaded stays: collections need neither look at it nor copy its pages.
+    # The objects that the launcher has loaded stay: collections need neither look at them nor copy their pages.
     gc.freeze()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Which rank is this process? Read from the environment that torchrun, Slurm's srun or our own launcher left behind.
+"""Rank of this process, read from the environment that torchrun, Slurm's srun or our own launcher left behind.
 
 A command that may be started by any of the three asks `current_ranks()` once, before it touches a process group: None
 means that nobody started ranks yet and the command starts its own (`parallel.launch`).
@@ -24,7 +24,7 @@ _NUM_PORTS = 12000
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Where one process stands among the ranks of a job, and how the ranks find each other."""
+    """Place of one process among the ranks of a job, and the address where the ranks find each other."""
 
     rank: int
     """Number of this process in the job, from 0."""
@@ -35,7 +35,7 @@ class RankEnvironment:
     init_method: str
     """URL of the store where the ranks meet, for `torch.distributed.rendezvous`."""
     are_watched: bool = False
-    """Whether a process watches over the ranks and ends all of them when one fails: our own launcher does."""
+    """True if a process watches over the ranks and ends all of them when one fails: our own launcher does."""
 
     def address(self, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
         """Host and port where the ranks meet; None where that is a file."""

@@ -24,7 +24,7 @@ _LONGEST_NAME_SHOWN = 60
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a number of an error says.
+    """Meaning of an error number.
 
     Attributes:
         what: that cannot be done with the thing.
@@ -72,7 +72,7 @@ _OF_TARGETS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 @dataclass(frozen=True)
 class Refusal:
-    """What the system refused.
+    """A refusal of the system.
 
     Attributes:
         message: the thing, the reason and the fix, in a line.
@@ -84,7 +84,7 @@ class Refusal:
 
 
 def refusal(error: BaseException) -> Refusal | None:
-    """What an error says of the system's refusal; None if it is no such error.
+    """The system's refusal that an error reports; None if it is no such error.
 
     Notes of the error (`BaseException.add_note`) follow as they are.
     """
@@ -164,7 +164,7 @@ def _thing(error: OSError) -> str | None:
 
 
 def stdout_refuses(with_more: str = "") -> bool:
-    """Whether what was printed cannot be written, or more of it: a stream may have lost what was refused."""
+    """True if stdout cannot write its pending text and `with_more`: a stream may have lost what was refused."""
     try:
         sys.stdout.write(with_more)
         sys.stdout.flush()
@@ -188,7 +188,7 @@ def _stream_written(error: OSError) -> str | None:
 def _name_of(stream: Any) -> object:
     try:
         return stream.name
-    # Of a stream that is detached, or in memory.
+    # The stream is detached, or in memory.
     except (AttributeError, ValueError):
         return None
 

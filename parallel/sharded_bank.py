@@ -25,7 +25,7 @@ from parallel.exchange import Exchange, join_columns, split_columns, spread_coef
 from parallel.packed_rows import RowFormat
 
 FetchRows: TypeAlias = Callable[[BankSpec, Columns, torch.dtype, torch.device], RowFetch]
-"""What stands in for the tables of a bank: given it, this rank's columns, their dtype, and where rows are wanted."""
+"""Make a substitute for a bank's tables, given the bank, this rank's columns, their dtype, and the rows' device."""
 
 
 def make_bank(
@@ -41,7 +41,7 @@ def make_bank(
 ) -> Bank:
     """A bank as this layout holds it: whole in a memory group of one rank, else this rank's columns of it.
 
-    Of the groups, `ep` is the memory group, and `expt_dp` the ranks that hold the same columns. With `fetch_rows` rows
+    In `groups`, `ep` is the memory group, and `expt_dp` the ranks that hold the same columns. With `fetch_rows` rows
     come from elsewhere when they are read. See `Bank`.
     """
     columns = Columns(groups.ep.rank(), groups.ep.size())
@@ -171,7 +171,7 @@ class GatheredRows:
     def empty_until_backward(self, out: Tensor) -> None:
         """Give up the storage of the unpacked ids until the backward pass of what was made of them, before all else of it.
 
-        Then autograd alone has them, and frees them with the nodes that keep them. What a hook holds lives as long as
+        Then autograd alone has them, and frees them with the nodes that keep them. A hook's objects live as long as
         the graph, which in a pipeline outlasts its backward pass by a forward pass: so the hook goes once it has run.
         """
         for ids in (self.rows, self.bins):

@@ -16,10 +16,10 @@ _calls = itertools.count()
 
 
 def in_turns(work: Callable[[], T], *, is_first_of_machine: bool) -> T:
-    """What `work` returns, called on rank 0, then on the first rank of every machine, then on all others. Collective.
+    """Call `work` on rank 0, then on the first rank of each machine, then on all others; return its result. Collective.
 
-    Who finds what an earlier rank has left on its disk has nothing to do: of one file, one is made if the machines
-    share a folder, and one per machine if not. A rank that fails leaves the others waiting, until what watches over the
+    A rank that finds an earlier rank's file on its disk has nothing to do: one file is made if the machines share a
+    folder, and one per machine if not. A rank that fails leaves the others waiting, until what watches over the
     ranks ends them.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a profile names and this machine does not have."""
+"""Search for what a profile names and this machine does not have."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _partition(profile: ClusterConfig) -> Iterator[Finding]:
 
 
 def _account(profile: ClusterConfig) -> Iterator[Finding]:
-    """Whether Slurm would take such a job: it knows accounts, qualities of service, limits and features best."""
+    """Ask Slurm if it would take such a job: it knows accounts, qualities of service, limits and features best."""
     asked = {
         "account": profile.account,
         "qos": profile.qos,

@@ -35,17 +35,17 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it will run any more."""
+        """True if nothing of the job will run any more."""
         return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
 
 
 def is_there() -> bool:
-    """Whether this machine has Slurm's commands."""
+    """True if this machine has Slurm's commands."""
     return shutil.which("sbatch") is not None
 
 
 def run_command(*words: str) -> str:
-    """What a command prints.
+    """Run a command and return what it prints.
 
     Raises:
         ConfigError: it is not installed.
@@ -87,7 +87,7 @@ def job_state(job: str) -> JobState | None:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """What `scontrol show job` says of a job, by name.
+    """Fields of a job in `scontrol show job`, by name.
 
     Raises:
         SlurmError: there is no such job, or no answer.

@@ -1,4 +1,4 @@
-"""What the batch script asks: may this attempt begin, on how many nodes; and what follows from how it ended."""
+"""Answers for the batch script: may this attempt begin, on how many nodes; and what follows from how it ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CANCELLED = "CANCELLED"
 # State of a job whose script still runs, but not for long.
 _BEING_ENDED = "COMPLETING"
 _TIMED_OUT = "TimeLimit"
-# What is left of the time limit must hold so many leads, or the ranks would be told to stop as soon as they train.
+# The rest of the time limit must hold so many leads, or the ranks would be told to stop as soon as they train.
 _LEADS_LEFT = 2
 
 
@@ -51,18 +51,18 @@ class JobNow:
         return cls(words[0], words[1], int(words[2]), words[3])
 
     def is_started_again_by_slurm(self, attempt: Attempt) -> bool:
-        """Whether it is queued already: a node died, it was preempted, or somebody requeued it."""
+        """True if Slurm has queued it already: a node died, it was preempted, or somebody requeued it."""
         return self.restarts is not None and self.restarts > attempt.restart
 
     def was_cancelled(self, attempt: Attempt) -> bool:
-        """Whether somebody has ended it. Slurm itself says why, or counts a restart."""
+        """True if somebody has ended it. Slurm itself says why, or counts a restart."""
         ends = self.state == _BEING_ENDED and not self.is_started_again_by_slurm(attempt)
         return self.state == _CANCELLED or (ends and self.reason != _TIMED_OUT)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an attempt is to do.
+    """Plan of an attempt.
 
     Attributes:
         folder: of the attempt.
@@ -142,7 +142,7 @@ def _reached_step(jobs: JobsFolder) -> int:
 
 
 def _is_left_to_train(stage: RunConfig, saved_step: int) -> bool:
-    """Whether a link of a chain has anything to do.
+    """True if a link of a chain has anything to do.
 
     Raises:
         ConfigError: its turn has not come.
@@ -209,7 +209,7 @@ def conclude(jobs: JobsFolder, folder: AttemptFolder, ended: Ended, profile: Clu
 
 
 def end(jobs: JobsFolder, folder: AttemptFolder, exit_code: int, *, asked_to_stop: bool, job: JobNow) -> Decision:
-    """What follows from the end of an attempt's ranks.
+    """Decide what follows from the end of an attempt's ranks.
 
     Args:
         exit_code: of srun. The first rank that failed may have recorded another one, which counts.
@@ -234,7 +234,7 @@ def how_it_ended(
     if (node := failed_node(folder)) is not None:
         return Ended(attempt, Cause.LOST if exit_code is None else Cause.CRASHED, saved, (), f"node {node} failed")
     recorded, found = folder.first_failure(), first_failure(folder)
-    # Of ranks that were told to stop, and of those of a script that was lost with them, srun's words say nothing new.
+    # Srun says nothing new of ranks that were told to stop, nor of those of a script that was lost with them.
     is_told = exit_code is not None and folder.any_rank_began() and not folder.stopped.exists()
     if found is not None and (recorded is not None or is_told):
         failure, detail = found
@@ -273,7 +273,7 @@ def goes_on_in_place(
     asked_to_stop: bool,
     job: JobNow,
 ) -> bool:
-    """Whether a run starts again at once in its job, on those of the job's nodes that are left.
+    """True if a run starts again at once in its job, on those of the job's nodes that are left.
 
     An attempt that saved nothing leaves its nodes, unless some of them are to blame: others may do better. One that saved
     something does not wait either, however often it failed.

@@ -1,4 +1,4 @@
-"""What a run's metrics tell a job: how long before its time limit the run must be told to save, and where it stands."""
+"""Facts from a run's metrics for its job: how long before its time limit it must be told to save, and its last step."""
 
 from __future__ import annotations
 

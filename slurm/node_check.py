@@ -32,7 +32,7 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank found on its node.
+    """Findings of a rank on its node.
 
     Attributes:
         node, rank: who says so.
@@ -54,7 +54,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is expected of every rank.
+    """Expectations of every rank.
 
     Attributes:
         num_gpus: that a rank sees; 0 where ranks use CPUs.
@@ -116,7 +116,7 @@ def _problems(
 
 
 def look_around(ranks: RankEnvironment, node: str, folder: Path, *, needs_gpu: bool) -> Report:
-    """What this rank finds. Starts CUDA where it needs a GPU."""
+    """Report what this rank finds. Starts CUDA where it needs a GPU."""
     num_gpus = num_visible_gpus()
     problem, free_share = "", 1.0
     if needs_gpu:
@@ -198,7 +198,7 @@ def check_nodes(
 def _judge_all(
     store: dist.Store, nodes: Sequence[str], num_ranks: int, expected: Expected, rules: NodeCheckConfig
 ) -> dict[str, str]:
-    """What rank 0 does: hear everybody, hold a clock out to them, and judge."""
+    """Hear everybody, hold a clock out to them, and judge: the part of rank 0."""
     give_up_s = time.monotonic() + rules.timeout_s
     reports = []
     for rank in range(num_ranks):
@@ -217,7 +217,7 @@ def _judge_all(
 
 
 def _heard(store: dist.Store, key: str, give_up_s: float) -> str | None:
-    """What somebody said; None if nothing was heard in time."""
+    """Message under a key of the store; None if it did not come in time."""
     try:
         store.wait([key], timedelta(seconds=max(0.01, give_up_s - time.monotonic())))
     except RuntimeError:

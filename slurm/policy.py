@@ -1,4 +1,4 @@
-"""What follows when an attempt has ended: a function of how the attempts so far went, and of nothing else."""
+"""Decision after an attempt has ended: a function of how the attempts so far went, and of nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WILL_REPEAT = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit
 
 
 class Cause(StrEnum):
-    """Why an attempt ended."""
+    """Cause of an attempt's end."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
@@ -44,7 +44,7 @@ _FAILURES = (Cause.CRASHED, Cause.LOST, Cause.NOT_STARTED)
 
 
 class Action(StrEnum):
-    """What to do after an attempt."""
+    """Action after an attempt."""
 
     DONE = "done"
     REQUEUE = "requeue"
@@ -75,7 +75,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended.
+    """End of an attempt, with its cause.
 
     Attributes:
         saved_step: of the newest checkpoint at its end; None without one.
@@ -96,13 +96,13 @@ class Ended:
 
     @property
     def made_progress(self) -> bool:
-        """Whether there is a newer checkpoint than at its start."""
+        """True if there is a newer checkpoint than at its start."""
         return (self.saved_step or 0) > (self.attempt.saved_step or 0)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do.
+    """Action to take, with its reason.
 
     Attributes:
         reason: for people.
@@ -117,7 +117,7 @@ class Decision:
 
 
 def cause_of(exit_code: int, *, asked_to_stop: bool) -> Cause:
-    """Why ranks ended with an exit code: of the first rank that failed, or of srun.
+    """Cause of the ranks' end by an exit code: of the first rank that failed, or of srun.
 
     Args:
         asked_to_stop: a signal told them to. One that came before they could listen kills them.
@@ -134,7 +134,7 @@ def cause_of(exit_code: int, *, asked_to_stop: bool) -> Cause:
 
 
 def decide(attempts: Sequence[Ended], rules: RetryConfig) -> Decision:
-    """What follows after the last of the attempts of a submission.
+    """Decide what follows after the last of the attempts of a submission.
 
     Done is done; a mistake stops at once. So do attempts in a row without a new checkpoint, whatever ended them: what
     keeps a run from its first save will do so again. Everything else is started again, without the nodes that were

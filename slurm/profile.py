@@ -1,4 +1,4 @@
-"""What a cluster is like, and how runs use it: `configs/clusters/*.yaml`. The docstring under a field is its help text."""
+"""A cluster, and how runs use it: `configs/clusters/*.yaml`. The docstring under a field is its help text."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class VariableEntry(Config):
     name: str
     """The variable."""
     reason: str
-    """Why it is set; stands beside it in the script."""
+    """Reason for setting it; stands beside it in the script."""
     value: str | None = None
     """Its value; not of a secret, as scripts and records are kept."""
     file: str | None = None
@@ -120,7 +120,7 @@ class VariableEntry(Config):
 
 @dataclass(frozen=True)
 class NodeCheckConfig(Config):
-    """What every node is asked before a run trains on it."""
+    """Checks of every node before a run trains on it."""
 
     max_clock_skew_s: PositiveFloat = 5.0
     """Seconds by which a node's clock may differ from that of rank 0."""
@@ -134,7 +134,7 @@ class NodeCheckConfig(Config):
 
 @dataclass(frozen=True)
 class RetryConfig(Config):
-    """What follows after a failed attempt."""
+    """Retries after a failed attempt."""
 
     starts_without_checkpoint: PositiveInt = 2
     """Attempts in a row that end without a new checkpoint, after which the run stops."""
@@ -200,7 +200,7 @@ class ClusterConfig(Config):
     memory_per_node: str | None = None
     """Memory as sbatch --mem has it (0: all of the node); null: the cluster's default."""
     exclusive: bool = False
-    """Whether a node is used by one job alone."""
+    """Use each node for one job alone."""
     excluded_nodes: tuple[str, ...] = ()
     """Nodes that runs must not have, each by name or in Slurm's short form, as in n[01-03]. Those that a run finds bad are
     left out besides."""
@@ -214,7 +214,7 @@ class ClusterConfig(Config):
     check: NodeCheckConfig | None = field(default_factory=NodeCheckConfig)
     """Checks of every node before a run trains; null: none."""
     retry: RetryConfig = field(default_factory=RetryConfig)
-    """What follows after a failed attempt."""
+    """Retries after a failed attempt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,7 +246,7 @@ class ClusterConfig(Config):
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether a job goes on when some of its nodes are gone."""
+        """True if a job goes on when some of its nodes are gone."""
         return self.min_nodes is not None or self.spare_nodes > 0
 
 

@@ -1,6 +1,6 @@
 """Putting runs into Slurm's queue: as one job, as a chain with a job for each stage, or as an array of runs.
 
-What a job reads is written before it is queued, and a chain or an array is queued as a whole or not at all.
+All that a job reads is written before it is queued, and a chain or an array is queued as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def queue_chain(links: Sequence[Job]) -> list[str]:
 
 
 def queue_array(jobs: Sequence[Job], name: str, folder: Path, at_once: int | None) -> str:
-    """Queue runs of one shape as an array. What follows after each of its attempts is each run's own matter.
+    """Queue runs of one shape as an array. Each run decides by itself what follows after each of its attempts.
 
     Args:
         name: of the array.

@@ -22,7 +22,7 @@ _PLAIN_FOR_SBATCH = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
 def unfit(text: str) -> str:
-    """Why no batch script can hold a text, in words; empty if one can."""
+    """Reason why no batch script can hold a text, in words; empty if one can."""
     for letter in text:
         if not letter.isprintable():
             return f"a batch script cannot hold the character {letter!r}"

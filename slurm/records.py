@@ -1,4 +1,4 @@
-"""What a run's folder keeps of its jobs: `RUN/slurm/`. No torch is imported, and every file appears whole.
+"""Records of a run's jobs in its folder: `RUN/slurm/`. No torch is imported, and every file appears whole.
 
 slurm/submission.json        what was asked for last
 slurm/jobs.jsonl             every job, in the order in which they were queued
@@ -31,7 +31,7 @@ _CHAIN = "chain"
 
 @dataclass(frozen=True)
 class Submission:
-    """What `megamem submit` asked for.
+    """Request of `megamem submit`.
 
     Attributes:
         number: counts the submissions of the run, from 1. Attempts of earlier ones say nothing about this one.
@@ -55,7 +55,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Failure:
-    """How the first rank that failed did so.
+    """Failure of the first rank that failed.
 
     Attributes:
         rank: its number.
@@ -102,7 +102,7 @@ class JobsFolder:
         return following if theirs is not None and theirs.number == submission.number else None
 
     def submission(self) -> Submission | None:
-        """What was asked for last; None if the run was never submitted."""
+        """The last submission; None if the run was never submitted."""
         return _read(Submission, self._submission)
 
     def write_submission(self, submission: Submission) -> None:
@@ -127,7 +127,7 @@ class JobsFolder:
         return [(row["job"], row["at"]) for row in rows]
 
     def log_of(self, job: str) -> Path:
-        """What a job's script says."""
+        """Path of the log of a job's script."""
         return self.path / f"job_{job}.log"
 
     def newest_saved_step(self) -> int | None:
@@ -155,7 +155,7 @@ class JobsFolder:
         return [AttemptFolder(path) for path in sorted(self.attempts.iterdir()) if path.name.isdecimal()]
 
     def ended_attempts(self, submission: int) -> list[Ended]:
-        """How the attempts of a submission ended, in order, as far as they are known to have."""
+        """Ends of a submission's attempts, in order, as far as they are known."""
         folders = [folder for folder in self.attempt_folders() if folder.attempt().submission == submission]
         return [ended for folder in folders if (ended := folder.ended()) is not None]
 
@@ -169,7 +169,7 @@ def jobs_folders(run: RunFolder) -> list[JobsFolder]:
 
 
 def submitted_last(run: RunFolder) -> list[JobsFolder]:
-    """Those of the last submission: one, or the links of a chain. None if the run was never submitted."""
+    """Records of the last submission: one, or the links of a chain. None if the run was never submitted."""
     found = [(jobs, submission) for jobs in jobs_folders(run) if (submission := jobs.submission()) is not None]
     newest = max((submission.number for _, submission in found), default=0)
     return [jobs for jobs, submission in found if submission.number == newest]
@@ -190,7 +190,7 @@ class AttemptFolder:
         self._srun = path / "srun.log"
 
     def attempt(self) -> Attempt:
-        """What it began with.
+        """Record of the attempt at its start.
 
         Raises:
             ConfigError: its record is gone.
@@ -201,7 +201,7 @@ class AttemptFolder:
         return attempt
 
     def ended(self) -> Ended | None:
-        """How it ended; None as long as nobody knows."""
+        """End of the attempt; None as long as nobody knows."""
         found = _read_json(self.end)
         if found is None:
             return None
@@ -217,7 +217,7 @@ class AttemptFolder:
         )
 
     def decision(self) -> Decision | None:
-        """What was decided at its end."""
+        """Decision at the attempt's end; None as long as there is none."""
         found = _read_json(self.end)
         if found is None:
             return None
@@ -239,11 +239,11 @@ class AttemptFolder:
         _write(self.end, record)
 
     def refused(self) -> str:
-        """What Slurm refused when the run was to be started again, with its reason; empty if it did not."""
+        """Slurm's refusal, with its reason, when the run was to be started again; empty if it did not refuse."""
         return self._refused.read_text(encoding="utf-8", errors="replace").strip() if self._refused.exists() else ""
 
     def srun_words(self) -> str:
-        """What srun said of the ranks, in its order; empty if nothing."""
+        """Messages of srun about the ranks, in its order; empty if none."""
         return self._srun.read_text(encoding="utf-8", errors="replace") if self._srun.exists() else ""
 
     def tell_failure(self, failure: Failure) -> None:
@@ -258,7 +258,7 @@ class AttemptFolder:
             temporary.unlink(missing_ok=True)
 
     def first_failure(self) -> Failure | None:
-        """How the first rank that failed did so; None if none said so."""
+        """Failure of the first rank that failed; None if none reported one."""
         return _read(Failure, self.failure)
 
     def write_bad_nodes(self, problems: Mapping[str, str]) -> None:
@@ -270,11 +270,11 @@ class AttemptFolder:
         return _read_json(self.bad_nodes) or {}
 
     def log_of(self, rank: int) -> Path:
-        """What a rank printed."""
+        """Path of a rank's log."""
         return self.path / f"rank_{rank}.log"
 
     def any_rank_began(self) -> bool:
-        """Whether any rank's task was started: its log is opened for it on its node."""
+        """True if any rank's task was started: its log is opened for it on its node."""
         return any(self.path.glob("rank_*.log"))
 
     def last_words(self, rank: int) -> str:

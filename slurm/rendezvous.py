@@ -1,4 +1,4 @@
-"""Where the ranks of an attempt meet: rank 0 says so in the attempt's folder.
+"""Meeting point of an attempt's ranks: rank 0 writes it into the attempt's folder.
 
 Slurm's node list is sorted, and says nothing of who has rank 0 where tasks are placed by a host file
 (`--distribution=arbitrary`). A port that follows from the job's number may be taken by somebody else's job on the node.
@@ -35,7 +35,7 @@ class MeetingPoint:
 
 
 def meeting_point(file: Path, rank: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> MeetingPoint:
-    """Where to meet: chosen and written by rank 0, read by the others.
+    """Meeting point of the ranks, chosen and written by rank 0, read by the others.
 
     Args:
         file: in a folder that all nodes see.

@@ -107,12 +107,12 @@ def render_array(
 
 
 def job_name(config: RunConfig, submission: Submission) -> str:
-    """What a job is called: as its run, and the stage of it that it trains."""
+    """Name of a job: that of its run, and of the stage of it that it trains."""
     return config.name if submission.stage is None else f"{config.name}-{submission.stage}"
 
 
 def directives(name: str, profile: ClusterConfig, submission: Submission, jobs: JobsFolder, time: str) -> Iterator[str]:
-    """What sbatch reads of a script."""
+    """Directives that sbatch reads of a script."""
     optional = {
         "partition": profile.partition,
         "account": profile.account,
@@ -217,13 +217,13 @@ def _python(profile: ClusterConfig, jobs: JobsFolder) -> Iterator[str]:
 
 
 def _ranks(profile: ClusterConfig) -> Iterator[str]:
-    """One task per rank. What they say goes into the attempt's folder, a file each."""
+    """One task per rank. Each one's output goes to a file of its own in the attempt's folder."""
     options = [
         *(['--nodelist="$node_list"'] if profile.outlives_nodes else []),
         '--nodes="$nodes"',
         f'--ntasks="$((nodes * {profile.ranks_per_node}))"',
         f"--ntasks-per-node={profile.ranks_per_node}",
-        # Which sbatch's option is not passed on to since Slurm 22.05.
+        # Since Slurm 22.05 srun does not take this over from sbatch's option.
         f"--cpus-per-task={profile.cpus_per_rank}",
         *(["--cpu-bind=cores"] if profile.cpu_binding == "cores" else []),
         "--kill-on-bad-exit=1",

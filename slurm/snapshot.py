@@ -20,7 +20,7 @@ def code_files(root: Path) -> list[Path]:
 
 
 def code_hash(root: Path = _ROOT) -> str:
-    """Of the names and contents of the packages' files: the same wherever they lie."""
+    """Hash of the names and contents of the packages' files: the same wherever they lie."""
     digest = hashlib.sha256()
     for path in code_files(root):
         content = hashlib.sha256((root / path).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""How the jobs of a run stand: what its folder records, and what Slurm says where it can be asked."""
+"""Standing of a run's jobs: what its folder records, and what Slurm says where it can be asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OURS = "megamem: "
 
 
 class Phase(StrEnum):
-    """What the jobs of a run do."""
+    """Phase of a run's jobs."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -79,7 +79,7 @@ class _Link:
 
 
 def jobs_standing(folder: RunFolder) -> JobsStanding | None:
-    """How a run's jobs stand; None if it was never submitted.
+    """Standing of a run's jobs; None if it was never submitted.
 
     Raises:
         ConfigError: a record is damaged.
@@ -100,7 +100,7 @@ def jobs_standing(folder: RunFolder) -> JobsStanding | None:
 
 
 def _phase(folder: RunFolder, links: Sequence[_Link], last: AttemptFolder | None) -> Phase:
-    """What the jobs do together.
+    """Phase of all the jobs together.
 
     Args:
         last: attempt of the links.
@@ -165,7 +165,7 @@ def _of_stage(jobs: JobsFolder) -> str:
 
 
 def _last_attempt(jobs: JobsFolder) -> AttemptFolder | None:
-    """Of the last submission."""
+    """Newest attempt of the last submission; None without any."""
     submission = jobs.submission()
     assert submission is not None
     return next(

@@ -1,4 +1,4 @@
-"""How long the attempts of a run took to train, and what each of them lost, from the records of its jobs."""
+"""Times that a run's attempts took to train, and the losses of each, from the records of its jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurm.records import AttemptFolder, JobsFolder, jobs_folders
 
 @dataclass(frozen=True)
 class AttemptTimes:
-    """One attempt. What did not happen, or was not recorded, is None.
+    """Times of one attempt; each is None if it did not happen, or was not recorded.
 
     Attributes:
         stage: which its job trained, as a link of a chain.

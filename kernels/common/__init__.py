@@ -1,1 +1,1 @@
-"""What the folders of the ops have in common. See kernels/README.md."""
+"""Code that the folders of the ops share. See kernels/README.md."""

@@ -1,4 +1,4 @@
-"""What the autograd ops of the gathers share: their calls under `torch.compile`, and the gradients of their tables.
+"""Shared parts of the gathers' autograd ops: calls under `torch.compile`, and the gradients of tables.
 
 Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
@@ -38,7 +38,7 @@ def _apply_untraced(gather: type[torch.autograd.Function], *arguments: Any) -> T
 def table_gradient(
     table: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None, *, accumulate: SegmentAccumulate
 ) -> Tensor:
-    """What backward of a gather returns for its table.
+    """Gradient that backward of a gather returns for its table.
 
     Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
     nothing, and DDP's hook still fires. Otherwise it is the dense gradient.

@@ -41,7 +41,7 @@ _LINK = ("-shared",)
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels lie: `$MEGAMEM_CACHE_DIR`, or `megamem` in the user's cache folder."""
+    """Folder of the compiled kernels: `$MEGAMEM_CACHE_DIR`, or `megamem` in the user's cache folder."""
     if configured := os.environ.get("MEGAMEM_CACHE_DIR"):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megamem"
@@ -147,7 +147,7 @@ def _key(op: str, compiler_path: str) -> str:
 
 
 def _instruction_set() -> str:
-    """What `-march=native` looks at."""
+    """Instruction set of this CPU, which `-march=native` compiles for."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())

@@ -1,4 +1,4 @@
-"""What every launch of a Triton kernel needs. Importing this module imports Triton."""
+"""Common needs of every launch of a Triton kernel. Importing this module imports Triton."""
 
 from __future__ import annotations
 

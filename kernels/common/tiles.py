@@ -1,4 +1,4 @@
-"""How the Triton kernels cut their work: a closed form of widths and counts, so that all ranks launch the same kernels.
+"""Tile sizes of the Triton kernels: a closed form of widths and counts, so that all ranks launch the same kernels.
 
 Nothing is timed at run time. Autotuning would have to be bounded, cached and agreed on between ranks, and the kernels
 wait for memory: what matters is how wide the loads are, and how many are under way at once.
@@ -42,7 +42,7 @@ def columns_of(width: int) -> int:
 
 
 def gather_tile(width: int, num_reads: int, num_programs: int, per_thread: int = _PER_THREAD) -> Tile:
-    """Of `gather_sum` and `gather_dot`.
+    """Tile of `gather_sum` and `gather_dot`.
 
     Args:
         width: of a column group.
@@ -57,7 +57,7 @@ def gather_tile(width: int, num_reads: int, num_programs: int, per_thread: int =
 
 
 def pair_tile(width: int, num_reads: int, num_programs: int) -> Tile:
-    """Of both halves of `gather_pair`, forward and backward; arguments as of `gather_tile`.
+    """Tile of both halves of `gather_pair`, forward and backward; arguments as of `gather_tile`.
 
     Half a tile: a program may have the rows of two column groups, or the bins of its entries, in registers as well.
     """
@@ -79,7 +79,7 @@ def split_sum_tile(width: int) -> tuple[int, int]:
 
 
 def accumulate_tile(width: int) -> Tile:
-    """Of `segment_accumulate`: fewer entries, because a tile takes as long as its longest run."""
+    """Tile of `segment_accumulate`: fewer entries, because a tile takes as long as its longest run."""
     columns = columns_of(width)
     return Tile(max(1, min(32, 4 * _WARP * _PER_THREAD // 2 // columns)), columns, 4)
 

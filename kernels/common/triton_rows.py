@@ -1,4 +1,4 @@
-"""What the Triton kernels of the gathers are made of: one program's products and weighted sums of a token's rows.
+"""Building blocks of the gathers' Triton kernels: one program's products and weighted sums of a token's rows.
 
 Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A tile is ENTRIES rows and COLUMNS columns.
 """

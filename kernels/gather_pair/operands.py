@@ -1,4 +1,4 @@
-"""What a pair of gathers reads, and what an implementation of it consists of.
+"""Operands of a pair of gathers, and the parts of an implementation.
 
 Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns (C divides V), B bins.
 """
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 Activation: TypeAlias = Literal["none", "gelu"]
-"""Of the products: none (UltraMemV2, Eq. 15) or the exact gelu (Eq. 13, PEER)."""
+"""Activation of the products: none (UltraMemV2, Eq. 15) or the exact gelu (Eq. 13, PEER)."""
 
 
 class PairOperands(NamedTuple):
@@ -34,7 +34,7 @@ SCHEMA = (
 
 
 class PairGradients(NamedTuple):
-    """What backward of a pair gathers.
+    """Gradients and coefficients that backward of a pair computes.
 
     The tables' gradients follow: `segment_accumulate` of `products` with x, and of `coef` with the gradient of the
     result.

@@ -3,8 +3,8 @@
 Legend: T tokens, J rows read per token, C column groups, P pre-value columns, V value columns, B bins, S splits.
 
 As in split-K, the entries of a token are cut into splits of SPLIT entries, one per program. A program writes the
-products of all its entries, and then sums the rows of the other table with them. What several splits add to one sum
-goes to scratch, and `sum_of_splits_kernel` adds it up.
+products of all its entries, and then sums the rows of the other table with them. Partial sums of several
+splits go to scratch, and `sum_of_splits_kernel` adds them up.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gather_pair_kernel(
         row = tl.load(ids + t * J + j, mask=present, other=0)
         found = products_of_rows(pre_values, x, row, present, t, 0, 0, 1, P, 1, DOT_ENTRIES, DOT_COLUMNS, SUM)
         tl.store(products + t * J + j, found, mask=present)
-    # What follows reads what other threads of this program have written.
+    # The code below reads what other threads of this program have written.
     tl.debug_barrier()
     PER_GROUP: tl.constexpr = V // C
     COLUMN_TILES: tl.constexpr = (PER_GROUP + SUM_COLUMNS - 1) // SUM_COLUMNS
@@ -131,7 +131,7 @@ def gather_pair_gradients_kernel(
             tl.store(coef + entry * C + group, score * hidden, mask=present)
             grad_hidden += grad_coef * score
         tl.store(grad_products + entry, grad_hidden * activation_slope(product, ACTIVATION), mask=present)
-    # What follows reads what other threads of this program have written.
+    # The code below reads what other threads of this program have written.
     tl.debug_barrier()
     grad_x += (t * tl.num_programs(1) + tl.program_id(1)) * P
     for start in range(0, P, SUM_COLUMNS):

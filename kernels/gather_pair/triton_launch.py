@@ -21,7 +21,7 @@ from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gath
 
 @dataclass(frozen=True)
 class Launch:
-    """How the entries of T tokens are cut."""
+    """Cut of the entries of T tokens into programs."""
 
     split: int
     """Entries of a program."""
@@ -158,7 +158,7 @@ def _constants(o: PairOperands, launch: Launch) -> dict[str, Any]:
 
 
 def _room_for_splits(out: Tensor, launch: Launch, dtype: torch.dtype) -> Tensor:
-    """Where the kernel writes its sums: to `out` [T, W], or with several splits to scratch [T, S, W]."""
+    """Destination of the kernel's sums: `out` [T, W], or with several splits scratch [T, S, W]."""
     return out if launch.num_splits == 1 else out.new_empty(out.shape[0], launch.num_splits, out.shape[1], dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""What stands between the two gathers of a pair: activation and scores; and a pair that is made of two gathers.
+"""Activation and scores between the two gathers of a pair, and a pair that is made of two gathers.
 
 Legend: T tokens, J rows read per token, C column groups.
 """

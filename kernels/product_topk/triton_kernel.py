@@ -43,7 +43,7 @@ def collect_sums_kernel(
     long = tl.arange(0, WIDTH)[None, :]
     row_scores += start
     column_scores += start
-    # Of the strip's S rows (or columns) one score per line, of the others one per thread.
+    # One score per line for the strip's S rows (or columns), one per thread for the others.
     short_id = tl.load(ids + short + tl.where(by_row, 0, side), mask=short < ROW_TOP_K, other=0)
     short_row = tl.load(row_scores + short_id * stride_n, mask=by_row & (short < ROW_TOP_K), other=0.0)
     short_column = tl.load(column_scores + short_id * stride_n, mask=(line >= STRIP) & (short < ROW_TOP_K), other=0.0)

@@ -44,7 +44,7 @@ SCHEMA = (
 
 
 def empty_result(*operands: Any) -> tuple[Tensor, Tensor]:
-    """What `SCHEMA` gives, not filled yet; also the ops' fake for `torch.compile`."""
+    """Uninitialised results as `SCHEMA` declares them; also the ops' fake for `torch.compile`."""
     o = RowOperands(*operands)
     return o.entries.new_empty(o.entries.shape), o.entries.new_empty(o.entries.shape if o.with_blocks else 0)
 

@@ -38,7 +38,7 @@ tucker_topk.register_fake(empty_result)
 
 
 def key_ranks(scores: Tensor, direction: Tensor) -> Tensor:
-    """What stage 1 ranks keys by: scores [T, H, N, R] times direction [H, R], [T, H, N].
+    """Values that stage 1 ranks keys by: scores [T, H, N, R] times direction [H, R], [T, H, N].
 
     Products and sums are rounded one by one, in the order of r, here as in every kernel: equal bits select equal keys.
     """

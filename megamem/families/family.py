@@ -24,7 +24,7 @@ C = TypeVar("C", bound=MemoryConfig)
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one layer costs besides its tables, whose costs follow from `MemoryConfig.tables` and `lookup`.
+    """Costs of one layer besides its tables, whose costs follow from `MemoryConfig.tables` and `lookup`.
 
     Attributes:
         retrieval: parameters of query projections, keys, gains and cores.
@@ -101,7 +101,7 @@ class ReleasedNames:
 
 @dataclass(frozen=True)
 class Family(Generic[C]):
-    """One family. What needs its config alone (tables, rows, what can be observed) the config itself says.
+    """One family. Its config itself says what needs the config alone: tables, rows, what can be observed.
 
     Attributes:
         config: its config, whose `kind` has the family's name as its default.

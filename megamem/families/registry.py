@@ -1,4 +1,4 @@
-"""Which families there are."""
+"""Registry of the families."""
 
 from __future__ import annotations
 

@@ -81,14 +81,14 @@ class MemoryLayer(MegatronModule):
 
     @abstractmethod
     def forward(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """The memory's output for what its slot gives it (`megamem.slots`). What it reads it shows to `observe`.
+        """The memory's output for what its slot gives it (`megamem.slots`); it shows its reads to `observe`.
 
         Around the feed-forward both are [s, b, D], and `hidden` is the feed-forward's normalised input.
         """
 
     def initial_output(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        """What the memory makes of `hidden` [s, b, D] by itself, whatever else its slot or its chunk give it; its
-        variance is measured at initialisation."""
+        """The memory's own output for `hidden` [s, b, D], whatever else its slot or its chunk give it; its variance is
+        measured at initialisation."""
         out: Tensor = self(hidden, inputs)
         return out
 
@@ -124,7 +124,7 @@ class MemoryLayer(MegatronModule):
 
     @classmethod
     def refresh(cls, layers: Sequence[Self]) -> None:
-        """What these layers of one model chunk do once per optimizer step, before its first microbatch."""
+        """Refresh these layers of one model chunk once per optimizer step, before its first microbatch."""
 
     def _weight(self, *shape: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))

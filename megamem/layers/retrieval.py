@@ -1,4 +1,4 @@
-"""What layers have in common that retrieve from a grid of keys.
+"""Common base of the layers that retrieve from a grid of keys.
 
 Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, H heads, K retrieved, J = H K, C
 scores per entry, V value dim, P pre-value dim, B bins: sums per token, each with a projection of its own (mostly 1).
@@ -40,7 +40,7 @@ class RetrievalLayer(MemoryLayer):
         """The rows of the bank behind the entries, and the bin of each one's value (None if B is 1)."""
 
     def pre_input(self, x: Tensor) -> Tensor | None:
-        """What the pre-values are multiplied with, [T, P] of the tokens `x` [T, D]; None without pre-values."""
+        """Factor of the pre-values, [T, P] of the tokens `x` [T, D]; None without pre-values."""
         return None
 
     @abstractmethod

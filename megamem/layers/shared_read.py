@@ -1,4 +1,4 @@
-"""What the memory layers of a chunk read together, once per forward pass, before its first block.
+"""Joint read of a chunk's memory layers, once per forward pass, before its first block.
 
 Legend: t tokens of a sequence on this rank, b sequences.
 """

@@ -45,7 +45,7 @@ class RetrievalConfig(MemoryConfig):
     """Consecutive sequences over which the loss takes its shares and its mean probabilities; a divisor of
     train.micro_batch_size, all of which the release takes."""
     sharing: SharingConfig = field(default_factory=SharingConfig)
-    """Which layers share which tables."""
+    """Sharing of tables among layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,8 +120,8 @@ class TuckerConfig(RetrievalConfig):
     """e: e times the keys per side address e^2 virtual blocks that read the same rows (Eq. 8); null: the family's own,
     2 in UltraMem and else 1."""
     shuffle: Literal["keyed", "table", "none"] = "keyed"
-    """How the row/column topology is broken: a stateless keyed bijection, a stored permutation (8 bytes per entry and
-    layer), or not at all."""
+    """Way of breaking the row/column topology: a stateless keyed bijection, a stored permutation (8 bytes per entry and
+    layer), or none."""
     initialisation: Initialisation = "paper"
     """paper: sigma_V of Eq. 26 with calibrated score gain; matched: the same with the SwiGLU's true variance, a third
     of Eq. 25's; released: the public constants (as always with product keys)."""
@@ -155,7 +155,7 @@ class TuckerConfig(RetrievalConfig):
 
     @property
     def query_mode(self) -> Literal["per_rank", "per_head", "single"]:
-        """Whether each Tucker rank, or each head, has its own queries."""
+        """Sharing of queries: each Tucker rank or each head has its own, or all have the same."""
         return "single"
 
     @property
@@ -210,7 +210,7 @@ class ProductKeyConfig(RetrievalConfig):
     scoring: ClassVar[Scoring | None] = Scoring.PRODUCT
     """By sums of a row's and a column's score."""
     width_advice: ClassVar[str] = ""
-    """What else a family can do about a value_dim that is not hidden_size, for the message."""
+    """Advice of a family, for the message, on what else fits a value_dim that is not hidden_size."""
 
     query_norm: bool = True
     """RMS-normalise the queries of product keys, as UltraMemV2's public code does; Meta's release does not."""
@@ -227,12 +227,12 @@ class ProductKeyConfig(RetrievalConfig):
 
     @property
     def has_value_projection(self) -> bool:
-        """Whether a projection follows the summed values."""
+        """True if a projection follows the summed values."""
         return True
 
     @property
     def has_output_gate(self) -> bool:
-        """Whether a scalar per token gates the output."""
+        """True if a scalar per token gates the output."""
         return False
 
     @property

@@ -66,7 +66,7 @@ def product_key_costs(memory: ProductKeyConfig, view: LayerView, width: int) -> 
 
 
 def _balanced_keys(memory: RetrievalConfig, keys: int) -> int:
-    """Of so many keys those whose probabilities are kept."""
+    """Number of keys, out of `keys`, whose probabilities are kept."""
     return keys if memory.key_balance_weight else 0
 
 

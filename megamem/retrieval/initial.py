@@ -15,7 +15,7 @@ _RELEASED_TABLE_STD = 0.02
 def tucker_distribution(
     name: str, memory: TuckerConfig, model: ModelConfig, *, released_gain_exponent: float
 ) -> Distribution | None:
-    """What a parameter of a layer with Tucker cores is drawn from.
+    """Initial distribution of a parameter of a layer with Tucker cores.
 
     With `initialisation: released` the gains of queries and keys are key_dim to the power of `released_gain_exponent`;
     else they are calibrated.

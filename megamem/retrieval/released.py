@@ -1,4 +1,4 @@
-"""What the layers of one public code have in common in its parameters' names and layouts."""
+"""Common parameter names and layouts of the layers of one public code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a retrieval hands to the lookup, and to whoever watches it.
+"""Result of a retrieval, for the lookup and for usage metrics.
 
 Legend: T tokens, H heads, N keys per side, C scores per entry (Tucker cores), M rows (and columns) kept by the first
 stage, K retrieved.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What one layer retrieved for T tokens.
+    """Entries that one layer retrieved for T tokens.
 
     Attributes:
         entries: [T, H, K], int64 positions row x N + column of the N x N grid, best first within a head.

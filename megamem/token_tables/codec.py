@@ -18,12 +18,12 @@ from megamem.token_tables.form import TableForm
 RowBlocks = Callable[[], Iterable[tuple[int, Tensor]]]
 """Passes over a table: each time the number of a first row, and rows from there on [n, W], until all have come."""
 
-# Of the matrices that are summed for factors, at once.
+# Most bytes at once of the matrices that are summed for factors.
 _MOST_GRAM_BYTES = 2**28
 
 
 class RowCodec(ABC):
-    """How rows of one table become records of `record_bytes` bytes.
+    """Encoding of one table's rows as records of `record_bytes` bytes.
 
     Attributes:
         dtype: of the rows that come back.

@@ -1,4 +1,4 @@
-"""What the configs of memories that are indexed by the token have in common."""
+"""Common configuration of the memories that are indexed by the token."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class MixedValuesConfig(TokenTableConfig):
     """The values of attention."""
 
     mixed_into: Literal["values", "latents"] = "values"
-    """What the rows are mixed into. values: attention's values; with model.latent_attention the latents that values are
-    made of, while keys are made of latents as they are. latents: of latent attention, those of keys and values both
-    (Eq. 7), which then are all that a cache holds."""
+    """Tensor that the rows are mixed into. values: attention's values; with model.latent_attention the latents that
+    values are made of, while keys are made of latents as they are. latents: of latent attention, those of keys and
+    values both (Eq. 7), which then are all that a cache holds."""
     num_gate_heads: PositiveInt = 4
     """Equal parts of the columns with gates of their own; one per key/value head is the paper's."""
     gated_standard_path: bool = True

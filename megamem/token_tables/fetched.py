@@ -94,7 +94,7 @@ class FetchedRows:
             self._fetching = None
 
     def _places(self, rows: Tensor) -> Tensor | None:
-        """Where rows are among those held; None if one is not."""
+        """Positions of rows among those held; None if one is not held."""
         if not self._held_ids.numel():
             return None
         places = torch.searchsorted(self._held_ids, rows).clamp_(max=len(self._held_ids) - 1)

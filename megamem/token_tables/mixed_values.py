@@ -49,7 +49,7 @@ class MixedValuesLayer(MemoryLayer):
         input."""
         standard, gates = self.gates(hidden)
         rows = rows_of_tokens(inputs.token_ids, self.memory.rows_per_token)
-        # Of all heads' tokens, those that this rank answers for.
+        # This rank's share of the tokens, for all heads.
         rank, size = (0, 1) if self.tensor_group is None else (self.tensor_group.rank(), self.tensor_group.size())
         own = rows.chunk(size)[rank] if size > 1 else rows
         if self._ranks_per_head > 1:

@@ -1,4 +1,4 @@
-"""What the records of families that mix value embeddings share: costs and initial weights."""
+"""Costs and initial weights of the families that mix value embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a bank belong to a token."""
+"""Rows of a bank that belong to a token."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ class MidusConfig(MemoryConfig):
     the width of a head is the paper's."""
 
     query_from: Literal["heads", "stream_and_heads", "projected"] = "heads"
-    """What is cut into the heads' queries (Table 11): heads: the outputs of attention's heads; stream_and_heads: the
-    residual stream with them; projected: what the output projection makes of them."""
+    """Source of the heads' queries, which are cut from it (Table 11): heads: the outputs of attention's heads;
+    stream_and_heads: the residual stream with them; projected: what the output projection makes of them."""
     query_norm: Literal["none", "layer"] = "none"
-    """Of every head's queries (Table 11): none: they meet the keys as they are; layer: LayerNorm, with a gain and a
-    bias of each head."""
+    """Norm of every head's queries (Table 11): none: they meet the keys as they are; layer: LayerNorm, with a gain and
+    a bias of each head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,7 @@ class MidusConfig(MemoryConfig):
 
     @property
     def reads_whole_tokens(self) -> bool:
-        """Whether queries are cut from columns of all heads together, so that every tensor-parallel rank reads with all
+        """True if queries are cut from columns of all heads together, so that every tensor-parallel rank reads with all
         heads for its own tokens."""
         return self.query_from != "heads"
 

@@ -36,7 +36,7 @@ def _costs(memory: MidusConfig, view: LayerView, width: int) -> LayerCosts:
 
 
 def _distribution(name: str, memory: MidusConfig, model: ModelConfig) -> Distribution:
-    """What the paper leaves open, but that expansions are not zero: then nothing would ever get a gradient."""
+    """Initial distributions; the paper says only that expansions are not zero, or nothing would get a gradient."""
     match name:
         case "keys":
             # As other product keys, whose queries have two halves of d / 2.

@@ -89,7 +89,7 @@ class MidusLayer(MemoryLayer):
         )
 
     def forward(self, heads: Tensor, inputs: Inputs) -> Tensor:
-        """What the block adds, by heads [s, b, n, d], for the heads' outputs of the same shape; or of whole tokens,
+        """The block's update, by heads [s, b, n, d], for the heads' outputs of the same shape; or of whole tokens,
         [t, b, D]."""
         if heads.dim() == 3:
             return self(heads.unflatten(2, (self.memory.num_heads, -1)), inputs).flatten(2)
@@ -97,7 +97,7 @@ class MidusLayer(MemoryLayer):
         found = self.retrieve(queries)
         if self.own_values is not None:
             return self._of_own_values(self.own_values, found).view(heads.shape)
-        # Of R tokens each.
+        # Bins of R tokens each.
         bins = queries.shape[1] * self.num_ranks
         rows = found.entries.reshape(-1, bins * self.memory.top_k)
         scores = found.scores.reshape(-1, bins * self.memory.top_k, 1).to(heads.dtype)
