@@ -25,7 +25,7 @@ from kernels.shuffled_rows.op import ShuffledRows
 from kernels.tucker_topk.op import TuckerTopk
 
 # In every op's folder, the file with the function of the op's name.
-_FILES: Mapping[Implementation, str] = {"triton": "triton_launch", "cpu": "cpu", "torch": "torch_ops", "naive": "naive"}
+_FILES: Mapping[Implementation, str] = {"triton": "triton_op", "cpu": "cpu", "torch": "torch_ops", "naive": "naive"}
 
 
 @dataclass(frozen=True)

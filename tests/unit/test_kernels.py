@@ -412,7 +412,7 @@ def test_every_row_at_once_adds_up(kernels: Kernels) -> None:
 def test_long_runs_are_added_up_in_pieces(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
     """Several levels of pieces: one row that everybody reads, and rows whose runs begin and end anywhere."""
     if kernels.implementations["segment_accumulate"] == "triton":
-        monkeypatch.setattr("kernels.segment_accumulate.triton_launch.run_length", lambda num_entries: longest)
+        monkeypatch.setattr("kernels.segment_accumulate.triton_op.run_length", lambda num_entries: longest)
     for rows, seed in ((1, 0), (2, 1), (5, 2), (40, 3)):
         c = draw(Shape(rows=rows, tokens=11, reads=9, groups=1, width=8), seed=seed)
         ids = c.ids.clone()
@@ -453,7 +453,7 @@ def sorts_from_now_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list
     name = kernels.implementations["segment_accumulate"]
     if name == "torch":
         pytest.skip("PyTorch's index_add_ sorts nothing")
-    function = "triton_launch.sort_by_row" if name == "triton" else "cpu._bucket_order"
+    function = "triton_op.sort_by_row" if name == "triton" else "cpu._bucket_order"
     target = f"kernels.segment_accumulate.{function}"
     module, attribute = target.rsplit(".", 1)
     original = getattr(importlib.import_module(module), attribute)

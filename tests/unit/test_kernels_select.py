@@ -81,8 +81,7 @@ FILES = {
     "torch_ops.py",
     "cpu.py",
     "cpu.cpp",
-    "triton_kernel.py",
-    "triton_launch.py",
+    "triton_op.py",
     "op.py",
 }
 MAY_USE = {"kernels.common.checks", "kernels.common.hashing"}

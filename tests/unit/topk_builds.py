@@ -80,10 +80,10 @@ class Recorder:
 
 def launches(shape: Shape, num_tokens: int = 4096) -> Iterator[Launch]:
     """Every kernel that a retrieval launches, with its arguments."""
-    from kernels.list_topk import triton_launch as lists
-    from kernels.product_topk import triton_launch as product
-    from kernels.shuffled_rows import triton_launch as shuffled
-    from kernels.tucker_topk import triton_launch as tucker
+    from kernels.list_topk import triton_op as lists
+    from kernels.product_topk import triton_op as product
+    from kernels.shuffled_rows import triton_op as shuffled
+    from kernels.tucker_topk import triton_op as tucker
 
     recorded: list[Launch] = []
     for module in (lists, tucker, product, shuffled):

@@ -91,12 +91,16 @@ class Build:
 
 
 def pair_sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
-    """The kernels of a pair, likewise; `kernels/gather_pair/triton_launch.py` launches them."""
+    """The kernels of a pair, likewise; `kernels/gather_pair/triton_op.py` launches them."""
     import triton.language as tl
 
     from kernels.common.tiles import split_sum_tile
-    from kernels.gather_pair.triton_kernel import gather_pair_gradients_kernel, gather_pair_kernel, sum_of_splits_kernel
-    from kernels.gather_pair.triton_launch import launch_of
+    from kernels.gather_pair.triton_op import (
+        gather_pair_gradients_kernel,
+        gather_pair_kernel,
+        launch_of,
+        sum_of_splits_kernel,
+    )
 
     row, sums = f"*{shape.dtype}", "*fp32"
     common = {"C": shape.groups, "P": shape.pre_width, "V": shape.width, "B": shape.blocks, "SUM": tl.float32}
@@ -120,13 +124,13 @@ def pair_sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, 
 
 
 def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
-    """Each kernel with the types of its arguments, its constants and its warps, as their `triton_launch.py` launch it."""
+    """Each kernel with the types of its arguments, its constants and its warps, as their `triton_op.py` launch it."""
     import triton.language as tl
 
     from kernels.common.tiles import accumulate_tile, gather_tile, run_length
-    from kernels.gather_dot.triton_kernel import gather_dot_kernel
-    from kernels.gather_sum.triton_kernel import gather_sum_kernel
-    from kernels.segment_accumulate.triton_kernel import segment_accumulate_kernel
+    from kernels.gather_dot.triton_op import gather_dot_kernel
+    from kernels.gather_sum.triton_op import gather_sum_kernel
+    from kernels.segment_accumulate.triton_op import segment_accumulate_kernel
 
     row = f"*{shape.dtype}"
     common = {"C": shape.groups, "W": shape.width, "B": shape.blocks, "SUM": tl.float32}

@@ -1,15 +1,20 @@
 """`tucker_topk` in Triton: the grid of candidates of a token and head lives in the registers of one program.
 
+Launches are custom ops of PyTorch; nothing waits for the device.
+
 Legend: T tokens, H heads, N keys per side, R Tucker rank, M rows (and columns) kept by the first stage, K retrieved,
 WIDTH the power of two that holds M, Q the scratch row's capacity.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kernels.list_topk.triton_kernel import PADDING, collect_best, ordered_key
+from kernels.list_topk.triton_op import PADDING, collect_best, num_warps, ordered_key, select_in_two_stages
+from kernels.tucker_topk.op import empty_result
 
 
 @triton.jit
@@ -75,3 +80,42 @@ def collect_grid_kernel(
         TOP_K,
         CAPACITY,
     )
+
+
+@torch.library.custom_op("megamem::triton_tucker_topk", mutates_args=())
+def tucker_topk(
+    row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The function of `kernels.tucker_topk.naive.tucker_topk`, to the bit; raises as `select_in_two_stages` does."""
+    width = max(16, triton.next_power_of_2(row_top_k))
+    warps = num_warps(width**2)
+
+    def collect(row_scores: Tensor, column_scores: Tensor, stage_ids: Tensor, scratch: Tensor) -> None:
+        num_lists, row_capacity = scratch.shape
+        collect_grid_kernel[(num_lists,)](
+            row_scores,
+            column_scores,
+            core_sum.contiguous(),
+            stage_ids,
+            scratch,
+            row_scores.shape[1],
+            *row_scores.stride(),
+            ROW_TOP_K=row_top_k,
+            TOP_K=top_k,
+            CAPACITY=row_capacity,
+            RANK=row_scores.shape[3],
+            WIDTH=width,
+            THREADS=32 * warps,
+            THREADS_ACROSS=16 if warps >= 4 else 8,
+            num_warps=warps,
+            # The twin rounds products and sums one by one.
+            enable_fp_fusion=False,
+        )
+
+    directions = u.contiguous(), v.contiguous()
+    return select_in_two_stages(
+        row_scores, column_scores, directions, row_top_k, top_k, num_candidates=width**2, collect=collect
+    )
+
+
+tucker_topk.register_fake(empty_result)

@@ -1,9 +1,19 @@
-"""`shuffled_rows` in Triton: a program has some entries, which stay in registers from the first round to the last."""
+"""`shuffled_rows` in Triton: a program has some entries, which stay in registers from the first round to the last.
+
+Launches are custom ops of PyTorch; nothing waits for the device.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kernels.common.launch import on_device_of
+from kernels.shuffled_rows.op import SCHEMA, RowOperands, empty_result, from_custom_op, reciprocal
 
 
 @triton.jit
@@ -65,3 +75,38 @@ def shuffled_rows_kernel(
     tl.store(rows + e, row.to(tl.int64), mask=present)
     if WITH_BLOCKS:
         tl.store(blocks + e, block.to(tl.int64), mask=present)
+
+
+_ENTRIES = 512
+
+
+@torch.library.custom_op("megamem::triton_shuffled_rows", mutates_args=(), schema=SCHEMA)
+def _shuffled_rows(*operands: Any) -> tuple[Tensor, Tensor]:
+    o = RowOperands(*operands)
+    entries = o.entries.contiguous()
+    rows, blocks = empty_result(*o)
+    if entries.numel() == 0:
+        return rows, blocks
+    with on_device_of(entries):
+        shuffled_rows_kernel[(-(-entries.numel() // _ENTRIES),)](
+            entries,
+            rows,
+            blocks,
+            entries.numel(),
+            o.num_keys,
+            reciprocal(o.num_keys),
+            o.num_rows,
+            reciprocal(o.num_rows),
+            o.first_row,
+            o.num_bank_rows,
+            *o.round_keys,
+            WITH_BLOCKS=o.with_blocks,
+            ENTRIES=_ENTRIES,
+            num_warps=4,
+        )
+    return rows, blocks
+
+
+_shuffled_rows.register_fake(empty_result)
+shuffled_rows = from_custom_op(_shuffled_rows)
+"""The function of `kernels.shuffled_rows.naive.shuffled_rows`."""

@@ -1,15 +1,56 @@
-"""`gather_sum` in Triton, as a custom op of PyTorch: nothing waits for the device."""
+"""`gather_sum` in Triton.
+
+Launches are custom ops of PyTorch; nothing waits for the device.
+
+Legend: T tokens, J rows read per token, C column groups, W columns, B bins. A program makes some columns of a token's
+sum.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.common.checks import check_contiguous
 from kernels.common.launch import on_device_of, sum_dtype
 from kernels.common.tiles import gather_tile
+from kernels.common.triton_rows import sum_of_rows
 from kernels.gather_sum.op import empty_result
-from kernels.gather_sum.triton_kernel import gather_sum_kernel
+
+
+@triton.jit
+def gather_sum_kernel(
+    table,
+    ids,
+    coef,
+    bins,
+    out,
+    J,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    B: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c].
+
+    The grid is (T, B x C x column tiles).
+    """
+    PER_GROUP: tl.constexpr = W // C
+    COLUMN_TILES: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
+    t = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    group = tile // COLUMN_TILES % C
+    b = tile // (COLUMN_TILES * C)
+    columns = tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < PER_GROUP
+    total = sum_of_rows(
+        table, ids, coef, coef, bins, t, b, group, columns, in_row, 0, J, J, C, W, B, None, ENTRIES, COLUMNS, SUM
+    )
+    tl.store(out + (t * B + b) * W + group * PER_GROUP + columns, total.to(out.dtype.element_ty), mask=in_row)
 
 
 @torch.library.custom_op("megamem::triton_gather_sum", mutates_args=())
