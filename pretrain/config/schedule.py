@@ -65,7 +65,8 @@ def group_settings(
     step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None
 ) -> dict[GroupName, tuple[float, float]]:
     """(learning rate, weight decay) of every group at a step of the run."""
-    lr = run_lr(step, optimizer, train, stage)
+    position, length = schedule_span(step, optimizer, train, stage)
+    lr = backbone_lr(position, optimizer, length)
     value_lr = optimizer.value_lr
     if value_lr is None:
         value_lr = lr * value_multiplier(step, optimizer, train, stage)
@@ -83,12 +84,6 @@ def group_settings(
         "values": (value_lr, table_decay),
         "pre_values": (value_lr if pre_multiplier is None else lr * pre_multiplier, table_decay),
     }
-
-
-def run_lr(step: int, optimizer: OptimizerConfig, train: TrainConfig, stage: StageConfig | None = None) -> float:
-    """The backbone's learning rate at a step of the run."""
-    position, length = schedule_span(step, optimizer, train, stage)
-    return backbone_lr(position, optimizer, length)
 
 
 def apply_schedule(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megamem.config import ModelConfig
 from pretrain.checkpoint.derived import main_name
 from pretrain.checkpoint.folder import SavedState
 from pretrain.checkpoint.store.selected import Selected
@@ -41,8 +40,7 @@ class OpenedCheckpoint:
         state: how far the run had come.
         saved: what else a checkpoint of ours holds.
         tokenizer: its own, if it has one.
-        notes: what it says of itself, in words by title.
-        differing_copies: given what is told of bytes that were read, names what is there several times and not alike.
+        notes: what tells it from another one of the same source besides its configuration, in words by title.
     """
 
     path: Path
@@ -53,7 +51,6 @@ class OpenedCheckpoint:
     saved: SavedState | None = None
     tokenizer: Tokenizer | None = None
     notes: Mapping[str, str] | None = None
-    differing_copies: Callable[[Callable[[int], None]], list[str]] | None = None
 
     @property
     def weights(self) -> list[str]:
@@ -99,16 +96,12 @@ class Target:
         with_optimizer: whether it holds the optimizer's state.
         dtype: of weights; None: as they are.
         max_file_bytes: of tensors in a file, about.
-        transformer_impl: for Megatron-LM's files: whose modules' names they have.
-        grouped_experts: for Megatron-LM's files: whether a block's experts are one module.
     """
 
     layout: ParallelConfig
     with_optimizer: bool
     dtype: torch.dtype | None
     max_file_bytes: int
-    transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
-    grouped_experts: bool = False
 
 
 class Conversion(Protocol):
@@ -141,8 +134,9 @@ class CheckpointFormat(Protocol):
         """Name, as in `--format`."""
         ...
 
-    def holds_optimizer(self, model: ModelConfig) -> bool:
-        """Tell whether it can hold the optimizer's state of such a model."""
+    @property
+    def holds_optimizer(self) -> bool:
+        """Tell whether it can hold the optimizer's state."""
         ...
 
     def is_at(self, path: Path) -> bool:

@@ -32,7 +32,6 @@ class Listing:
         tensors: shapes and dtypes of the model's tensors and the optimizer's, under our global names.
         config: of the run.
         facts: versions of packages and state of the run, of a checkpoint of ours.
-        notes: what it says of itself, in words by title.
     """
 
     path: Path
@@ -40,7 +39,6 @@ class Listing:
     tensors: Mapping[str, StoredTensor]
     config: RunConfig
     facts: Mapping[str, Any]
-    notes: Mapping[str, str]
 
 
 def listing_of(opened: OpenedCheckpoint) -> Listing:
@@ -54,7 +52,6 @@ def listing_of(opened: OpenedCheckpoint) -> Listing:
         },
         opened.config,
         {} if opened.saved is None else _facts(opened.saved),
-        opened.notes or {},
     )
 
 
@@ -72,7 +69,7 @@ def native_listing(path: Path, step: int | None) -> Listing:
     stored = read_index(saved.path).stored
     dtype = saved.weights_dtype or "float32"
     derived = {name: StoredTensor(stored[main].shape, dtype) for name, main in derived_weights(stored).items()}
-    return Listing(saved.path, NATIVE, {**stored, **derived}, saved_config(saved, None), _facts(saved), {})
+    return Listing(saved.path, NATIVE, {**stored, **derived}, saved_config(saved, None), _facts(saved))
 
 
 def is_native(path: Path) -> bool:

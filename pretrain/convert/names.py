@@ -1,6 +1,6 @@
 """The names of formats, as in `--format`. Imports nothing, so that the command line is built at once."""
 
-NATIVE, HUGGINGFACE, MEGATRON_RANKS, RELEASED = "megatron-dist", "huggingface", "megatron-ranks", "released"
+NATIVE, HUGGINGFACE, RELEASED = "megatron-dist", "huggingface", "released"
 
-FORMAT_NAMES = (NATIVE, HUGGINGFACE, MEGATRON_RANKS, RELEASED)
+FORMAT_NAMES = (NATIVE, HUGGINGFACE, RELEASED)
 """The first is the default."""

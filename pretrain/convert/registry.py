@@ -8,13 +8,12 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.convert.format import CheckpointFormat, OpenedCheckpoint
 from pretrain.convert.huggingface.format import HuggingFaceFormat
-from pretrain.convert.megatron_ranks.format import MegatronRanksFormat
 from pretrain.convert.names import RELEASED
 from pretrain.convert.native.format import NativeFormat
 from pretrain.convert.released.format import ReleasedFormat
 from pretrain.errors import CheckpointError, ConfigError
 
-_EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), MegatronRanksFormat(), ReleasedFormat())
+_EVERY: tuple[CheckpointFormat, ...] = (NativeFormat(), HuggingFaceFormat(), ReleasedFormat())
 FORMATS = {each.name: each for each in _EVERY}
 """Formats by name, in the order in which a path is tried."""
 

@@ -35,9 +35,6 @@ def problems_of(
     if problems:
         # Further problems would follow from these.
         return problems
-    if checkpoint.differing_copies is not None:
-        found_copies = checkpoint.differing_copies(Counter(on_start("compare copies", 0)))
-        problems += [f"{names} are copies of one another, and differ" for names in found_copies]
     if finite or checkpoint.saved is None:
         found = _read_all(checkpoint, resources, on_start)
         problems += found if finite else []

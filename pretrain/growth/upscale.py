@@ -79,7 +79,6 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
             config=config,
             state=RunState(),
             notes={"blocks": "; ".join(map(str, blocks))},
-            differing_copies=None,
         ),
         tuple(number for number, block in enumerate(blocks) if block.inserted is not None),
     )

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from commands import TINY, Megamem, assert_same_tensors, checkpoint, steps, tensors
+from commands import TINY, Megamem, checkpoint, steps, tensors
 
 
 @pytest.fixture(scope="module")
 def dense_run(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, corpus: Path) -> Path:
-    """A dense model with a checkpoint of step 3, which went on to step 6."""
+    """A dense model after three steps."""
     folder = tmp_path_factory.mktemp("dense")
     config = {
         **TINY,
-        # As many as the embedding has rows: Megatron-LM's files do not tell which are padding.
+        # As many as the embedding has rows: padding would not come back.
         "model": {**TINY["model"], "memory": None, "vocab_size": 384},
-        "train": {**TINY["train"], "num_steps": 6},
+        "train": {**TINY["train"], "num_steps": 3},
         "optimizer": {"lr": 4e-3, "min_lr": 4e-4},
-        "checkpoint": {"every_steps": 3},
         "data": {"datasets": [{"path": str(corpus)}]},
     }
     (folder / "dense.yaml").write_text(yaml.safe_dump(config))
@@ -34,11 +34,6 @@ def convert(megamem: Megamem, *args: object) -> str:
     assert result.code == 0, result.output
     assert "equal, as read back" in result.output
     return result.output
-
-
-def assert_equal_weights(megamem: Megamem, first: Path, second: Path) -> None:
-    result = megamem("checkpoint", "diff", first, second, "--weights-only")
-    assert result.code == 0, result.output
 
 
 def test_a_memory_model_goes_to_hugging_face_and_back(
@@ -99,26 +94,15 @@ def test_a_run_begins_from_weights_alone_with_fresh_moments(
     torch.testing.assert_close(after[f"optimizer.state.param.{name}"], before[f"optimizer.state.param.{name}"])
 
 
-def test_a_dense_run_goes_on_after_megatrons_files(
-    megamem: Megamem, dense_run: Path, corpus: Path, tmp_path: Path
-) -> None:
-    ranks, back = tmp_path / "ranks", tmp_path / "back"
-    convert(megamem, dense_run, ranks, "--step", 3, "--format", "megatron-ranks", "--tensor", 2, "--pipeline", 2)
-    files = sorted(str(path.relative_to(ranks)) for path in ranks.rglob("*.pt"))
-    assert files == [
-        f"iter_0000003/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt" for tensor in (0, 1) for stage in (0, 1)
-    ]
-    same = megamem("checkpoint", "diff", checkpoint(dense_run, 3), ranks)
-    assert same.code == 0, same.output
-    shown = megamem("checkpoint", "inspect", ranks)
-    assert "tensor 2, pipeline 2 x 1" in shown.output
-    convert(megamem, ranks, back)
-    # Such files do not say: data, schedule, and what a run does besides training.
-    settings = (f"data.datasets=[{{path: {corpus}}}]", "checkpoint.every_steps=3", "evaluation.max_sequences=8")
-    result = megamem("train", back / "config.yaml", "--run-dir", back, *settings)
-    assert result.code == 0, result.output
-    assert [row["loss"] for row in steps(back)] == [row["loss"] for row in steps(dense_run)[3:]]
-    assert_same_tensors(checkpoint(back, 6), checkpoint(dense_run, 6))
+def test_a_dense_run_goes_to_a_qwen3_and_back(megamem: Megamem, dense_run: Path, tmp_path: Path) -> None:
+    exported, back = tmp_path / "exported", tmp_path / "back"
+    convert(megamem, dense_run, exported, "--format", "huggingface")
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert not list(exported.glob("*.py"))
+    convert(megamem, exported, back)
+    for made in (exported, back):
+        same = megamem("checkpoint", "diff", dense_run, made, "--weights-only")
+        assert same.code == 0, same.output
 
 
 def test_a_memory_model_goes_to_its_release_and_back(
@@ -141,10 +125,9 @@ def test_a_memory_model_goes_to_its_release_and_back(
 
 def test_what_a_format_cannot_hold_is_refused(megamem: Megamem, saved_run: Path, tmp_path: Path) -> None:
     for args, text in (
-        (("--format", "megatron-ranks"), "Megatron-LM has no memory layers"),
         (("--format", "huggingface", "--with-optimizer"), "--with-optimizer"),
         (("--format", "huggingface", "--tensor", 2), "--tensor has no effect on --format huggingface"),
-        (("--transformer-impl", "local"), "--transformer-impl has no effect on --format megatron-dist"),
+        (("--format", "released", "--pipeline", 2), "--pipeline has no effect on --format released"),
         (("--config", saved_run / "config.yaml"), "has a configuration of its own"),
     ):
         result = megamem("checkpoint", "convert", saved_run, tmp_path / "out", *args)

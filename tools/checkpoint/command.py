@@ -47,7 +47,6 @@ examples:
   megamem checkpoint convert runs/a runs/b --tensor 4 --pipeline 2 --memory 8
   megamem checkpoint convert runs/a exported --format huggingface --dtype bf16
   megamem checkpoint convert Llama-3.2-1B runs/llama
-  megamem checkpoint convert runs/dense megatron --format megatron-ranks --tensor 2 --pipeline 2
 
 SOURCE is of any of the formats, which is found out. One process, without GPUs, within --max-memory whatever the size of
 the tables. The result is written beside DESTINATION, read back and compared, and gets its name when it is equal; after a
@@ -122,14 +121,6 @@ def _add_convert(commands: Any) -> None:
         "--with-optimizer",
         action="store_true",
         help="keep the optimizer's state (the default where source and format can have it; an error where they cannot)",
-    )
-    parser.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        help="for megatron-ranks: whose modules Megatron-LM will have (default: transformer_engine)",
-    )
-    parser.add_argument(
-        "--moe-grouped-gemm", action="store_true", help="for megatron-ranks: a block's experts are one module there"
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="the model's configuration, for a SOURCE that has none (released)"

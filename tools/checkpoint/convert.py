@@ -11,7 +11,7 @@ import torch
 from pretrain.config.schema import ParallelConfig
 from pretrain.convert.convert import Resources, convert
 from pretrain.convert.format import Target
-from pretrain.convert.names import HUGGINGFACE, MEGATRON_RANKS, RELEASED
+from pretrain.convert.names import NATIVE
 from pretrain.convert.registry import FORMATS
 from pretrain.errors import ConfigError
 from tools.checkpoint.command import opened
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     )
     source = opened(args.source, args.step, args.config)
     kind = FORMATS[args.format]
-    can_hold = kind.holds_optimizer(source.config.model)
+    can_hold = kind.holds_optimizer
     if args.with_optimizer and not (can_hold and source.optimizer_state):
         lacking = f"{source.path} has" if can_hold else f"the format {kind.name} holds"
         raise ConfigError(f"--with-optimizer: {lacking} no optimizer state here: leave it out to convert the weights")
@@ -39,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
         with_optimizer=can_hold and bool(source.optimizer_state) and not args.weights_only,
         dtype=_DTYPES[args.dtype],
         max_file_bytes=args.max_file_size,
-        transformer_impl=args.transformer_impl or "transformer_engine",
-        grouped_experts=args.moe_grouped_gemm,
     )
     print(f"{source.path} ({source.format_name}) -> {args.destination} ({kind.name})", flush=True)
     started_s = time.monotonic()
@@ -61,9 +59,6 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_options_without_effect(args: argparse.Namespace) -> None:
     """Refuse options that the format has no use for."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "memory")
-    layout_options = [name for name in sizes if getattr(args, name) != 1]
-    megatron_options = [name for name in ("transformer_impl", "moe_grouped_gemm") if getattr(args, name)]
-    unused = layout_options if args.format in (HUGGINGFACE, RELEASED) else []
-    unused += megatron_options if args.format != MEGATRON_RANKS else []
-    if unused:
+    unused = [name for name in sizes if getattr(args, name) != 1]
+    if unused and args.format != NATIVE:
         raise ConfigError(f"--{unused[0].replace('_', '-')} has no effect on --format {args.format}: leave it out")

@@ -91,7 +91,6 @@ def _header(checkpoint: Listing, state_bytes: int) -> str:
         f"{config.name}: {config.model.num_layers} blocks of width {config.model.hidden_size}, "
         f"{memory.kind if memory is not None else kind}"
     )
-    lines.update(checkpoint.notes)
     lines["bytes"] = (
         f"{size_in_words(of_weights)} weights, {size_in_words(of_tables)} tables, {size_in_words(state_bytes)} "
         "optimizer state"

@@ -1,7 +1,7 @@
 """The pickle inside of a file that `torch.save` wrote, read without running anything that it names.
 
-Tensors and plain values come back as they are. An object of any other class becomes an `Inert`, which has the class's
-name, arguments and state: nothing is imported or called.
+Tensors and plain values come back as what they are. An object of any other class becomes an `Inert`, which knows the
+class's name alone: nothing of it is imported or called, and what the pickle would have given it is dropped.
 """
 
 from __future__ import annotations
@@ -42,27 +42,23 @@ class Inert:
     Attributes:
         module: where its class, or the function that makes it, is defined.
         name: of that class or function.
-        arguments: of the call that would have made it.
-        state: that it would have been given then; for most classes its attributes.
     """
 
     module: str
     name: str
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: Any = None
-        self.items: list[Any] = []
+        pass
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        pass
 
     # Called by pickles of classes that derive from list and dict.
     def append(self, item: Any) -> None:
-        self.items.append(item)
+        pass
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
+        pass
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.name}, not loaded>"

@@ -60,8 +60,6 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor):
-            raise TypeError("a tensor in memory: give a StoredTensor")
         if not isinstance(obj, StoredTensor):
             return NotImplemented
         shape = obj.info.shape

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megamem.config import ModelConfig
 from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.safetensors_store import open_safetensors, safetensors_files, write_index
 from pretrain.checkpoint.store.tensors import TensorReader
@@ -23,9 +22,7 @@ class HuggingFaceFormat:
     """See `CheckpointFormat`."""
 
     name = HUGGINGFACE
-
-    def holds_optimizer(self, model: ModelConfig) -> bool:
-        return False
+    holds_optimizer = False
 
     def is_at(self, path: Path) -> bool:
         return (path / CONFIG_FILE).is_file()

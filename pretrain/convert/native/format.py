@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from megamem.config import ModelConfig
 from parallel.atomic_write import sync
 from pretrain.checkpoint.derived import derived_weights, main_name
 from pretrain.checkpoint.folder import (
@@ -41,9 +40,7 @@ class NativeFormat:
     """See `CheckpointFormat`."""
 
     name = NATIVE
-
-    def holds_optimizer(self, model: ModelConfig) -> bool:
-        return True
+    holds_optimizer = True
 
     def is_at(self, path: Path) -> bool:
         return is_native(path)

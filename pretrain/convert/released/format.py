@@ -28,9 +28,7 @@ class ReleasedFormat:
     """See `CheckpointFormat`."""
 
     name = RELEASED
-
-    def holds_optimizer(self, model: ModelConfig) -> bool:
-        return False
+    holds_optimizer = False
 
     def is_at(self, path: Path) -> bool:
         return path.suffix in _ENDINGS or (path / _FILE).is_file() or any(path.glob("*.safetensors"))

@@ -16,7 +16,6 @@ from megamem.slots import Slot
 from pretrain.config.loader import parse_config
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.names import pairs
-from pretrain.convert.megatron_ranks.layout import RankLayout
 from pretrain.convert.released.pairs import released_pairs
 from pretrain.errors import CheckpointError, ConfigError
 
@@ -64,8 +63,6 @@ def test_formats_without_latents_say_so() -> None:
     model = replace(LATENT, vocab_size=64)
     with pytest.raises(CheckpointError, match=r"latent_attention is set, .* cannot be exported to Hugging Face"):
         pairs(model, vocab_size=64, tensors={})
-    with pytest.raises(ConfigError, match=r"latent_attention is set, .* use the native format"):
-        RankLayout().check(model, 64)
     with pytest.raises(ConfigError, match="has no models with latent attention: use the native format"):
         released_pairs(model, {}, "ultramemv2")
 
