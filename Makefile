@@ -90,7 +90,7 @@ check-plan:  ## what megamem plan predicts of every configuration, beside what d
 	@$(INSTALL) $(TEST_EXTRAS)
 	@"$(BIN)/python" -m tools.maintenance.check_plan
 
-mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/testing.md)
+mutants:  ## plant single mistakes in PACKAGE, one at a time, and print those that no test notices; goes on where it stopped (docs/dev/testing.md)
 	@$(INSTALL) $(TEST_EXTRAS),mutants
 	@"$(BIN)/python" -m tests.mutants $(PACKAGE) --sample $(SAMPLE) --seed $(SEED) $(if $(RETRY),--retry)
 

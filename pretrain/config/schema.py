@@ -173,7 +173,7 @@ class OptimizerConfig(Config):
     value_offload: Literal["none", "cpu"] = "none"
     """cpu: fp32 main weights and Adam moments of the memory tables are kept and stepped in host memory, 12 bytes
     per element that a rank owns, by DeepSpeed's CPU Adam if deepspeed is installed, else by PyTorch's fused AdamW;
-    none: on the device. See docs/offload.md."""
+    none: on the device. See docs/memory-parallel.md."""
     value_lr: NonNegativeFloat | None = None
     """Learning rate of values and pre-values at every step, whatever the backbone's (1e-3 for Memory+ in
     UltraMemV2's public code); null: value_lr_multiplier times the backbone's."""

@@ -15,7 +15,7 @@ from tools.cli import build_parser
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "kernels" / "README.md"]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")), REPOSITORY / "kernels" / "README.md"]
 
 
 def tracked_files(repository: Path) -> list[str]:

@@ -324,7 +324,7 @@ def _after_backward(
         moved = 4 * weights + 3 * 4 * owned + (0 if on_host else (28 + element) * owned)
         parts[part] = moved / hardware.stream_bytes_per_s
         if on_host:
-            # docs/offload.md: the copies either way, or the host's own traffic, whichever takes longer.
+            # docs/memory-parallel.md: the copies either way, or the host's own traffic, whichever takes longer.
             copied = (4 + element) * owned / (hardware.host_link_gb_per_s * 1e9)
             parts[part] += max(copied, 40 * owned / (hardware.host_memory_gb_per_s * 1e9))
     return parts
