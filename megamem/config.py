@@ -230,6 +230,9 @@ class ModelConfig(Config):
         """Blocks with a feed-forward, which memories in its place and inserted blocks do not have."""
         if self.memory is None:
             return self.num_layers
+        if self.memory.placement.spans is None:
+            # All memories act alike, each in its own block; a list of them would be as long as the model is deep.
+            return self.num_layers - (0 if self.memory.slot_of(Span(0, 0)).has_ffn else self.num_memory_layers)
         return self.num_layers - sum(not self.memory.slot_of(span).has_ffn for span in self.memory_spans)
 
     @property

@@ -8,11 +8,13 @@ from typing import Annotated, ClassVar, Literal
 
 import pytest
 
+from megamem.config import ModelConfig
 from megamem.config_base import Config, EffectiveWhen
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
+from megamem.memory_config import PlacementConfig
 from megamem.slots import Slot
 from pretrain.config.effective import RUN_RULES, ineffective_fields
 from pretrain.config.fields import all_keys
@@ -253,3 +255,23 @@ def test_a_silent_section_and_list_elements(tmp_path: Path) -> None:
         parse_config({"items": [{"mode": "on", "level": 1}, {"level": 1}]}, Outer, "here")
     write(tmp_path, "base.yaml", "inner: {mode: x}\nitems: [{level: 1}]")
     assert load_as(Outer, write(tmp_path, "a.yaml", "base: base.yaml")) == Outer(items=(Inner(),))
+
+
+@pytest.mark.parametrize("position", ["beside", "instead"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_blocks_with_a_feed_forward_are_counted_without_a_list_of_blocks(
+    position: Literal["beside", "instead"], every: int
+) -> None:
+    def model(num_layers: int) -> ModelConfig:
+        memory = PkmConfig(
+            num_keys=8, key_dim=8, value_dim=8, placement=PlacementConfig(every=every, position=position)
+        )
+        return ModelConfig(num_layers=num_layers, memory=memory)
+
+    listed = model(7)
+    assert listed.memory is not None
+    acting = [listed.memory.slot_of(span) for span in listed.memory_spans]
+    assert listed.num_ffn_blocks == 7 - sum(not slot.has_ffn for slot in acting)
+    # A number typed wrong must not fill the machine's memory.
+    deep = 10**15
+    assert model(deep).num_ffn_blocks == deep - (deep // every if position == "instead" else 0)
