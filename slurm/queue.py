@@ -113,7 +113,7 @@ def check_free(jobs: Sequence[JobsFolder]) -> None:
 
 @contextmanager
 def submitting(run: RunFolder) -> Iterator[None]:
-    """Be the only one who submits a run, until the block ends.
+    """Be the only one who submits a run, or the sweep in a folder, until the block ends.
 
     Raises:
         ConfigError: somebody else does, and is named.
