@@ -175,8 +175,8 @@ def test_nodes_that_were_found_bad_are_never_forgotten(jobs: JobsFolder, capsys:
         to_yaml(replace(PROFILE, excluded_nodes=("n[7-9]",), retry=RetryConfig(starts_without_checkpoint=9)))
     )
     verdicts = []
-    for bad in ("n2", "", "", "n1"):
-        folder = start(jobs).folder
+    for job, bad in (("10", "n2"), ("11", ""), ("11", ""), ("12", "n1")):
+        folder = start(jobs, job).folder
         folder.log_of(0).touch()
         if bad:
             folder.write_bad_nodes({bad: "no GPU"})
