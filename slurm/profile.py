@@ -18,7 +18,14 @@ from slurm.quoting import refuse_unfit
 
 PROFILES = Path("configs") / "clusters"
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", re.ASCII)
-_SECRET = re.compile(r"(.*_)?(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(.*_)?(KEY|PAT|PASS|PWD)|.*((API|ACCESS|PRIVATE)KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE
+)
+# In a URL: a password before the host, or a value that opens what it names.
+_SECRET_IN_URL = re.compile(
+    r"://[^/@:\s]*:[^/@\s]+@|[?&]([\w.-]*[_.-])?(apikey|key|token|secret|password|passwd|signature|sig)=[^&\s]",
+    re.IGNORECASE,
+)
 # Where ranks are and what they share follows from these keys: in the script, in the checks, and in the ranks themselves.
 _LAYOUT = {
     **dict.fromkeys(("nodes", "nodefile", "use-min-nodes", "spread-job"), "nodes, or --nodes of `megamem submit`"),
@@ -111,7 +118,7 @@ class VariableEntry(Config):
             raise ValueError(f"reason of {self.name} is {self.reason!r}: say in one line why it is set")
         if (self.value is None) == (self.file is None):
             raise ValueError(f"{self.name} needs either value or file")
-        if self.value and _SECRET.fullmatch(self.name):
+        if self.value and (_SECRET.fullmatch(self.name) or _SECRET_IN_URL.search(self.value)):
             raise ValueError(
                 f"the value of {self.name} would stand in scripts and records: put it into a file that you alone can read "
                 "(chmod 600), below shared_paths, and name that as file"
@@ -257,7 +264,9 @@ def _refuse_own(key: str, options: Sequence[str], own: Mapping[str, str]) -> Non
         ValueError: naming what sets it.
     """
     for option in options:
-        name = option.removeprefix("--").partition("=")[0]
+        name = re.split(r"[=\s]", option.removeprefix("--"), maxsplit=1)[0]
+        if _SECRET_IN_URL.search(option):
+            raise ValueError(f"the value of --{name} in {key} would stand in scripts and records: leave the secret out")
         if not option.startswith("--") or not name:
             raise ValueError(f"{key} has {option!r}: write long options, as in --name=value")
         # Slurm takes the first letters of an option for all of it.

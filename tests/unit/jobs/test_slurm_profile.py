@@ -58,6 +58,18 @@ def test_shipped_profiles_load(name: str) -> None:
             {"environment": [{"name": "hf_token", "value": "abc", "reason": "x"}]},
             "put it into a file that you alone can",
         ),
+        (
+            {"environment": [{"name": "PROXY", "value": "http://me:abc@proxy:80", "reason": "x"}]},
+            "the value of PROXY would stand in scripts",
+        ),
+        (
+            {"environment": [{"name": "DATA", "value": "s3://data?X-Amz-Signature=abc", "reason": "x"}]},
+            "the value of DATA would stand in scripts",
+        ),
+        (
+            {"sbatch_options": ["--comment=http://x/?api_key=abc"]},
+            "the value of --comment in sbatch_options would stand",
+        ),
         ({"environment": [{"name": "A", "value": "1", "file": "x", "reason": "x"}]}, "A needs either value or file"),
         ({"environment": [{"name": "A", "reason": "x"}]}, "A needs either value or file"),
         ({"environment": [{"name": "A B", "value": "1", "reason": "x"}]}, "name is 'A B'"),
@@ -72,6 +84,32 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, object], s
         load(tmp_path, **changes)
     assert said in str(error.value)
     assert "mine.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_SECRET_ACCESS_KEY", "HUGGING_FACE_HUB_TOKEN", "GITHUB_PAT", "DB_PASS", "DB_PWD", "AUTHTOKEN", "SECRETS"],
+)
+def test_a_secret_is_known_by_its_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the value of {name} would stand in scripts and records") as error:
+        load(tmp_path, environment=[{"name": name, "value": "abc", "reason": "x"}])
+    assert "abc" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_IB_PKEY", "7"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("HF_TOKEN_PATH", "/shared/me/token"),
+        ("http_proxy", "http://proxy:80"),
+        ("IMAGE", "docker://registry:5000/image@sha256:abc"),
+        ("PAGE", "http://x/?monkey=1"),
+    ],
+)
+def test_what_only_resembles_a_secret_is_taken(tmp_path: Path, name: str, value: str) -> None:
+    profile = load(tmp_path, environment=[{"name": name, "value": value, "reason": "x"}])
+    assert profile.environment[0].value == value
 
 
 def test_a_profile_that_is_not_there_names_those_that_are() -> None:
