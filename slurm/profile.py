@@ -35,6 +35,7 @@ _LAYOUT = {
     **dict.fromkeys(
         ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"), "gpus_per_node and gpu_binding"
     ),
+    "tres-per-task": "cpus_per_rank and gpu_binding",
     **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "memory_per_node"),
     **dict.fromkeys(("exclusive", "oversubscribe"), "exclusive"),
     "exclude": "excluded_nodes",
@@ -73,6 +74,8 @@ _OWN_OF_SRUN = {
     **dict.fromkeys(("kill-on-bad-exit", "wait", "label", "unbuffered", "pty", "multi-prog"), "how ranks are watched"),
     **dict.fromkeys(("nodelist", "relative", "jobid", "overlap", "immediate"), "the job's nodes that are alive"),
     **dict.fromkeys(("container-image", "container-mounts", "container-workdir"), "container"),
+    # With these it starts nothing, and ends as after all steps.
+    **dict.fromkeys(("test-only", "help", "usage", "version", "hold", "no-allocate"), "what srun is asked"),
 }
 
 

@@ -48,6 +48,10 @@ def test_shipped_profiles_load(name: str) -> None:
         ({"sbatch_options": ["--array=1-3"]}, "--array follows from --sweep"),
         ({"srun_options": ["--ntasks=1"]}, "srun_options has '--ntasks=1', and --ntasks follows from ranks_per_node"),
         ({"srun_options": ["--cpu-bind=none"]}, "--cpu-bind follows from cpu_binding"),
+        ({"srun_options": ["--exclude n1"]}, "--exclude follows from excluded_nodes"),
+        ({"srun_options": ["--tres-per-task=gres/gpu:1"]}, "--tres-per-task follows from cpus_per_rank"),
+        ({"srun_options": ["--test-only"]}, "--test-only follows from what srun is asked"),
+        ({"srun_options": ["--vers"]}, "--version follows from what srun is asked"),
         ({"srun_options": ["-n1"]}, "srun_options has '-n1': write long options"),
         ({"excluded_nodes": ["./file"]}, "excluded_nodes has './file'"),
         (
