@@ -26,6 +26,12 @@ _SECRET_IN_URL = re.compile(
     r"://[^/@:\s]*:[^/@\s]+@|[?&]([\w.-]*[_.-])?(apikey|key|token|secret|password|passwd|signature|sig)=[^&\s]",
     re.IGNORECASE,
 )
+# Set by the script, or by Slurm for it: another value would take it from the ranks, or from the script itself.
+_OWN_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_EXPORT_ENV", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"),
+    *("records", "asked", "ranks", "timer"),
+)
 # Where ranks are and what they share follows from these keys: in the script, in the checks, and in the ranks themselves.
 _LAYOUT = {
     **dict.fromkeys(("nodes", "nodefile", "use-min-nodes", "spread-job"), "nodes, or --nodes of `megamem submit`"),
@@ -117,6 +123,8 @@ class VariableEntry(Config):
         refuse_unfit(self)
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
             raise ValueError(f"name is {self.name!r}, which is no name of an environment variable")
+        if self.name in _OWN_VARIABLES:
+            raise ValueError(f"name is {self.name}, which the script or Slurm sets: remove the entry")
         if not self.reason.strip():
             raise ValueError(f"reason of {self.name} is {self.reason!r}: say in one line why it is set")
         if (self.value is None) == (self.file is None):

@@ -100,6 +100,12 @@ def test_a_secret_is_known_by_its_name(tmp_path: Path, name: str) -> None:
     assert "abc" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "SLURM_EXPORT_ENV", "records"])
+def test_what_the_script_sets_itself_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"name is {name}, which the script or Slurm sets"):
+        load(tmp_path, environment=[{"name": name, "value": "0", "reason": "x"}])
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
