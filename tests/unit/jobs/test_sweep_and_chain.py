@@ -17,7 +17,7 @@ from pretrain.config.stages import load_stages, to_entries
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from slurm import queue
-from slurm.commands import SlurmError
+from slurm.commands import JobState, SlurmError
 from slurm.job import begin
 from slurm.profile import ClusterConfig
 from slurm.queue import Job, job_of_run, queue_array, queue_chain
@@ -202,6 +202,15 @@ def test_an_array_runs_the_scripts_of_its_runs(tmp_path: Path, monkeypatch: pyte
     assert plan is not None
     assert plan.folder.attempt().job == "10_0"
     assert first.job_ids() == ["10_0"]
+
+
+def test_what_to_type_holds_a_folder_with_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = JobsFolder(RunFolder(tmp_path / "my run"))
+    records.path.mkdir(parents=True)
+    records.add_job("10", "submitted")
+    monkeypatch.setattr(queue, "job_state", lambda _: JobState("PENDING", "Priority"))
+    with pytest.raises(ConfigError, match=r"`megamem cancel '.*/my run'` ends it"):
+        queue.check_free([records])
 
 
 def test_one_of_two_submissions_at_once_is_told_of_the_other(links: list[Job]) -> None:
