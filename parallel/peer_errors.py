@@ -9,7 +9,10 @@ _TEXTS = (
     "connection refused",
     "broken pipe",
     "gloo/transport",
+    "connection closed by remote peer",
+    "connection was likely closed",
     "remote process exited",
+    "remote process exiting",
     "nccl communicator was aborted",
 )
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from pretrain.errors import ConfigError, UserError
 
 _PATIENCE_S = 120.0
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_ON_NODES = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _GONE = "Invalid job id specified"
 
 
@@ -36,7 +38,12 @@ class JobState:
     @property
     def is_over(self) -> bool:
         """True if nothing of the job will run any more."""
-        return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
+        return not self.waits and self.state not in _ON_NODES
+
+    @property
+    def waits(self) -> bool:
+        """True if the job is in the queue, held or not."""
+        return self.state in _WAITING
 
 
 def is_there() -> bool:

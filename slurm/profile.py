@@ -18,7 +18,20 @@ from slurm.quoting import refuse_unfit
 
 PROFILES = Path("configs") / "clusters"
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", re.ASCII)
-_SECRET = re.compile(r"(.*_)?(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(.*_)?(KEY|PAT|PASS|PWD)|.*((API|ACCESS|PRIVATE)KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE
+)
+# In a URL: a password before the host, or a value that opens what it names.
+_SECRET_IN_URL = re.compile(
+    r"://[^/@:\s]*:[^/@\s]+@|[?&]([\w.-]*[_.-])?(apikey|key|token|secret|password|passwd|signature|sig)=[^&\s]",
+    re.IGNORECASE,
+)
+# Set by the script, or by Slurm for it: another value would take it from the ranks, or from the script itself.
+_OWN_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_EXPORT_ENV", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"),
+    *("records", "asked", "ranks", "timer"),
+)
 # Where ranks are and what they share follows from these keys: in the script, in the checks, and in the ranks themselves.
 _LAYOUT = {
     **dict.fromkeys(("nodes", "nodefile", "use-min-nodes", "spread-job"), "nodes, or --nodes of `megamem submit`"),
@@ -28,6 +41,7 @@ _LAYOUT = {
     **dict.fromkeys(
         ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"), "gpus_per_node and gpu_binding"
     ),
+    "tres-per-task": "cpus_per_rank and gpu_binding",
     **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "memory_per_node"),
     **dict.fromkeys(("exclusive", "oversubscribe"), "exclusive"),
     "exclude": "excluded_nodes",
@@ -66,6 +80,8 @@ _OWN_OF_SRUN = {
     **dict.fromkeys(("kill-on-bad-exit", "wait", "label", "unbuffered", "pty", "multi-prog"), "how ranks are watched"),
     **dict.fromkeys(("nodelist", "relative", "jobid", "overlap", "immediate"), "the job's nodes that are alive"),
     **dict.fromkeys(("container-image", "container-mounts", "container-workdir"), "container"),
+    # With these it starts nothing, and ends as after all steps.
+    **dict.fromkeys(("test-only", "help", "usage", "version", "hold", "no-allocate"), "what srun is asked"),
 }
 
 
@@ -107,11 +123,13 @@ class VariableEntry(Config):
         refuse_unfit(self)
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
             raise ValueError(f"name is {self.name!r}, which is no name of an environment variable")
+        if self.name in _OWN_VARIABLES:
+            raise ValueError(f"name is {self.name}, which the script or Slurm sets: remove the entry")
         if not self.reason.strip():
             raise ValueError(f"reason of {self.name} is {self.reason!r}: say in one line why it is set")
         if (self.value is None) == (self.file is None):
             raise ValueError(f"{self.name} needs either value or file")
-        if self.value and _SECRET.fullmatch(self.name):
+        if self.value and (_SECRET.fullmatch(self.name) or _SECRET_IN_URL.search(self.value)):
             raise ValueError(
                 f"the value of {self.name} would stand in scripts and records: put it into a file that you alone can read "
                 "(chmod 600), below shared_paths, and name that as file"
@@ -257,7 +275,9 @@ def _refuse_own(key: str, options: Sequence[str], own: Mapping[str, str]) -> Non
         ValueError: naming what sets it.
     """
     for option in options:
-        name = option.removeprefix("--").partition("=")[0]
+        name = re.split(r"[=\s]", option.removeprefix("--"), maxsplit=1)[0]
+        if _SECRET_IN_URL.search(option):
+            raise ValueError(f"the value of --{name} in {key} would stand in scripts and records: leave the secret out")
         if not option.startswith("--") or not name:
             raise ValueError(f"{key} has {option!r}: write long options, as in --name=value")
         # Slurm takes the first letters of an option for all of it.

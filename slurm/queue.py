@@ -6,6 +6,7 @@ All that a job reads is written before it is queued, and a chain or an array is 
 from __future__ import annotations
 
 import os
+import shlex
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,13 +99,13 @@ def check_free(jobs: Sequence[JobsFolder]) -> None:
         ConfigError: naming its job or process, and how to end it.
     """
     for records in jobs:
-        run = records.run
+        run, named = records.run, shlex.quote(str(records.run.path))
         for job in reversed(records.job_ids()):
             state = job_state(job)
             if state is not None and not state.is_over:
                 raise ConfigError(
-                    f"job {job} of {run.path} is {state.state.lower()}: `megamem status {run.path}` shows it, and "
-                    f"`megamem cancel {run.path}` ends it"
+                    f"job {job} of {run.path} is {state.state.lower()}: `megamem status {named}` shows it, and "
+                    f"`megamem cancel {named}` ends it"
                 )
         presence = look(run)
         if presence is not None and not presence.ended and presence.alive:
@@ -113,7 +114,7 @@ def check_free(jobs: Sequence[JobsFolder]) -> None:
 
 @contextmanager
 def submitting(run: RunFolder) -> Iterator[None]:
-    """Be the only one who submits a run, until the block ends.
+    """Be the only one who submits a run, or the sweep in a folder, until the block ends.
 
     Raises:
         ConfigError: somebody else does, and is named.

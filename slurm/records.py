@@ -112,8 +112,9 @@ class JobsFolder:
     def add_job(self, job: str, why: str) -> None:
         """Record a job that was queued."""
         line = json.dumps({"job": job, "at": now(), "why": why}) + "\n"
-        with self.jobs.open("a", encoding="utf-8") as stream:
-            stream.write(line)
+        with self.jobs.open("ab") as stream:
+            # A full disk may have cut the line before it.
+            stream.write((line if self._ends_whole() else f"\n{line}").encode())
 
     def job_ids(self) -> list[str]:
         """The jobs of the run, the newest last."""
@@ -123,8 +124,11 @@ class JobsFolder:
         """The same, with the time at which each was queued."""
         if not self.jobs.exists():
             return []
-        rows = map(json.loads, self.jobs.read_text(encoding="utf-8").splitlines())
+        rows = filter(None, map(_whole_row, self.jobs.read_bytes().splitlines()))
         return [(row["job"], row["at"]) for row in rows]
+
+    def _ends_whole(self) -> bool:
+        return not self.jobs.exists() or self.jobs.read_bytes()[-1:] in (b"", b"\n")
 
     def log_of(self, job: str) -> Path:
         """Path of the log of a job's script."""
@@ -286,6 +290,15 @@ class AttemptFolder:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         said = [line for line in lines if line.startswith("megamem: ")]
         return (said or lines or [""])[-1]
+
+
+def _whole_row(line: bytes) -> dict[str, str] | None:
+    """A row of jobs; None of one that a full disk has cut. Its job says of itself that it is there when it begins."""
+    try:
+        row: dict[str, str] = json.loads(line)
+    except ValueError:
+        return None
+    return row
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

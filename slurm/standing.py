@@ -60,11 +60,15 @@ class _Link:
 
     @property
     def waits(self) -> bool:
-        return self.state is not None and self.state.state in ("PENDING", "CONFIGURING", "REQUEUED")
+        return self.state is not None and self.state.waits
 
     @property
     def is_over(self) -> bool:
         return self.answered and (self.state is None or self.state.is_over)
+
+    @property
+    def has_log(self) -> bool:
+        return self.jobs.log_of(self.jobs.job_ids()[-1]).exists()
 
     def __str__(self) -> str:
         return f"job {self.jobs.job_ids()[-1]}{_of_stage(self.jobs)} {self._state_in_words()}".rstrip()
@@ -125,7 +129,9 @@ def _phase(folder: RunFolder, links: Sequence[_Link], last: AttemptFolder | None
         link.jobs.cancelled.exists() for link in links
     ):
         return Phase.CANCELLED
-    return Phase.ENDED if all(link.answered for link in links) else Phase.UNKNOWN
+    # Of jobs that never began, and that Slurm has forgotten, nobody knows why.
+    knows = last is not None or any(link.state is not None or link.has_log for link in links)
+    return Phase.ENDED if knows and all(link.answered for link in links) else Phase.UNKNOWN
 
 
 def _what_followed(link: _Link, last: AttemptFolder | None, *, is_last: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def run_cancel(args: argparse.Namespace) -> int:
     unreadable: list[str] = []
     records = {path: jobs_folders(RunFolder(path)) for path in find_runs(args.run, unreadable)}
     if not any(records.values()) and not unreadable:
-        raise ConfigError(f"{args.run} has no Slurm jobs: `megamem status {args.run}` says what it does")
+        raise ConfigError(
+            f"{args.run} has no Slurm jobs: `megamem status {shlex.quote(str(args.run))}` says what it does"
+        )
     for path, folders in records.items():
         for jobs in folders:
             # Before the job hears of it, so that it does not queue itself again.

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from parallel.atomic_write import atomic_write
@@ -99,11 +99,16 @@ def _end(jobs: JobsFolder, args: argparse.Namespace) -> int:
     ):
         print("again")
     else:
-        # A finished run may have left no record of its end, and wants no nodes.
-        ended, profile = folder.ended(), load_profile(jobs.profile)
-        found_bad = () if ended is None else ended.bad_nodes
-        print(_in_script(decision, found_bad, profile.excluded_nodes, _waiting_job(jobs)))
+        profile = load_profile(jobs.profile)
+        print(_in_script(decision, _found_bad_by_job(jobs, folder), profile.excluded_nodes, _waiting_job(jobs)))
     return 0
+
+
+def _found_bad_by_job(jobs: JobsFolder, folder: AttemptFolder) -> set[str]:
+    """The nodes that attempts of the same job found bad. It has gone on beside them, and would get them again."""
+    attempt = folder.attempt()
+    ends = [ended for ended in jobs.ended_attempts(attempt.submission) if ended.attempt.job == attempt.job]
+    return {node for ended in ends for node in ended.bad_nodes}
 
 
 def _waiting_job(jobs: JobsFolder) -> str:
@@ -118,7 +123,7 @@ def _names(nodes: str) -> list[str]:
     return [node for node in nodes.split(",") if node]
 
 
-def _in_script(decision: Decision, found_bad: Sequence[str], never_used: Sequence[str], waiting: str) -> str:
+def _in_script(decision: Decision, found_bad: Collection[str], never_used: Sequence[str], waiting: str) -> str:
     """The verdict in words of the script.
 
     A job that is requeued keeps the nodes that it must not have. A new one is told all of them, those of the profile

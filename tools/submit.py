@@ -189,9 +189,10 @@ def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str
         print(render_array(swept, records, profile, first.submission, base, args.at_once))
         print(first.script, end="")
         return 0
-    for job in jobs:
-        check_free(jobs_folders(job.records.run))
-    number = queue_array(jobs, swept, base, args.at_once)
+    with submitting(RunFolder(base)):
+        for job in jobs:
+            check_free(jobs_folders(job.records.run))
+        number = queue_array(jobs, swept, base, args.at_once)
     for place, job in enumerate(jobs):
         print(_queued(job, f"{number}_{place}"))
     print(_what_next(base, None))

@@ -17,6 +17,10 @@ srun: launch/slurm: _step_signal: Terminating StepId=1.0
 srun: error: n1: task 0: Exited with exit code 1
 srun: Force Terminated StepId=1.0
 """
+SURVIVOR_FIRST = """\
+srun: error: n1: task 0: Exited with exit code 1
+srun: error: n2: task 1: Out Of Memory
+"""
 RAISED_FIRST = """\
 srun: error: n2: tasks 2-3: Exited with exit code 4
 srun: launch/slurm: _step_signal: Terminating StepId=1.0
@@ -34,6 +38,15 @@ srun: error: n1: task 0: Terminated
     [
         # The survivor recorded that it lost its peer, which could not record anything.
         (Failure(0, "n1", 1), RESET, KILLED_FIRST, "rank 1 on n2 was killed (srun: Killed)"),
+        # NCCL's and the store's words of the same.
+        *(
+            (Failure(0, "n1", 1), words, SURVIVOR_FIRST, "rank 1 on n2 was killed")
+            for words in (
+                "socketProgress: Connection closed by remote peer n2<35452>",
+                "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+                "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+            )
+        ),
         # Also where its words are of another kind.
         (Failure(0, "n1", 1), "ValueError: 3", KILLED_FIRST, "rank 1 on n2 was killed (srun: Killed)"),
         (None, "", KILLED_FIRST.replace("Killed", "Out Of Memory"), "rank 1 on n2 was killed (srun: Out Of Memory)"),

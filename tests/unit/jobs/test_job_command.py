@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,35 @@ def test_nodes_that_were_found_bad_are_told(tmp_path: Path, capsys: pytest.Captu
     ]
     assert main([*words, "--nodes", "n1,n2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "resubmit 0 n2 none"
+
+
+def test_a_node_found_bad_beside_which_the_job_went_on_is_not_forgotten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A requeue would give it back to the job, which was never told to leave it out."""
+    saved_steps = count()
+    monkeypatch.setattr(JobsFolder, "newest_saved_step", lambda _: next(saved_steps))
+    jobs = JobsFolder(RunFolder(tmp_path))
+    jobs.path.mkdir()
+    jobs.config.write_text(to_yaml(RunConfig()))
+    profile = ClusterConfig(ranks_per_node=1, shared_paths=("/",), runs_path="/runs", spare_nodes=1)
+    jobs.profile.write_text(to_yaml(replace(profile, excluded_nodes=("n9",))))
+    jobs.write_submission(Submission(1, "here", 1, 1, "abc", 100, "2026-01-01T00:00:00+00:00"))
+
+    def verdict(job: str, nodes: str, *words: str, bad: dict[str, str] | None = None) -> str:
+        plan = begin(jobs, nodes.split(","), "1:00:00", {"SLURM_JOB_ID": job})
+        assert plan is not None
+        plan.folder.log_of(0).touch()
+        plan.folder.write_bad_nodes(bad or {})
+        standing = ("--standing", "RUNNING None 0 1:00:00")
+        assert main(["end", str(jobs.path), str(plan.folder.path), *standing, *words]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert verdict("10", "n1,n2", "--exit-code", "1", "--nodes", "n1,n2", bad={"n1": "no GPU"}) == "again"
+    stopped = ("--exit-code", "75", "--asked-to-stop", "--nodes", "")
+    assert verdict("10", "n1,n2", *stopped) == "resubmit 0 n9,n1 none"
+    # The new job knows.
+    assert verdict("11", "n2,n3", *stopped) == "requeue 0 none none"
 
 
 def test_a_full_disk_leaves_a_verdict(

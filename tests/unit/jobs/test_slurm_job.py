@@ -65,6 +65,19 @@ def test_a_job_whose_place_another_one_took_does_nothing(jobs: JobsFolder) -> No
     assert jobs.job_ids() == ["10", "11", "12"]
 
 
+def test_a_row_of_jobs_that_a_full_disk_cut_is_passed_over(jobs: JobsFolder) -> None:
+    """The job behind it says of itself that it is there."""
+    for cut in (b'{"job": "11", "a', b"\xff"):
+        with jobs.jobs.open("ab") as stream:
+            stream.write(cut)
+        assert jobs.job_ids() == ["10"]
+    start(jobs, "11")
+    assert jobs.job_ids() == ["10", "11"]
+    jobs.add_job("12", "queued by the job before it")
+    assert jobs.job_ids() == ["10", "11", "12"]
+    assert len(jobs.jobs.read_bytes().splitlines()) == 4
+
+
 def test_an_attempt_that_left_no_end_was_lost_and_counts(jobs: JobsFolder) -> None:
     start(jobs)
     start(jobs)
@@ -162,8 +175,8 @@ def test_nodes_that_were_found_bad_are_never_forgotten(jobs: JobsFolder, capsys:
         to_yaml(replace(PROFILE, excluded_nodes=("n[7-9]",), retry=RetryConfig(starts_without_checkpoint=9)))
     )
     verdicts = []
-    for bad in ("n2", "", "", "n1"):
-        folder = start(jobs).folder
+    for job, bad in (("10", "n2"), ("11", ""), ("11", ""), ("12", "n1")):
+        folder = start(jobs, job).folder
         folder.log_of(0).touch()
         if bad:
             folder.write_bad_nodes({bad: "no GPU"})

@@ -48,6 +48,10 @@ def test_shipped_profiles_load(name: str) -> None:
         ({"sbatch_options": ["--array=1-3"]}, "--array follows from --sweep"),
         ({"srun_options": ["--ntasks=1"]}, "srun_options has '--ntasks=1', and --ntasks follows from ranks_per_node"),
         ({"srun_options": ["--cpu-bind=none"]}, "--cpu-bind follows from cpu_binding"),
+        ({"srun_options": ["--exclude n1"]}, "--exclude follows from excluded_nodes"),
+        ({"srun_options": ["--tres-per-task=gres/gpu:1"]}, "--tres-per-task follows from cpus_per_rank"),
+        ({"srun_options": ["--test-only"]}, "--test-only follows from what srun is asked"),
+        ({"srun_options": ["--vers"]}, "--version follows from what srun is asked"),
         ({"srun_options": ["-n1"]}, "srun_options has '-n1': write long options"),
         ({"excluded_nodes": ["./file"]}, "excluded_nodes has './file'"),
         (
@@ -57,6 +61,18 @@ def test_shipped_profiles_load(name: str) -> None:
         (
             {"environment": [{"name": "hf_token", "value": "abc", "reason": "x"}]},
             "put it into a file that you alone can",
+        ),
+        (
+            {"environment": [{"name": "PROXY", "value": "http://me:abc@proxy:80", "reason": "x"}]},
+            "the value of PROXY would stand in scripts",
+        ),
+        (
+            {"environment": [{"name": "DATA", "value": "s3://data?X-Amz-Signature=abc", "reason": "x"}]},
+            "the value of DATA would stand in scripts",
+        ),
+        (
+            {"sbatch_options": ["--comment=http://x/?api_key=abc"]},
+            "the value of --comment in sbatch_options would stand",
         ),
         ({"environment": [{"name": "A", "value": "1", "file": "x", "reason": "x"}]}, "A needs either value or file"),
         ({"environment": [{"name": "A", "reason": "x"}]}, "A needs either value or file"),
@@ -72,6 +88,38 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, object], s
         load(tmp_path, **changes)
     assert said in str(error.value)
     assert "mine.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_SECRET_ACCESS_KEY", "HUGGING_FACE_HUB_TOKEN", "GITHUB_PAT", "DB_PASS", "DB_PWD", "AUTHTOKEN", "SECRETS"],
+)
+def test_a_secret_is_known_by_its_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the value of {name} would stand in scripts and records") as error:
+        load(tmp_path, environment=[{"name": name, "value": "abc", "reason": "x"}])
+    assert "abc" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "SLURM_EXPORT_ENV", "records"])
+def test_what_the_script_sets_itself_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"name is {name}, which the script or Slurm sets"):
+        load(tmp_path, environment=[{"name": name, "value": "0", "reason": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_IB_PKEY", "7"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("HF_TOKEN_PATH", "/shared/me/token"),
+        ("http_proxy", "http://proxy:80"),
+        ("IMAGE", "docker://registry:5000/image@sha256:abc"),
+        ("PAGE", "http://x/?monkey=1"),
+    ],
+)
+def test_what_only_resembles_a_secret_is_taken(tmp_path: Path, name: str, value: str) -> None:
+    profile = load(tmp_path, environment=[{"name": name, "value": value, "reason": "x"}])
+    assert profile.environment[0].value == value
 
 
 def test_a_profile_that_is_not_there_names_those_that_are() -> None:

@@ -103,6 +103,27 @@ def test_a_cancelled_job_is_not_one_that_is_queued_again(run: Run) -> None:
     )
 
 
+@pytest.mark.parametrize("state", ["REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "REQUEUE_FED"])
+def test_a_job_that_is_held_is_in_the_queue(run: Run, state: str) -> None:
+    assert run.says("10", state)[0] == "queued"
+    assert not JobState(state, "").is_over
+
+
+def test_a_job_whose_end_is_awaited_is_not_over() -> None:
+    for state in ("SIGNALING", "STAGE_OUT", "RESIZING"):
+        assert not JobState(state, "").is_over
+    for state in ("COMPLETED", "CANCELLED", "REVOKED", "BOOT_FAIL", "DEADLINE"):
+        assert JobState(state, "").is_over
+
+
+def test_a_job_that_slurm_forgot_before_it_began_has_not_failed(run: Run) -> None:
+    """It was cancelled, as likely as not. One with a log did begin."""
+    line = line_of(run.folder.path)
+    assert (line.state, line.detail) == ("unknown", "before its first step, job 10 is over")
+    run.jobs.log_of("10").touch()
+    assert line_of(run.folder.path).state == "failed"
+
+
 def test_what_was_to_go_on_and_does_not_is_told_with_what_to_type(run: Run) -> None:
     first = run.begin()
     run.trains(3)

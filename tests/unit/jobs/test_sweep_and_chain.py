@@ -17,11 +17,12 @@ from pretrain.config.stages import load_stages, to_entries
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from slurm import queue
-from slurm.commands import SlurmError
+from slurm.commands import JobState, SlurmError
 from slurm.job import begin
 from slurm.profile import ClusterConfig
 from slurm.queue import Job, job_of_run, queue_array, queue_chain
 from slurm.records import JobsFolder, jobs_folders, submitted_last
+from tools import cli
 from tools.job import main
 from tools.submit import asked_for, links_of
 from tools.sweep import Axis, axis, grid
@@ -203,6 +204,15 @@ def test_an_array_runs_the_scripts_of_its_runs(tmp_path: Path, monkeypatch: pyte
     assert first.job_ids() == ["10_0"]
 
 
+def test_what_to_type_holds_a_folder_with_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = JobsFolder(RunFolder(tmp_path / "my run"))
+    records.path.mkdir(parents=True)
+    records.add_job("10", "submitted")
+    monkeypatch.setattr(queue, "job_state", lambda _: JobState("PENDING", "Priority"))
+    with pytest.raises(ConfigError, match=r"`megamem cancel '.*/my run'` ends it"):
+        queue.check_free([records])
+
+
 def test_one_of_two_submissions_at_once_is_told_of_the_other(links: list[Job]) -> None:
     run = links[0].records.run
     with (
@@ -213,6 +223,20 @@ def test_one_of_two_submissions_at_once_is_told_of_the_other(links: list[Job]) -
         pass
     with queue.submitting(run):
         pass
+
+
+def test_one_of_two_sweeps_at_once_is_told_of_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cluster, runs = tmp_path / "mine.yaml", tmp_path / "here.yaml", tmp_path / "runs"
+    config.write_text("name: mine\ndata: {datasets: [{path: /data}]}\n")
+    cluster.write_text(to_yaml(PROFILE))
+    words = ["submit", str(config), "--cluster", str(cluster), "--sweep", "seed=1,2", "--run-dir", str(runs)]
+    slurm_that_refuses(monkeypatch, after=9)
+    monkeypatch.setattr("tools.submit.check", lambda _: None)
+    monkeypatch.setattr("tools.submit.check_free", lambda _: None)
+    with queue.submitting(RunFolder(runs)):
+        assert cli.main(words) == ConfigError.exit_code
+    assert not (runs / "array.sh").exists()
+    assert cli.main(words) == 0
 
 
 def test_scripts_and_profiles_are_their_owner_s(links: list[Job]) -> None:
