@@ -12,8 +12,8 @@ SAMPLE ?= 60
 SEED ?= 1
 # Sequences of 4096 tokens per step, of models timed on one GPU.
 BENCH_BATCH ?= 8
-# Processes that share the tests.
-WORKERS ?= 2
+# Processes that share the tests: one more than cores, as those of Slurm mostly wait.
+WORKERS ?= 3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
