@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megamem.config import ModelConfig
-from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.families.registry import FAMILIES, family_of
+from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 
 MODEL_NAMES = {
     "wte.weight": "embedding.word_embeddings.weight",

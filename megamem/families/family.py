@@ -5,98 +5,25 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution
+from megamem.layer_costs import LayerCosts
 from megamem.memory_config import MemoryConfig
+from megamem.releases import ReleasedNames
 from megamem.sharing import LayerView
 
 if TYPE_CHECKING:
     # Torch and Megatron take seconds to load, and a configuration is read without them.
-    from torch import Tensor
-
     from megamem.layers.layer import MemoryLayer
     from megamem.layers.shared_read import SharedRead
 
 C = TypeVar("C", bound=MemoryConfig)
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """Costs of one layer besides its tables, whose costs follow from `MemoryConfig.tables` and `lookup`.
-
-    Attributes:
-        retrieval: parameters of query projections, keys, gains and cores.
-        projections: parameters between a token's hidden state and its values, in both directions.
-        key_flops: operations per token of query projections, and of their products with the keys.
-        selection_flops: of first-stage scores and the candidate grid.
-        projection_flops: of the projections.
-        selection_bytes: bytes per token that the selection reads and writes.
-        kept_wide: fp32 elements per token that backward needs of a forward pass, lookups left to `traffic`.
-        kept_narrow: the same in the precision of the run.
-        kept_ids: the same of int64 numbers.
-        kept_keys: elements of keys that are normalised, once per forward pass.
-        select_wide: fp32 elements per token that the selection of entries has at a time, scores among them.
-        kept_by_entries: bytes per token, of what is kept, that are gone when backward has the gradients of scores.
-        backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
-        split_by_heads: of the parameters, those that tensor-parallel ranks split with attention's heads.
-    """
-
-    retrieval: int = 0
-    projections: int = 0
-    key_flops: float = 0.0
-    selection_flops: float = 0.0
-    projection_flops: float = 0.0
-    selection_bytes: int = 0
-    kept_wide: int = 0
-    kept_narrow: int = 0
-    kept_ids: int = 0
-    kept_keys: int = 0
-    select_wide: int = 0
-    kept_by_entries: int = 0
-    backward_wide: int = 0
-    split_by_heads: int = 0
-
-    def __add__(self, other: LayerCosts) -> LayerCosts:
-        return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
-
-def _as_it_is(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
-    return tensor
-
-
 def _none_shared(memory: MemoryConfig, hidden_size: int) -> int:
     return 0
-
-
-def _same_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape
-
-
-@dataclass(frozen=True)
-class ReleasedNames:
-    """A layer's parameters in a public code.
-
-    Attributes:
-        parameters: our names by the released ones.
-        tables: the same of the tables.
-        stacked: our names of parameters that the release numbers, `<released>.<number>`; stacked along a new first
-            axis.
-        unused: parameters that the release has and does not use.
-        tables_in: whether a table is that of one layer, or one for the whole model, with the layers' rows in order.
-        convert: a released tensor in our layout, given our name for it and the layer's config. The elements keep their
-            order.
-        shape: the released shape of a parameter, given our name for it and our shape.
-    """
-
-    parameters: Mapping[str, str]
-    tables: Mapping[str, str]
-    stacked: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
-    tables_in: Literal["layer", "model"] = "layer"
-    convert: Callable[[str, Tensor, MemoryConfig], Tensor] = _as_it_is
-    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = _same_shape
 
 
 @dataclass(frozen=True)
@@ -145,7 +72,3 @@ class Family(Generic[C]):
             return None
         found: type[SharedRead] = pkgutil.resolve_name(self.shared_read_path)
         return found
-
-
-ULTRAMEMV2_RELEASE, META_RELEASE = "ultramemv2", "meta"
-"""The releases: UltraMemV2's code (OLMo), which also has UltraMem and Memory+, and Meta's (lingua)."""

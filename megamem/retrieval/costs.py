@@ -6,7 +6,7 @@ pre-value dim, B virtual blocks with a projection each, M rows (and columns) kep
 
 from __future__ import annotations
 
-from megamem.families.family import LayerCosts
+from megamem.layer_costs import LayerCosts
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 from megamem.sharing import LayerView
 

@@ -6,7 +6,7 @@ import math
 
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution
-from megamem.families.family import LayerCosts
+from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
 from megamem.token_tables.config import MixedValuesConfig
 

@@ -16,7 +16,6 @@ from tiny_runs import joined
 from torch import Tensor
 
 from megamem.config import ModelConfig, MoEConfig
-from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE
 from megamem.families.memory_plus.config import MemoryPlusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
@@ -24,6 +23,7 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig, PlacementConfig
 from megamem.released_names import from_meta, from_released
+from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE
 from megamem.sharing import SharingConfig
 from megamem.shuffle import KeyedShuffle
 from pretrain.checkpoint.store.paired import PairedReader

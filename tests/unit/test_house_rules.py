@@ -51,6 +51,8 @@ def rooms() -> Iterator[str]:
         for container in contract.get("containers", ()):
             yield from (f"{container}.{name.strip()}" for layer in contract["layers"] for name in layer.split(":"))
         yield from contract.get("protected_modules", ())
+        if contract.get("allow_indirect_imports"):
+            yield from (*contract["source_modules"], *contract["forbidden_modules"])
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,11 @@ def rooms() -> Iterator[str]:
         ("pretrain.train.module", "import pretrain.engine", ""),
         ("pretrain.config.module", "import pretrain.train", "pretrain.config.module -> pretrain.train (l.1)"),
         ("tools.module", "import tools.studies", "tools.module -> tools.studies"),
+        (
+            "megamem.retrieval.module",
+            "import megamem.families",
+            "megamem.retrieval.module -> megamem.families",
+        ),
     ],
 )
 def test_the_contracts_of_imports_find_a_wrong_one(tmp_path: Path, module: str, line: str, found: str) -> None:

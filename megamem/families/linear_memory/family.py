@@ -6,8 +6,9 @@ import math
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, symmetric
-from megamem.families.family import Family, LayerCosts
+from megamem.families.family import Family
 from megamem.families.linear_memory.config import LinearConfig
+from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
 
 

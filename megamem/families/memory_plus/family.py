@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution, Normal, symmetric
-from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE, Family, LayerCosts, ReleasedNames
+from megamem.families.family import Family
 from megamem.families.memory_plus.config import MemoryPlusConfig
+from megamem.layer_costs import LayerCosts
+from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.retrieval.costs import product_key_costs
 from megamem.retrieval.initial import product_key_distribution, product_key_table_std
 from megamem.retrieval.released import META_QUERY, META_VALUES, ULTRAMEMV2_TABLES, meta_names

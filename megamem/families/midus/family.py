@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution, Normal, symmetric
-from megamem.families.family import Family, LayerCosts
+from megamem.families.family import Family
 from megamem.families.midus.config import MidusConfig
+from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megamem.families.family import META_RELEASE, Family
+from megamem.families.family import Family
 from megamem.families.peer.config import PeerConfig
+from megamem.releases import META_RELEASE
 from megamem.retrieval.costs import product_key_costs
 from megamem.retrieval.initial import product_key_distribution, product_key_table_std
 from megamem.retrieval.released import META_QUERY, meta_names

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution, Normal
-from megamem.families.family import Family, LayerCosts
+from megamem.families.family import Family
+from megamem.layer_costs import LayerCosts
 from megamem.sharing import LayerView
 
 from .config import TideConfig

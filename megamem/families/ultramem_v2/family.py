@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from megamem.families.family import ULTRAMEMV2_RELEASE, Family
+from megamem.families.family import Family
 from megamem.families.ultramem_v2.config import UltraMemV2Config
+from megamem.releases import ULTRAMEMV2_RELEASE
 from megamem.retrieval.costs import tucker_costs
 from megamem.retrieval.initial import tucker_distribution, tucker_table_std
 from megamem.retrieval.released import tucker_names

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megamem.config import ModelConfig
-from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE
 from megamem.families.registry import family_of
+from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE
 from pretrain.checkpoint.store.files import WrittenFile
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.checkpoint.store.state_dict import StateDictFile, StateDictReader

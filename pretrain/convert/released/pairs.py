@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megamem.config import ModelConfig
-from megamem.families.family import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.families.registry import family_of
 from megamem.memory_config import Table
 from megamem.released_names import BLOCK_NAMES, MODEL_NAMES, from_meta, from_released, names_of
+from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE, ReleasedNames
 from megamem.retrieval.config import TuckerConfig
 from megamem.shuffle import KeyedShuffle
 from pretrain.checkpoint.store.paired import PairedReader

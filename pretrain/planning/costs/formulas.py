@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megamem.config import ModelConfig
-from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
+from megamem.layer_costs import LayerCosts
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
 from pretrain.planning.costs.attention import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megamem.config import ModelConfig
-from megamem.families.family import LayerCosts
 from megamem.families.registry import family_of
+from megamem.layer_costs import LayerCosts
 from megamem.sharing import BankSpec, LayerView
 from megamem.slots import Slot
 from megamem.trained_part import TrainedPart, readers_of_bank

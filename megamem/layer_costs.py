@@ -1,0 +1,45 @@
+"""Costs of one memory layer, as families and what they share state them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of one layer besides its tables, whose costs follow from `MemoryConfig.tables` and `lookup`.
+
+    Attributes:
+        retrieval: parameters of query projections, keys, gains and cores.
+        projections: parameters between a token's hidden state and its values, in both directions.
+        key_flops: operations per token of query projections, and of their products with the keys.
+        selection_flops: of first-stage scores and the candidate grid.
+        projection_flops: of the projections.
+        selection_bytes: bytes per token that the selection reads and writes.
+        kept_wide: fp32 elements per token that backward needs of a forward pass, lookups left to `traffic`.
+        kept_narrow: the same in the precision of the run.
+        kept_ids: the same of int64 numbers.
+        kept_keys: elements of keys that are normalised, once per forward pass.
+        select_wide: fp32 elements per token that the selection of entries has at a time, scores among them.
+        kept_by_entries: bytes per token, of what is kept, that are gone when backward has the gradients of scores.
+        backward_wide: fp32 elements per token that exist at a time in backward, besides what was kept.
+        split_by_heads: of the parameters, those that tensor-parallel ranks split with attention's heads.
+    """
+
+    retrieval: int = 0
+    projections: int = 0
+    key_flops: float = 0.0
+    selection_flops: float = 0.0
+    projection_flops: float = 0.0
+    selection_bytes: int = 0
+    kept_wide: int = 0
+    kept_narrow: int = 0
+    kept_ids: int = 0
+    kept_keys: int = 0
+    select_wide: int = 0
+    kept_by_entries: int = 0
+    backward_wide: int = 0
+    split_by_heads: int = 0
+
+    def __add__(self, other: LayerCosts) -> LayerCosts:
+        return LayerCosts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

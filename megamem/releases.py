@@ -1,0 +1,49 @@
+"""Public codes, and a layer's parameters under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from megamem.memory_config import MemoryConfig
+
+if TYPE_CHECKING:
+    # Torch takes seconds to load, and a configuration is read without it.
+    from torch import Tensor
+
+ULTRAMEMV2_RELEASE, META_RELEASE = "ultramemv2", "meta"
+"""The releases: UltraMemV2's code (OLMo), which also has UltraMem and Memory+, and Meta's (lingua)."""
+
+
+def _as_it_is(name: str, tensor: Tensor, memory: MemoryConfig) -> Tensor:
+    return tensor
+
+
+def _same_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape
+
+
+@dataclass(frozen=True)
+class ReleasedNames:
+    """A layer's parameters in a public code.
+
+    Attributes:
+        parameters: our names by the released ones.
+        tables: the same of the tables.
+        stacked: our names of parameters that the release numbers, `<released>.<number>`; stacked along a new first
+            axis.
+        unused: parameters that the release has and does not use.
+        tables_in: whether a table is that of one layer, or one for the whole model, with the layers' rows in order.
+        convert: a released tensor in our layout, given our name for it and the layer's config. The elements keep their
+            order.
+        shape: the released shape of a parameter, given our name for it and our shape.
+    """
+
+    parameters: Mapping[str, str]
+    tables: Mapping[str, str]
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    tables_in: Literal["layer", "model"] = "layer"
+    convert: Callable[[str, Tensor, MemoryConfig], Tensor] = _as_it_is
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = _same_shape
