@@ -14,4 +14,5 @@ def main() -> int:
         print(f"megamem: error: {hidden}", file=sys.stderr)
         return 2
     # By its name: nothing below the command line imports it, and `tools` may be somebody else's until here.
-    return int(importlib.import_module("tools.cli").main())
+    code: int = importlib.import_module("tools.cli").main()
+    return code

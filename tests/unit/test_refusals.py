@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretrain.folder import RunFolder
 
 from megamem.packages import PACKAGES, hidden_packages
 from parallel.atomic_write import atomic_write
 from parallel.rank_errors import Failure, FailureKind
 from parallel.refusals import check_can_write, in_words, naming, refusal
 from pretrain.errors import ConfigError
+from pretrain.run.folder import RunFolder
 from tests.every_command import commands_of
 from tools import cli
 

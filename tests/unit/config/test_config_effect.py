@@ -264,7 +264,7 @@ def test_blocks_with_a_feed_forward_are_counted_without_a_list_of_blocks(
 ) -> None:
     def model(num_layers: int) -> ModelConfig:
         memory = PkmConfig(
-            num_keys=8, key_dim=8, value_dim=8, top_k=2, placement=PlacementConfig(every=every, position=position)
+            num_keys=8, key_dim=8, value_dim=128, top_k=2, placement=PlacementConfig(every=every, position=position)
         )
         return ModelConfig(num_layers=num_layers, memory=memory)
 
