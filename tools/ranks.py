@@ -12,7 +12,7 @@ from typing import Any
 from parallel.devices import hide_gpus, num_visible_gpus, unseen_gpus
 from parallel.ranks import current_ranks, said_by_variables_alone
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.errors import ConfigError
+from pretrain.run.started_ranks import started_ranks
 from tools.words import ending
 
 
@@ -74,10 +74,7 @@ def started_world_size() -> int | None:
     Raises:
         ConfigError: the environment contradicts itself.
     """
-    try:
-        ranks = current_ranks()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    ranks = started_ranks()
     return None if ranks is None else ranks.world_size
 
 

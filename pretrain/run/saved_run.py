@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megamem.identity import Role
 from parallel.atomic_write import atomic_write
-from parallel.ranks import current_ranks
 from pretrain.checkpoint.folder import SavedState, list_checkpoints, read_state, step_folder, step_named
 from pretrain.checkpoint.newest import damaged_files, newest_complete, no_damage, refuse_damage, the_newest
 from pretrain.checkpoint.safe_metadata import files_with_weights
@@ -23,6 +22,7 @@ from pretrain.config.stages import StartingPoint, load_config
 from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.run.folder import RunFolder
+from pretrain.run.started_ranks import started_ranks
 from pretrain.run.trained_data import known_path
 from pretrain.state import RunState
 
@@ -99,10 +99,7 @@ def ranks_were_started() -> bool:
     Raises:
         ConfigError: the environment contradicts itself.
     """
-    try:
-        ranks = current_ranks()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    ranks = started_ranks()
     return ranks is not None and not ranks.are_watched
 
 
