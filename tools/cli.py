@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamem.packages import hidden_packages
+from megamem import start
 from tools.parsers import add_command
 
 COMMAND_MODULES = (
@@ -77,14 +77,7 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         The exit code: 0 finished, 2 configuration or usage, or what the system refuses, 3 data, 4 checkpoint, 75 stopped
         early, 130 interrupted, 1 a defect.
     """
-    if hidden := hidden_packages():
-        print(f"megamem: error: {hidden}", file=sys.stderr)
-        return _USAGE_ERROR
-    return _run(argv, parser)
-
-
-def _run(argv: Sequence[str] | None, parser: Callable[[], argparse.ArgumentParser] | None) -> int:
-    # Ours are imported when it is known that they are ours.
+    # Ours are imported when `megamem.start` knows that they are ours.
     from parallel.devices import keep_cuda_out_of_this_process
     from parallel.refusals import refusal
     from pretrain.errors import UserError
@@ -273,4 +266,4 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start.main())

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megamem import start
 from parallel.devices import hide_gpus
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
@@ -41,7 +42,7 @@ All of configs/, as `make check-plan` runs them: docs/planning.md says how long 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check as a program of its own, with the exit codes and messages of `megamem`."""
-    return cli.main(argv, _parser)
+    return start.main(argv, _parser)
 
 
 def _parser() -> argparse.ArgumentParser:
