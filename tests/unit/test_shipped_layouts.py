@@ -32,7 +32,7 @@ from tools.maintenance.plan_page import (
 REPOSITORY = Path(__file__).parents[2]
 MODEL_FOLDER = REPOSITORY / "configs" / "ultramemv2"
 PATHS = sorted((REPOSITORY / "configs" / "h100").glob("*.yaml"))
-PAGE = (REPOSITORY / "docs" / "120b.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
 H100 = load_hardware("h100-80g")
 LAST = REPOSITORY / "configs" / "h100" / "2.5b_60b_top768_on_512.yaml"
 

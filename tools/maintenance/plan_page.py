@@ -1,6 +1,6 @@
-"""The page about the largest models, docs/120b.md: what stands between its marks is computed here.
+"""The page about the largest models, docs/planning.md: what stands between its marks is computed here.
 
-`python -m tools.maintenance.plan_page docs/120b.md` writes it anew. No figure of it is typed.
+`python -m tools.maintenance.plan_page docs/planning.md` writes it anew. No figure of it is typed.
 """
 
 from __future__ import annotations
