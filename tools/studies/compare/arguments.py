@@ -64,7 +64,7 @@ def open_page(args: argparse.Namespace, part: str) -> Page:
 
 def command_line(args: argparse.Namespace, name: str, *options: str) -> str:
     """The command that makes the report again, with the options that it has to itself."""
-    words = ["megamem", name, *args.configs, *args.overrides, *options, "--run-dir", str(args.run_dir)]
+    words = ["megamem", "study", name, *args.configs, *args.overrides, *options, "--run-dir", str(args.run_dir)]
     words += ["--nproc", str(args.nproc)] if args.nproc else []
     words += ["--report", str(args.report)] if args.report else []
     return shlex.join(words)
