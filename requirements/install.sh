@@ -26,7 +26,7 @@ if command -v flock >/dev/null; then flock 9; fi
 # a half-finished installation can look complete to pip, so it is never continued.
 records=$venv/.megamem
 name=${extras:-none}
-key=$(cat requirements/lock.txt pyproject.toml | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
+key=$(cat requirements/lock.txt pyproject.toml setup.py | cksum | tr ' ' '-')-python$version-$(printf %s "$root" | cksum | cut -d' ' -f1)
 if [[ -e $records/$name-$key ]] && [[ ! -e $records/unfinished ]] && "$venv/bin/python" -c '' 2>/dev/null; then
   exit 0
 fi

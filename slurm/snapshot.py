@@ -8,22 +8,27 @@ import shutil
 import uuid
 from pathlib import Path
 
-PACKAGES = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tools")
-_ROOT = Path(__file__).parents[1]
+from megamem.packages import PACKAGES, folder_of
+
 _HASH_LETTERS = 12
 
 
-def code_files(root: Path) -> list[Path]:
-    """The files of the packages below a folder, relative to it, in a fixed order."""
-    found = (path for package in PACKAGES for path in (root / package).rglob("*") if path.is_file())
-    return sorted(path.relative_to(root) for path in found if "__pycache__" not in path.parts)
+def code_files(root: Path | None = None) -> dict[Path, Path]:
+    """Files of the packages below a folder, or of those that this process runs, by their places in a snapshot, sorted."""
+    found = {
+        path.relative_to(folder.parent): path
+        for folder in (folder_of(package) if root is None else root / package for package in PACKAGES)
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    return dict(sorted(found.items()))
 
 
-def code_hash(root: Path = _ROOT) -> str:
+def code_hash(root: Path | None = None) -> str:
     """Hash of the names and contents of the packages' files: the same wherever they lie."""
     digest = hashlib.sha256()
-    for path in code_files(root):
-        content = hashlib.sha256((root / path).read_bytes()).hexdigest()
+    for path, file in code_files(root).items():
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(f"{path.as_posix()} {content}\n".encode())
     return digest.hexdigest()[:_HASH_LETTERS]
 
@@ -38,9 +43,9 @@ def take_snapshot(folder: Path) -> str:
     target = folder / name
     if not target.exists():
         partial = folder / f".{name}.{uuid.uuid4().hex}"
-        for path in code_files(_ROOT):
+        for path, file in code_files().items():
             (partial / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(_ROOT / path, partial / path)
+            shutil.copyfile(file, partial / path)
         try:
             os.replace(partial, target)
         except OSError:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         The exit code: 0 finished, 2 configuration or usage, or what the system refuses, 3 data, 4 checkpoint, 75 stopped
         early, 130 interrupted, 1 a defect.
     """
-    # Ours are imported when `megamem.start` knows that they are ours.
+    # Imported when `megamem.start` has put our packages first.
     from parallel.devices import keep_cuda_out_of_this_process
     from parallel.refusals import refusal
     from pretrain.errors import UserError

@@ -41,7 +41,7 @@ examples:
   megamem train configs/quickstart.yaml data.datasets.0.path=data/mine --run-dir runs/mine --nproc 2
   megamem train configs/stages/2.5b_25b.yaml --stage decay --run-dir runs/staged
   megamem train continued.yaml --from runs/mine --run-dir runs/continued
-  torchrun --nproc-per-node 8 -m tools.cli train CONFIG
+  torchrun --nproc-per-node 8 -m megamem train CONFIG
 
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and logs/. If it holds a complete checkpoint, the run goes
 on from there as if it had never stopped (bit for bit on CPUs, and on GPUs with train.deterministic=true); the layout may

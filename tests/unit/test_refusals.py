@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megamem.packages import PACKAGES, hidden_packages
 from parallel.atomic_write import atomic_write
 from parallel.rank_errors import Failure, FailureKind
 from parallel.refusals import check_can_write, in_words, naming, refusal
@@ -182,31 +181,3 @@ def test_a_closed_stdout_leaves_no_traceback_at_the_end() -> None:
     )
     assert full.returncode == 2
     assert full.stderr.count(b"\n") == 1
-
-
-def test_the_packages_are_all_that_there_are() -> None:
-    there = {path.parent.name for path in REPOSITORY.glob("*/__init__.py")} - {"tests"}
-    assert set(PACKAGES) == there
-    assert not hidden_packages()
-
-
-@pytest.mark.parametrize("stray", ["parallel.py", "kernels/__init__.py", "tools.py", "tools/__init__.py"])
-def test_a_stray_file_of_a_packages_name_is_named(tmp_path: Path, stray: str) -> None:
-    (tmp_path / stray).parent.mkdir(exist_ok=True)
-    (tmp_path / stray).write_text("")
-    path = f"{tmp_path}{os.pathsep}{REPOSITORY}"
-    # As the installed program does.
-    code = "import sys; from megamem.start import main; sys.argv[1:] = ['--version']; sys.exit(main())"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    name = stray.partition("/")[0].removesuffix(".py")
-    assert ended.returncode == 2, ended.stderr
-    assert f"hides our package {name}" in ended.stderr
-    assert str(tmp_path) in ended.stderr
-    assert "Traceback" not in ended.stderr

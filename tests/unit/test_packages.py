@@ -1,0 +1,140 @@
+"""Others have packages and files of our packages' names: we find ours, and they theirs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megamem.packages import PACKAGES
+
+REPOSITORY = Path(__file__).parents[2]
+# Somebody's `import kernels`; then the program, where our ops, and those of a process that it spawns, are ours.
+BOTH = """
+import importlib.util, multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+import kernels, tools
+print(kernels.OWNER, tools.OWNER)
+del sys.modules["kernels"], sys.modules["tools"]
+from megamem.start import main
+assert main(["--version"]) == 0
+import kernels, parallel.ranks, slurm.snapshot
+print(kernels.__path__[0])
+with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    print(pool.submit(importlib.util.find_spec, "tools.cli").result().origin)
+"""
+SNAPSHOT = """
+import sys
+from megamem.packages import put_ours_first
+put_ours_first()
+from pathlib import Path
+from slurm.snapshot import code_hash, take_snapshot
+name = take_snapshot(Path(sys.argv[1]))
+assert code_hash() == code_hash(Path(sys.argv[1], name)) == name
+print(name)
+"""
+
+
+def run_python(*arguments: object, path: tuple[Path, ...], cwd: Path) -> str:
+    """Output of Python with some folders before all others but those that it puts there itself."""
+    ended = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the distribution is built from: a build leaves files in its folder."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in PACKAGES:
+        shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("LICENSE", "NOTICE", "README.md", "pyproject.toml", "setup.py"):
+        shutil.copyfile(REPOSITORY / name, copy / name)
+    return copy
+
+
+def built(how: str, sources: Path, folder: Path) -> Path:
+    """A folder with the contents of a wheel (`build_wheel`), or of that of an editable installation (`build_editable`)."""
+    code = f"import sys; from setuptools import build_meta; build_meta.{how}(sys.argv[1])"
+    run_python("-c", code, folder, path=(), cwd=sources)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    wheel.unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("build_wheel", sources, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Path:
+    """A folder of somebody who has packages of our names."""
+    for package in ("kernels", "parallel", "configs", "tests"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("OWNER = 'theirs'\n")
+    (tmp_path / "tools.py").write_text("OWNER = 'theirs'\n")
+    (tmp_path / "slurm").mkdir()
+    return tmp_path
+
+
+def test_the_packages_are_all_that_there_are() -> None:
+    assert set(PACKAGES) == {path.parent.name for path in REPOSITORY.glob("*/__init__.py")} - {"tests"}
+
+
+def test_a_wheel_has_every_module_and_no_name_that_others_have(installed: Path) -> None:
+    assert {path.name for path in installed.iterdir()} == {"megamem", "megamem_rooms", "megamem-0.1.0.dist-info"}
+    sources = {
+        path.relative_to(REPOSITORY)
+        for name in PACKAGES
+        for path in (REPOSITORY / name).rglob("*.*")
+        if path.suffix not in (".md", ".pyc")
+    }
+    there = {
+        path.relative_to(folder)
+        for folder in (installed, installed / "megamem_rooms")
+        for path in folder.rglob("*.*")
+        if path.relative_to(folder).parts[0] in PACKAGES and path.is_file()
+    }
+    assert sources == there
+
+
+def test_an_editable_installation_has_no_name_that_others_have(sources: Path, tmp_path: Path) -> None:
+    (finder,) = built("build_editable", sources, tmp_path).glob("__editable__*.py")
+    mapping = re.search(r"^MAPPING.*= (\{.*\})$", finder.read_text(encoding="utf-8"), re.MULTILINE)
+    assert mapping is not None
+    assert {name.partition(".")[0] for name in re.findall(r"'([\w.]+)':", mapping[1])} == {"megamem", "megamem_rooms"}
+
+
+@pytest.mark.parametrize("where", ["checkout", "wheel"])
+def test_nobody_hides_another(where: str, installed: Path, others: Path) -> None:
+    ours = REPOSITORY if where == "checkout" else installed
+    theirs, version, *found = run_python("-c", BOTH, path=(others, ours), cwd=others).splitlines()
+    assert theirs == "theirs theirs"
+    assert version.startswith("megamem ")
+    rooms = ours if where == "checkout" else ours / "megamem_rooms"
+    assert [Path(path) for path in found] == [rooms / "kernels", rooms / "tools" / "cli.py"]
+
+
+def test_the_program_is_a_module_too(installed: Path, others: Path) -> None:
+    assert run_python("-m", "megamem", "--version", path=(installed,), cwd=others).startswith("megamem ")
+
+
+def test_a_snapshot_of_installed_packages_is_that_of_a_checkout_in_form(installed: Path, tmp_path: Path) -> None:
+    name = run_python("-c", SNAPSHOT, tmp_path, path=(installed,), cwd=tmp_path).strip()
+    assert {path.name for path in (tmp_path / name).iterdir()} == set(PACKAGES)
