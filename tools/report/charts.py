@@ -8,14 +8,14 @@ its lines are called is in `<title>` elements, which browsers show under the poi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from tools.report.reading import Binned
+from tools.templates import render
 
 WIDTH, HEIGHT = 480, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 12, 36
@@ -23,7 +23,6 @@ _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 _NUM_TICKS = 5
 # Most marks in one place that are written out.
 _MOST_WORDS = 5
-_DASHES = ("", "6 3", "2 3")
 
 
 @dataclass(frozen=True)
@@ -118,23 +117,29 @@ def chart(
         return ""
     across = _token_axis(lines, start)
     up = _value_axis(lines, across, logarithmic=logarithmic, from_zero=from_zero)
-    # An SVG within cuts off what leaves it.
-    inside = f'<svg x="{_LEFT}" y="{_TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}">'
-    drawn = "".join(_drawn(line, across, up) for line in lines)
-    parts = [*_grid(across, up), *_marks(marks, across), f"{inside}{drawn}</svg>"]
-    head = escape(f"{title} ({unit})" if unit else title)
-    return (
-        f'<figure><figcaption>{head}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{head}">'
-        f"{''.join(parts)}</svg></figure>"
+    return render(
+        "chart.html",
+        head=f"{title} ({unit})" if unit else title,
+        width=WIDTH,
+        height=HEIGHT,
+        left=_LEFT,
+        right=WIDTH - _RIGHT,
+        top=_TOP,
+        bottom=HEIGHT - _BOTTOM,
+        rows=[(_TOP + _PLOT_HEIGHT * (1 - place), in_short(tick)) for tick, place in _placed(up)],
+        columns=list(_columns(across)),
+        marks=list(_drawn_marks(marks, across)),
+        lines=[(line, _drawn(line, across, up)) for line in lines],
     )
 
 
 def colour_of(number: int) -> tuple[str, int]:
     """The colour and the dash of a run: seven colours that colour-blind readers can tell apart, then dashed, dotted."""
-    return f"var(--run-{number % NUM_COLOURS})", number // NUM_COLOURS % len(_DASHES)
+    return f"var(--run-{number % NUM_COLOURS})", number // NUM_COLOURS % _NUM_DASHES
 
 
 NUM_COLOURS = 7
+_NUM_DASHES = 3
 
 
 def shade_of(number: int, count: int) -> str:
@@ -142,12 +147,13 @@ def shade_of(number: int, count: int) -> str:
     return f"hsl({240 - round(240 * number / max(1, count - 1))} 70% var(--block-light))"
 
 
-def key(label: str, colour: str, dash: int = 0) -> str:
-    """An entry of a legend."""
-    return (
-        f'<span class="key"><svg viewBox="0 0 24 10" class="swatch" aria-hidden="true"><line x1="0" x2="24" y1="5" '
-        f'y2="5" style="stroke:{colour}"{_dashes(dash)}></line></svg>{escape(label)}</span>'
-    )
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend: as the line of that label, colour and dash."""
+
+    label: str
+    colour: str
+    dash: int = 0
 
 
 def in_short(value: float) -> str:
@@ -182,19 +188,13 @@ def _shown_values(line: Line, across: Axis) -> np.ndarray[Any, Any]:
     return np.concatenate([edge[shown] for edge in edges])
 
 
-def _grid(across: Axis, up: Axis) -> Iterable[str]:
-    for tick, place in _placed(up):
-        y = _TOP + _PLOT_HEIGHT * (1 - place)
-        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"></path>'
-        yield f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{in_short(tick)}</text>'
+def _columns(across: Axis) -> Iterator[tuple[float, str, str]]:
+    """Place, label and anchor of each tick of tokens."""
     placed = list(_placed(across))
     for number, (tick, place) in enumerate(placed):
-        x, last = _LEFT + _PLOT_WIDTH * place, number == len(placed) - 1
         # The last label would reach over the edge if it stood below its tick.
-        anchor = "end" if last and place > 0.95 else "middle"
-        yield f'<path class="grid" d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}"></path>'
-        yield f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 17}" text-anchor="{anchor}">{in_short(tick)}</text>'
-    yield f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 3}" text-anchor="end">tokens</text>'
+        at_edge = number == len(placed) - 1 and place > 0.95
+        yield _LEFT + _PLOT_WIDTH * place, in_short(tick), "end" if at_edge else "middle"
 
 
 def _placed(axis: Axis) -> Iterable[tuple[float, float]]:
@@ -202,8 +202,18 @@ def _placed(axis: Axis) -> Iterable[tuple[float, float]]:
     return zip(ticks, axis.place(np.array(ticks)).tolist(), strict=True)
 
 
-def _marks(marks: Iterable[Mark], across: Axis) -> Iterable[str]:
-    """Those of one kind in one place are drawn once, with the words of all."""
+@dataclass(frozen=True)
+class _DrawnMark:
+    """Marks of one kind in one place, with the words of all."""
+
+    kind: str
+    colour: str
+    x: float
+    path: str
+    words: str
+
+
+def _drawn_marks(marks: Iterable[Mark], across: Axis) -> Iterator[_DrawnMark]:
     bottom = HEIGHT - _BOTTOM
     together: dict[tuple[str, int, str], list[Mark]] = {}
     for mark in marks:
@@ -222,24 +232,29 @@ def _marks(marks: Iterable[Mark], across: Axis) -> Iterable[str]:
         words = "; ".join(mark.label for mark in held[:_MOST_WORDS])
         if len(held) > _MOST_WORDS:
             words += f"; and {len(held) - _MOST_WORDS} more"
-        yield f'<path class="{kind}" style="--c:{colour}" d="{path}"><title>{escape(words)}</title></path>'
-        if kind == "stage":
-            yield f'<text x="{x + 4:.1f}" y="{_TOP + 12}">{escape(words)}</text>'
+        yield _DrawnMark(kind, colour, x, path, words)
 
 
-def _drawn(line: Line, across: Axis, up: Axis) -> str:
+@dataclass(frozen=True)
+class _Drawn:
+    """A line's path, and that of the band around it, if there is one; or its dots."""
+
+    kind: str
+    path: str
+    band: str = ""
+
+
+def _drawn(line: Line, across: Axis, up: Axis) -> _Drawn:
     points = line.points
     x = _PLOT_WIDTH * across.place(points.tokens)
-    title = f"<title>{escape(line.label)}</title>"
+    heights = _heights(points.mean, up)
     if line.dots or len(x) == 1:
-        dots = "".join(f"M{left:.1f} {top:.1f}h0" for left, top in zip(x, _heights(points.mean, up), strict=True))
-        return f'<path class="dots" style="stroke:{line.colour}" d="{dots}">{title}</path>'
+        return _Drawn("dots", "".join(f"M{left:.1f} {top:.1f}h0" for left, top in zip(x, heights, strict=True)))
     band = ""
     if line.band and (points.high > points.low).any():
         there, back = _path(x, _heights(points.high, up)), _path(x[::-1], _heights(points.low, up)[::-1])
-        band = f'<path class="band" style="fill:{line.colour}" d="M{there}L{back}z"></path>'
-    style = f'style="stroke:{line.colour}"{_dashes(line.dash)}'
-    return f'{band}<path class="line" {style} d="M{_path(x, _heights(points.mean, up))}">{title}</path>'
+        band = f"M{there}L{back}z"
+    return _Drawn("line", f"M{_path(x, heights)}", band)
 
 
 def _heights(values: np.ndarray[Any, Any], up: Axis) -> np.ndarray[Any, Any]:
@@ -249,10 +264,6 @@ def _heights(values: np.ndarray[Any, Any], up: Axis) -> np.ndarray[Any, Any]:
 
 def _path(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> str:
     return " ".join(f"{left:.1f} {top:.1f}" for left, top in zip(x.tolist(), y.tolist(), strict=True))
-
-
-def _dashes(number: int) -> str:
-    return f' stroke-dasharray="{_DASHES[number]}"' if number else ""
 
 
 def _round_step(rough: float) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from statistics import median
 
 import numpy as np
@@ -14,10 +14,10 @@ from pretrain.config.changes import flat
 from pretrain.config.loader import to_dict
 from pretrain.run.history import Start
 from pretrain.train.health.memories import in_words
-from tools.report.charts import Line, Mark, chart, colour_of, key, shade_of
+from tools.report.charts import Key, Line, Mark, chart, colour_of, shade_of
 from tools.report.reading import EVALUATION_FIGURES, Binned, Column, RunRecord, binned
-from tools.report.style import STYLE
 from tools.standing import duration
+from tools.templates import render
 from tools.words import count_in_millions, plural, size_in_words
 
 MOST_POINTS = 1000
@@ -49,20 +49,39 @@ def page(runs: Sequence[RunRecord]) -> str:
     names = ", ".join(run.name for run in runs)
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     several = len(runs) > 1
-    legend = "".join(key(run.name, *colour_of(number)) for number, run in enumerate(runs))
-    parts = [
-        f"<h1>{escape(names)}</h1><p>megamem report, {written}</p>",
-        f'<div class="cards">{"".join(map(_card, range(len(runs)), runs))}</div>',
-        f'<p class="legend">{legend}</p>' if several else "",
-        *_sections(runs, resolution),
-        _differences(runs) if several else "",
-        _notes(resolution),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(names)}</title><style>{STYLE}</style></head>\n<body><main>{''.join(parts)}</main></body></html>\n"
+    keys = [Key(run.name, *colour_of(number)) for number, run in enumerate(runs)]
+    sections = [*_sections(runs, resolution), *([_differences(runs)] if several else [])]
+    return render(
+        "report.html",
+        title=names,
+        written=written,
+        cards=[(key, list(_summary(run))) for key, run in zip(keys, runs, strict=True)],
+        keys=keys if several else [],
+        sections=[section for section in sections if any((*section.charts, section.rows, section.words))],
+        resolution=resolution,
     )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page below a heading, which is left out if it has neither charts nor rows nor words.
+
+    Attributes:
+        title: its heading.
+        charts: as markup; an empty one is left out.
+        note: what the charts show.
+        keys: their legend.
+        head, rows: a table.
+        words: a paragraph.
+    """
+
+    title: str
+    charts: Sequence[str] = ()
+    note: str = ""
+    keys: Sequence[Key] = ()
+    head: Iterable[str] = ()
+    rows: Sequence[Iterable[str]] = ()
+    words: str = ""
 
 
 def resolution_of(runs: Sequence[RunRecord]) -> int:
@@ -72,7 +91,7 @@ def resolution_of(runs: Sequence[RunRecord]) -> int:
     return min(MOST_POINTS, max(_FEWEST_POINTS, _POINTS_OF_A_PAGE // max(1, lines)))
 
 
-def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
+def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[Section]:
     marks = [mark for number, run in enumerate(runs) for mark in _marks(run, colour_of(number)[0])]
     starts = [mark for mark in marks if mark.kind in ("start", "stage")]
 
@@ -86,34 +105,37 @@ def _sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
     ]
     training, validation = "Training loss; dots: validation", _lines(runs, "validation_loss", resolution)
     many = any(_is_course(line.points.tokens) for line in validation)
-    yield _section(
-        "Loss",
+    loss_charts = [
         chart(training, "nats per token", losses, marks),
         chart(f"{training}; the second half", "nats per token", losses, marks, start=0.5),
-        chart("Validation loss", "nats per token", validation, starts) if many else "",
-        chart("Bits per byte", "", _lines(runs, "bits_per_byte", resolution), starts) if many else "",
-        note="Dashed: a start from a checkpoint. Lines with a name: a stage begins. Triangles: steps that were skipped, as their gradient was not finite. "
-        "Ticks below: saves.",
+    ]
+    if many:
+        loss_charts.append(chart("Validation loss", "nats per token", validation, starts))
+        loss_charts.append(chart("Bits per byte", "", _lines(runs, "bits_per_byte", resolution), starts))
+    note = (
+        "Dashed: a start from a checkpoint. Lines with a name: a stage begins. Triangles: steps that were skipped, as "
+        "their gradient was not finite. Ticks below: saves."
     )
+    yield Section("Loss", loss_charts, note)
     if not many:
         yield _evaluations(runs)
     yield from _domain_sections(runs, resolution, starts)
-    yield _section("Learning rates", of("Backbone", "", "lr"), of("Tables", "", "value_lr"))
-    yield _section(
-        "Gradients",
+    yield Section("Learning rates", (of("Backbone", "", "lr"), of("Tables", "", "value_lr")))
+    gradients = (
         of("Gradient norm", "", "grad_norm", noisy=True, logarithmic=True),
         of("Gradient norm of the tables", "", "value_grad_norm", noisy=True, logarithmic=True),
     )
-    yield _section(
-        "Speed",
+    yield Section("Gradients", gradients)
+    speed = (
         of("Throughput", "tokens/s", "tokens_per_s", noisy=True),
         of("Operations of the model", "TFLOP/s per rank", "tflops_per_gpu", noisy=True),
     )
-    yield _section(
-        "Saves",
+    yield Section("Speed", speed)
+    saves = (
         of("Training stood still", "seconds", "save_stall_s", noisy=True),
         of("Written in", "seconds", "save_s", noisy=True),
     )
+    yield Section("Saves", saves)
     yield from _block_sections(runs, resolution)
 
 
@@ -122,23 +144,16 @@ def _is_course(values: Sized) -> bool:
     return len(values) >= _FEWEST_DRAWN
 
 
-def _evaluations(runs: Sequence[RunRecord]) -> str:
-    """A table of the evaluations; nothing where there are none."""
+def _evaluations(runs: Sequence[RunRecord]) -> Section:
+    """A table of the evaluations."""
     rows = []
     for run in runs:
         figures = run.metrics.figures
         columns = [figures.get(name, Column()) for name in EVALUATION_FIGURES]
         for tokens, loss, bits_per_byte in zip(columns[0].tokens, *(column.values for column in columns), strict=True):
             rows.append((run.name, count_in_millions(int(tokens)), f"{loss:.4f}", f"{bits_per_byte:.4f}"))
-    return _table("Evaluations", ("run", "tokens", "validation loss (nats per token)", "bits per byte"), rows)
-
-
-def _section(title: str, *charts: str, note: str = "") -> str:
-    """Charts below a heading; nothing where no chart has lines."""
-    if not any(charts):
-        return ""
-    said = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<section><h2>{escape(title)}</h2>{said}<div class="charts">{"".join(charts)}</div></section>'
+    head = ("run", "tokens", "validation loss (nats per token)", "bits per byte")
+    return Section("Evaluations", head=head, rows=rows)
 
 
 def _lines(
@@ -166,7 +181,7 @@ def _marks(run: RunRecord, colour: str) -> Iterator[Mark]:
         yield Mark("save", tokens, f"{run.name}: saved", colour)
 
 
-def _domain_sections(runs: Sequence[RunRecord], resolution: int, starts: Sequence[Mark]) -> Iterator[str]:
+def _domain_sections(runs: Sequence[RunRecord], resolution: int, starts: Sequence[Mark]) -> Iterator[Section]:
     """Losses of each domain of the held-out documents: a line per domain for each run."""
     for run in runs:
         domains = run.metrics.domains
@@ -179,11 +194,11 @@ def _domain_sections(runs: Sequence[RunRecord], resolution: int, starts: Sequenc
             for name, column in domains.items():
                 at = dict(zip(column.tokens, column.values, strict=True))
                 rows.append((name, *(f"{at[tokens]:.4f}" if tokens in at else "-" for tokens in times)))
-            yield _table(title, head, rows)
+            yield Section(title, head=head, rows=rows)
             continue
         lines = [Line(name, colours[name], binned(column, resolution)) for name, column in domains.items()]
-        legend = "".join(key(f"{name}: {column.last:.4f}", colours[name]) for name, column in domains.items())
-        yield f'{_section(title, chart("Bits per byte, domain by domain", "", lines, starts))}<p class="legend">{legend}</p>'
+        keys = [Key(f"{name}: {column.last:.4f}", colours[name]) for name, column in domains.items()]
+        yield Section(title, (chart("Bits per byte, domain by domain", "", lines, starts),), keys=keys)
 
 
 def _restarts(run: RunRecord) -> list[Start]:
@@ -192,7 +207,7 @@ def _restarts(run: RunRecord) -> list[Start]:
     return [start for start in run.starts[1:] if start.consumed_tokens not in begins]
 
 
-def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]:
+def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[Section]:
     """Figures of memories and experts: a line per block for each run, and of several runs their means side by side."""
     with_blocks = [(number, run) for number, run in enumerate(runs) if run.metrics.of_blocks]
     names = sorted(
@@ -208,7 +223,7 @@ def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]
                     colour, dash = colour_of(number)
                     lines.append(Line(run.name, colour, _over_blocks(columns, resolution), dash, band=True))
             charts.append(chart(*_block_title(name), lines, from_zero=True))
-        yield _section("Memory, mean over its blocks", *charts, note="Shaded: from the lowest to the highest block.")
+        yield Section("Memory, mean over its blocks", charts, "Shaded: from the lowest to the highest block.")
     for _, run in with_blocks:
         blocks = sorted({block for columns in run.metrics.of_blocks.values() for block in columns})
         colours = {block: shade_of(place, len(blocks)) for place, block in enumerate(blocks)}
@@ -218,13 +233,13 @@ def _block_sections(runs: Sequence[RunRecord], resolution: int) -> Iterator[str]
             if name in run.metrics.of_blocks
         ]
         found = {block: [each.kind for each in run.metrics.dropped_out if each.block == block] for block in blocks}
-        legend = "".join(
-            key(f"block {block}" + (f" ({', '.join(found[block])})" if found[block] else ""), colour)
+        keys = [
+            Key(f"block {block}" + (f" ({', '.join(found[block])})" if found[block] else ""), colour)
             for block, colour in colours.items()
-        )
+        ]
         title = f"Memory of {run.name}, block by block" if len(runs) > 1 else "Memory, block by block"
         note = "Dashed, of coverage: as many even reads." if _EVEN in run.metrics.of_blocks else ""
-        yield f'{_section(title, *charts, note=note)}<p class="legend">{legend}</p>'
+        yield Section(title, charts, note, keys)
 
 
 def _lines_of_blocks(run: RunRecord, name: str, colours: Mapping[int, str], resolution: int) -> Iterator[Line]:
@@ -246,13 +261,6 @@ def _over_blocks(columns: dict[int, Column], resolution: int) -> Binned:
     length = min(len(block.tokens) for block in binned_blocks)
     table = np.stack([block.mean[:length] for block in binned_blocks])
     return Binned(binned_blocks[0].tokens[:length], table.mean(0), table.min(0), table.max(0))
-
-
-def _card(number: int, run: RunRecord) -> str:
-    """Name, state and figures of a run."""
-    colour, dash = colour_of(number)
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in _summary(run))
-    return f'<section class="card"><h2>{key(run.name, colour, dash)}</h2><dl>{rows}</dl></section>'
 
 
 def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -309,39 +317,14 @@ def _time_left(run: RunRecord) -> str:
     return f"{duration(steps * median(step_s.values[-_STEPS_OF_SPEED:]))} for {plural(steps, 'step')}"
 
 
-def _differences(runs: Sequence[RunRecord]) -> str:
+def _differences(runs: Sequence[RunRecord]) -> Section:
     """A table of the configuration's keys in which runs differ."""
     configured = [run for run in runs if run.config is not None]
     leaves = [flat(to_dict(run.config)) for run in configured]
     keys = sorted({name for of_run in leaves for name in of_run})
     rows = [(name, [str(of_run.get(name, "not set")) for of_run in leaves]) for name in keys]
     different = [(name, values) for name, values in rows if len(set(values)) > 1]
-    if len(configured) < 2:
-        return ""
-    if not different:
-        return "<section><h2>Configurations</h2><p>They are the same.</p></section>"
-    return _table(
-        "Where the configurations differ",
-        ["key", *(run.name for run in configured)],
-        [(name, *values) for name, values in different],
-    )
-
-
-def _table(title: str, head: Iterable[str], rows: Sequence[Iterable[str]]) -> str:
-    """A table below a heading; nothing without rows."""
-    if not rows:
-        return ""
-    body = "".join(_row("td", row) for row in rows)
-    table = f'<div class="scroll"><table><thead>{_row("th", head)}</thead><tbody>{body}</tbody></table></div>'
-    return f"<section><h2>{escape(title)}</h2>{table}</section>"
-
-
-def _row(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def _notes(resolution: int) -> str:
-    return (
-        f'<p class="note">A line has at most {resolution:,} points: means of equal ranges of tokens; where it is shaded, '
-        "from the smallest to the largest value of each.</p>"
-    )
+    if len(configured) > 1 and not different:
+        return Section("Configurations", words="They are the same.")
+    head = ["key", *(run.name for run in configured)]
+    return Section("Where the configurations differ", head=head, rows=[(name, *values) for name, values in different])

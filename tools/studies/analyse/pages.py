@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tools.drawing import model_colours, svg
-from tools.report.style import STYLE
+from tools.templates import render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,17 +19,10 @@ Found: TypeAlias = Mapping[str, Any]
 
 def table_and_page(name: str, found: Sequence[Found]) -> tuple[str, str]:
     """The table of an analysis as text, and its page."""
-    title, head, rows, figure = _PAGES[name](found)
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    about, head, rows, figure = _PAGES[name](found)
     names = ", ".join(str(of_run["name"]) for of_run in found)
-    text = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(names)}: {escape(title)}</title><style>{STYLE}\nfigure {{ background: #fff; }}</style></head>\n"
-        f"<body><main><h1>{escape(names)}</h1><p>{escape(title)}</p><figure>{_inline(svg(figure))}</figure>"
-        f'<h2>Figures</h2><div class="scroll"><table><tr>{"".join(f"<th>{escape(cell)}</th>" for cell in head)}</tr>'
-        f"{cells}</table></div></main></body></html>\n"
-    )
+    values = {"head": head, "rows": rows, "figure": _inline(svg(figure))}
+    text = render("analysis.html", title=f"{names}: {about}", names=names, about=about, **values)
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
     return "\n".join(lines), text
