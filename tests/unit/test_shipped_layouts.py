@@ -99,7 +99,7 @@ def test_the_page_says_what_is_computed() -> None:
     assert best is not None
     plan = Planned(GPUS[-1], found, best)
     of_model = computed.partition(f"## UltraMemV2-{name}\n")[2].partition("\n## ")[0]
-    for line in markdown_table(against_groups(plan, H100)):
+    for line in markdown_table(against_groups([plan], H100)):
         assert line in of_model
     shown = {cells[1].strip(): cells[-2].strip() for line in of_model.splitlines() if len(cells := line.split("|")) > 3}
     for row in rows_of(config, [plan], H100):

@@ -70,11 +70,10 @@ def _of_model(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -
     )
     yield ""
     yield from markdown_table([["GPUs", *(str(plan.num_gpus) for plan in plans)], *rows_of(config, plans, hardware)])
-    for plan in plans:
-        yield ""
-        yield f"On {plan.num_gpus} GPUs, the fastest layout of each G that fits, and what it sends and takes:"
-        yield ""
-        yield from markdown_table(against_groups(plan, hardware))
+    yield ""
+    yield "The fastest layout of each G that fits:"
+    yield ""
+    yield from markdown_table(against_groups(plans, hardware))
 
 
 def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
@@ -107,31 +106,33 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
     yield ["restart, s", *(f"{c.restart_s:.0f}" for c in costs)]
 
 
-def against_groups(plan: Planned, hardware: Hardware) -> Iterator[Row]:
+def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
     yield [
-        "G", "layout", "GB", "tables' state, GB", "lookups in the node, GB", "to others, GB", "exchange exposed, s",
-        "gathers, s", "tables' reductions exposed, s", "s per step",
+        "GPUs", "G", "layout", "GB", "tables' state, GB", "lookups in the node, GB", "to others, GB",
+        "exchange exposed, s", "gathers, s", "tables' reductions exposed, s", "s per step",
     ]  # fmt: skip
-    for group in sorted({each.config.parallel.memory for each in plan.found}):
-        of_group = [e for e in plan.found if e.config.parallel.memory == group and e.fits(hardware)]
-        if not of_group:
-            continue
-        # They are in order of their times.
-        best = of_group[0]
-        near, far = best.time.sent[best.time.slowest_stage].exchange
-        parts = best.time.by_part
-        yield [
-            f"{group}",
-            _layout(best, plan.num_gpus),
-            f"{best.peak_bytes / 1e9:.1f}",
-            f"{_tables(best) / 1e9:.1f}",
-            f"{near / 1e9:.1f}",
-            f"{far / 1e9:.1f}",
-            f"{parts[TimePart.MEMORY_EXCHANGE]:.2f}",
-            f"{parts[TimePart.MEMORY_TABLES]:.2f}",
-            f"{parts[TimePart.MEMORY_REDUCTION]:.2f}",
-            f"{best.time.total_s:.2f}",
-        ]
+    for plan in plans:
+        for group in sorted({each.config.parallel.memory for each in plan.found}):
+            of_group = [e for e in plan.found if e.config.parallel.memory == group and e.fits(hardware)]
+            if not of_group:
+                continue
+            # They are in order of their times.
+            best = of_group[0]
+            near, far = best.time.sent[best.time.slowest_stage].exchange
+            parts = best.time.by_part
+            yield [
+                f"{plan.num_gpus}",
+                f"{group}",
+                _layout(best, plan.num_gpus),
+                f"{best.peak_bytes / 1e9:.1f}",
+                f"{_tables(best) / 1e9:.1f}",
+                f"{near / 1e9:.1f}",
+                f"{far / 1e9:.1f}",
+                f"{parts[TimePart.MEMORY_EXCHANGE]:.2f}",
+                f"{parts[TimePart.MEMORY_TABLES]:.2f}",
+                f"{parts[TimePart.MEMORY_REDUCTION]:.2f}",
+                f"{best.time.total_s:.2f}",
+            ]
 
 
 def _outlook(hardware: Hardware) -> Iterator[str]:
