@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from parallel.cpu import cuda_on_cpu
+from parallel.cpu import cuda_on_cpu, one_group_per_ranks
 from parallel.devices import gpu_of
 from parallel.failure_watch import failures_shared
 from parallel.ranks import RankEnvironment, said_by_variables_alone
@@ -152,16 +152,17 @@ def initialise_groups(
     sizes: ParallelSizes, *, device: torch.device, timeout_minutes: float, seed: int
 ) -> ParallelGroups:
     """Megatron's parallel state over the world that is already joined, as explicit groups."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tensor,
-        pipeline_model_parallel_size=sizes.pipeline,
-        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
-        context_parallel_size=sizes.context,
-        expert_model_parallel_size=sizes.memory,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, round(timeout_minutes)),
-        create_gloo_process_groups=False,
-    )
+    with one_group_per_ranks() if dist.get_backend() == "gloo" else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.memory,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=max(1, round(timeout_minutes)),
+            create_gloo_process_groups=False,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(
         megatron=ProcessGroupCollection.use_mpu_process_groups(),

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from tests.deadline import launch_within
-from tests.distributed.tiny_runs import SHARED, tiny_run
+from tests.distributed.tiny_runs import SHARED, joined, on, tiny_run
 
 WORLD, STAGE = 16, 8
 MEMORY_SIZES = (2, 4, 8)
@@ -68,6 +68,15 @@ def test_the_other_groups_do_not_depend_on_it(by_size: Any, memory: int) -> None
         assert groups["tp_dp_cp"] == list(range(stage, stage + STAGE))
 
 
+def test_axes_of_the_same_ranks_share_a_group_of_gloos(run_ranks: Any) -> None:
+    def ranks_of_groups() -> list[list[int]]:
+        with joined(on(SHARED, tensor=2)):
+            return sorted(map(list, dist.distributed_c10d._world.pg_group_ranks.values()))
+
+    # One of each rank, one of both, and the world.
+    assert run_ranks(ranks_of_groups, 2) == [[[0], [0, 1], [0, 1], [1]]] * 2
+
+
 def test_groups_that_are_closed_leave_no_threads(run_ranks: Any) -> None:
     """Three of gloo's per group, which wake up again and again, would be left by every layout of a benchmark.
 
@@ -86,5 +95,5 @@ def test_groups_that_are_closed_leave_no_threads(run_ranks: Any) -> None:
         return found
 
     for _, *later in run_ranks(threads_after_each_of_four_layouts, 2):
-        # One group of each layout stays with Megatron, out of 16.
+        # One group of each layout stays with Megatron, out of two.
         assert all(after - before <= 3 for before, after in pairwise(later))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 from unittest.mock import patch
@@ -66,6 +66,11 @@ def sent_bytes(group: dist.ProcessGroup) -> Iterator[list[int]]:
     names = ("all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv")
     with patch.multiple(dist, **dict(zip(names, (counted_gather, counted_exchange, counted_transfers), strict=True))):
         yield sent
+
+
+def groups_apart() -> Any:
+    """A context in which axes of the same ranks have groups of their own, so that the bytes of each can be told."""
+    return patch("parallel.groups.one_group_per_ranks", nullcontext)
 
 
 def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[list[int], list[int]]:
@@ -160,7 +165,7 @@ def test_a_step_sends_what_the_formula_says(run_ranks: Any) -> None:
     def main() -> list[int]:
         totals = []
         for config in configs:
-            with tiny_run(config) as run:
+            with groups_apart(), tiny_run(config) as run:
                 with sent_bytes(run.groups.megatron.ep) as sent:
                     run.train(1)
                 totals.append(sum(sent))
@@ -194,7 +199,7 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
     def main() -> list[int]:
         totals = []
         for config in configs:
-            with tiny_run(config) as run:
+            with groups_apart(), tiny_run(config) as run:
                 with sent_bytes(run.groups.megatron.cp) as sent:
                     run.train(1)
                 totals.append(sum(sent))
