@@ -10,6 +10,9 @@ from typing import Protocol, TypeVar
 import pytest
 import torch
 
+from kernels.implementations import Implementation
+from kernels.select import select_kernels
+from megamem.families.registry import FAMILIES
 from parallel.launch import RanksInterrupted
 from parallel.ranks import current_ranks
 from tests.deadline import launch_within
@@ -42,6 +45,11 @@ def run_ranks() -> RunRanks:
     """
     for module in WARM_MODULES:
         importlib.import_module(module)
+    for family in FAMILIES.values():
+        family.layer()
+    implementations: tuple[Implementation, ...] = ("auto", "torch", "naive")
+    for implementation in implementations:
+        select_kernels(implementation)
 
     def run(fn: Callable[[], T], num_ranks: int, timeout_s: float = 120) -> list[T]:
         def main() -> T:
