@@ -63,7 +63,7 @@ CUT = {
     way: replace(
         DENSE,
         parallel=ParallelConfig(pipeline=2, context=4, context_attention=way),
-        train=replace(DENSE.train, sequence_length=2048),
+        train=replace(DENSE.train, sequence_length=2048, global_batch_size=16),
     )
     for way in WAYS
 }
@@ -125,7 +125,7 @@ SKIPPING = replace(
     ),
     parallel=ParallelConfig(pipeline=2, memory=8),
 )
-RECOMPUTED_MIXTURE = replace(MIXTURE, model=replace(MIXTURE.model, num_layers=16), train=SPLIT.train)
+RECOMPUTED_MIXTURE = replace(MIXTURE, model=replace(MIXTURE.model, num_layers=8), train=SPLIT.train)
 READ_TOGETHER = replace(
     SPLIT,
     model=replace(SPLIT.model, memory=TideConfig(vocab_size=1024, value_dim=256, num_tables=12)),
