@@ -35,7 +35,7 @@ MOST_ASKED = 8192
 _VALIDATION_FRACTION = 0.01
 _EPILOG = """\
 examples:
-  megamem recall configs/compare/dense.yaml configs/compare/ultramemv2.yaml --facts 1024,4096,16384 --nproc 2
+  megamem study recall configs/compare/dense.yaml configs/compare/ultramemv2.yaml --facts 1024,4096,16384 --nproc 2
 
 Every model is trained on documents that state so many facts, names with random values, over and over: as many tokens
 and steps as its configuration says, on its bytes. Then it is asked for the values. The run of a model and a number of

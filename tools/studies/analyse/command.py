@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _FREQUENCY_EPILOG = """\
 examples:
-  megamem analyse frequency runs/dense runs/tide
-  megamem analyse frequency runs/large --own-layout --nproc 8
+  megamem study analyse frequency runs/dense runs/tide
+  megamem study analyse frequency runs/large --own-layout --nproc 8
 
 The kinds of tokens that come in the training data, without those that have no letter or digit, are sorted by how often they
 come and cut into ten bins of equally many; of equally frequent ones the smaller id comes first. A held-out token counts for
@@ -37,30 +37,30 @@ the bin that it is of itself. Runs must have the same tokenizer and training dat
 """
 _LAYERS_EPILOG = """\
 examples:
-  megamem analyse layer-drop runs/tide
+  megamem study analyse layer-drop runs/tide
 
 What one layer's memory adds is zero, and nothing else changes; then the next one's.
 """
 _ROUTING_EPILOG = """\
 examples:
-  megamem analyse routing runs/tide
+  megamem study analyse routing runs/tide
 
 Mean weights over held-out tokens: of the router of TIDE, with its place for adding nothing; of the gates of MoVE and LaVE,
 averaged over heads. Tokens without a letter or digit are left out, and those that never come in training.
 """
 _COLLAPSE_EPILOG = """\
 examples:
-  megamem analyse collapse runs/dense runs/tide
-  megamem analyse collapse runs/tide --pairs their/there,1847/1851 --contexts 250
+  megamem study analyse collapse runs/dense runs/tide
+  megamem study analyse collapse runs/tide --pairs their/there,1847/1851 --contexts 250
 
 Two tokens stand after the same held-out contexts: how far apart are their hidden states, after each block? Without --pairs,
 pairs of rare, middling and common tokens are drawn (bins 0-2, 3-6 and 7-9 of `megamem analyse frequency`), and of numbers.
 """
 _HEADS_EPILOG = """\
 examples:
-  megamem analyse heads runs/base runs/grown
-  megamem analyse heads runs/grown --nll mean
-  megamem analyse heads runs/large --own-layout --nproc 8
+  megamem study analyse heads runs/base runs/grown
+  megamem study analyse heads runs/grown --nll mean
+  megamem study analyse heads runs/large --own-layout --nproc 8
 
 Of every head |sum over tokens of its output times the loss's gradient by it|, and the mean of that over held-out windows:
 how steeply the loss rises or falls when the head's output grows. In inserted blocks of memory a head's output is its query.

@@ -40,16 +40,16 @@ from tools.studies.bench.generation_command import add_generation_parsers
 
 _EPILOG = """\
 examples:
-  megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml
-  megamem bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=2 --nproc 2
-  megamem bench configs/quickstart.yaml --vary parallel.memory=1,2,4 --nproc 4
-  megamem bench runs/growth/{continued,memory,llama-pro}/seed_2/config.yaml --memory --nproc 2
-  megamem bench step --help
-  megamem bench kernels --help
-  megamem bench hardware --help
-  megamem bench context --help
-  megamem bench generate --help
-  megamem bench tables --help
+  megamem study bench configs/quickstart.yaml configs/quickstart_dense.yaml
+  megamem study bench configs/quickstart.yaml configs/quickstart_dense.yaml parallel.tensor=2 --nproc 2
+  megamem study bench configs/quickstart.yaml --vary parallel.memory=1,2,4 --nproc 4
+  megamem study bench runs/growth/{continued,memory,llama-pro}/seed_2/config.yaml --memory --nproc 2
+  megamem study bench step --help
+  megamem study bench kernels --help
+  megamem study bench hardware --help
+  megamem study bench context --help
+  megamem study bench generate --help
+  megamem study bench tables --help
 
 Configurations of one layout take turns on the same ranks; layouts follow one another. All see random tokens. Overrides
 apply to each. Ratios are to the first line. What a rank sends is for the lookups in split tables (parallel.memory) and
@@ -57,14 +57,14 @@ for attention across cut sequences (parallel.context, but for Transformer Engine
 """
 _STEP_EPILOG = """\
 examples:
-  megamem bench step configs/quickstart.yaml --nproc 1
-  megamem bench step configs/quickstart.yaml parallel.memory=2 --nproc 2 --pair
-  megamem bench hardware --write mine.yaml --nproc 2
-  megamem bench step configs/quickstart.yaml --nproc 2 --gpu mine.yaml
+  megamem study bench step configs/quickstart.yaml --nproc 1
+  megamem study bench step configs/quickstart.yaml parallel.memory=2 --nproc 2 --pair
+  megamem study bench hardware --write mine.yaml --nproc 2
+  megamem study bench step configs/quickstart.yaml --nproc 2 --gpu mine.yaml
 """
 _HARDWARE_EPILOG = """\
 examples:
-  megamem bench hardware --write mine.yaml
+  megamem study bench hardware --write mine.yaml
   megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 64 --gpu mine.yaml
 
 Measures copies, products of matrices, gathers, launches, and all-to-all and all-reduce between the ranks of one node:
@@ -73,13 +73,13 @@ What it cannot see from there (the network between nodes, the link to the host) 
 """
 _KERNELS_EPILOG = """\
 examples:
-  megamem bench kernels
-  megamem bench kernels --shapes 227m 1b --tokens 2048 --dtypes bf16
+  megamem study bench kernels
+  megamem study bench kernels --shapes 227m 1b --tokens 2048 --dtypes bf16
 """
 _CONTEXT_EPILOG = """\
 examples:
-  megamem bench context configs/quickstart_dense.yaml --lengths 2048,8192 --sizes 1,2,4 --nproc 4
-  megamem bench context configs/quickstart_dense.yaml train.recompute=full --lengths 32768 --sizes 2,4 --nproc 4
+  megamem study bench context configs/quickstart_dense.yaml --lengths 2048,8192 --sizes 1,2,4 --nproc 4
+  megamem study bench context configs/quickstart_dense.yaml train.recompute=full --lengths 32768 --sizes 2,4 --nproc 4
 
 Every length is trained on with every number of context-parallel ranks and every way of parallel.context_attention that
 the heads allow, on the same ranks, with random tokens and one sequence per microbatch.

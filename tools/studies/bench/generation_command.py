@@ -19,15 +19,15 @@ from tools.tables import token_tables
 
 _GENERATE_EPILOG = """\
 examples:
-  megamem bench generate configs/quickstart.yaml configs/quickstart_dense.yaml
-  megamem bench generate runs/growth/{continued,memory,llama-pro}/seed_2/config.yaml --prompts 16,128 --expand-values
+  megamem study bench generate configs/quickstart.yaml configs/quickstart_dense.yaml
+  megamem study bench generate runs/growth/{continued,memory,llama-pro}/seed_2/config.yaml --prompts 16,128 --expand-values
 
 One text at a time with random weights, on one rank. Models take turns; overrides apply to each. What attention has seen is
 remembered, so a token costs a pass over it alone.
 """
 _TABLES_EPILOG = """\
 examples:
-  megamem bench tables configs/compare/move.yaml --sizes 1,2,4,8,16 --dir /scratch
+  megamem study bench tables configs/compare/move.yaml --sizes 1,2,4,8,16 --dir /scratch
 
 Tokens are generated with random weights. The table of the configuration is spread evenly over one of so many GiB, in host
 memory and in a file in --dir (removed at the end), and its rows are fetched as tokens ask for them: the work per token is

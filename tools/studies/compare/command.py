@@ -29,10 +29,10 @@ from tools.studies.compare.tuning import Search, check_keys, read_tuning
 
 _EPILOG = """\
 examples:
-  megamem compare configs/compare/*.yaml --nproc 2
-  megamem compare configs/compare/*.yaml --tune configs/tuning/small.yaml --nproc 2 --report docs/comparison.md
-  megamem compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
-  megamem compare configs/upscale/small.yaml --grow configs/upscale/growth.yaml --nproc 2 --run-dir runs/growth
+  megamem study compare configs/compare/*.yaml --nproc 2
+  megamem study compare configs/compare/*.yaml --tune configs/tuning/small.yaml --nproc 2 --report docs/comparison.md
+  megamem study compare configs/compare/dense.yaml configs/compare/moe.yaml train.num_steps=50 --seeds 1,2,3 --run-dir runs/50
+  megamem study compare configs/upscale/small.yaml --grow configs/upscale/growth.yaml --nproc 2 --run-dir runs/growth
 
 Every model is trained with every seed, all models with the first seed first. The seeds are those of the weights;
 tokens, batches and their order are the same in all runs (data.seed, or else the configuration's own seed). The run of a

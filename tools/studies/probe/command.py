@@ -25,10 +25,10 @@ from tools.studies.probe.picture import draw, table
 
 _EPILOG = f"""\
 examples:
-  megamem probe runs/quickstart --tasks needle,kv --samples 8
-  megamem probe runs/long --lengths 512,1024,4096 --depths 0,0.5,1 --nproc 8
-  megamem probe runs/short model.rotary_scaling.kind=ntk model.rotary_scaling.factor=4 --lengths 4096 --name stretched
-  megamem probe runs/short runs/long --lengths 1024,4096
+  megamem study probe runs/quickstart --tasks needle,kv --samples 8
+  megamem study probe runs/long --lengths 512,1024,4096 --depths 0,0.5,1 --nproc 8
+  megamem study probe runs/short model.rotary_scaling.kind=ntk model.rotary_scaling.factor=4 --lengths 4096 --name stretched
+  megamem study probe runs/short runs/long --lengths 1024,4096
 
 Texts of a given number of tokens are made of the run's own held-out documents, with statements in between, and end with
 a question about one of them: {", ".join(TASKS)}. An answer is exact if each of its tokens is
