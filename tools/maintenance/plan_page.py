@@ -123,7 +123,7 @@ def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row
             yield [
                 f"{plan.num_gpus}",
                 f"{group}",
-                _layout(best, plan.num_gpus),
+                _layout(best, plan.num_gpus, group=False),
                 f"{best.peak_bytes / 1e9:.1f}",
                 f"{_tables(best) / 1e9:.1f}",
                 f"{near / 1e9:.1f}",
@@ -171,11 +171,13 @@ def markdown_table(rows: Sequence[Row] | Iterator[Row]) -> Iterator[str]:
             yield "|" + "---|" * len(row)
 
 
-def _layout(each: Estimate, num_gpus: int) -> str:
+def _layout(each: Estimate, num_gpus: int, *, group: bool = True) -> str:
     layout, train = each.config.parallel, each.config.train
     axes = {"TP": layout.tensor, "PP": layout.pipeline, "VP": layout.virtual_pipeline, "CP": layout.context}
     words = [f"{name} {size}" for name, size in axes.items() if size > 1]
-    words += [f"DP {Division.of(each.config, num_gpus).replicas}", f"G {layout.memory}", f"mb {train.micro_batch_size}"]
+    words += [f"DP {Division.of(each.config, num_gpus).replicas}"]
+    words += [f"G {layout.memory}"] if group else []
+    words += [f"mb {train.micro_batch_size}"]
     words += [f"recompute {train.recompute}"] if train.recompute != "none" else []
     words += ["tables on the host"] if each.config.optimizer.value_offload == "cpu" else []
     return ", ".join(words)
