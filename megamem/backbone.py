@@ -1,20 +1,17 @@
-"""Layer specs of the backbone: which module fills each of Megatron's slots."""
+"""Layer specs of the backbone: the blocks of a chunk, with the edits of their memories' slots."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -22,14 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megamem.attention import SdpaCoreAttention
-from megamem.block import AttentionWithMemory, CoreWithMemory, FfnWithMemory, HeadsToTokens, MemoryBlock, without_stream
+from megamem.block import MemoryBlock
 from megamem.config import LatentAttentionConfig, MoEConfig
-from megamem.kv_cache import CachingSelfAttention
-from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules, LatentAttentionWithMemory
 from megamem.moe import moe_spec
 from megamem.norm import LayerNorm, RMSNorm
+from megamem.parts import BlockEdit, Parts, Site
 from megamem.side_stream import SideStream
-from megamem.slots import Site, Slot
 from megamem.spans import pending_before
 from megamem.swiglu import swiglu
 
@@ -69,7 +64,7 @@ def block_spec(
     te = implementation == "transformer_engine"
     provider = TESpecProvider() if te else LocalSpecProvider()
     ffn, ffn_arguments = _ffn(provider, groups, config.ffn_hidden_size, moe)
-    parts = _Parts(
+    parts = Parts(
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
         norm=provider.layer_norm() if te else RMSNorm,
@@ -85,97 +80,19 @@ def block_spec(
     for layer in layers:
         site, block = sites.get(layer), parts.block()
         if site is not None:
-            parts.add_memory(block, site)
+            _edit(block, site, parts)
         joins = tuple(span.add == layer for span in pending_before(spans, layer))
         specs.append(_layer(block, site, joins))
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Modules that the blocks of a model are built from.
-
-    Attributes:
-        column_linear: whose columns tensor-parallel ranks split.
-        row_linear: whose rows they split.
-        qk_norm: of queries and keys, or of latents.
-        core: see `megamem.attention`.
-        ffn: the feed-forward where Megatron's layer builds it.
-        make_ffn: builds it elsewhere.
-        latent: see `block_spec`, as `side_stream`.
-    """
-
-    column_linear: Any
-    row_linear: Any
-    norm: Any
-    qk_norm: Any
-    core: Any
-    ffn: ModuleSpec
-    make_ffn: Callable[..., Any]
-    latent: LatentAttentionConfig | None
-    side_stream: SideStream
-
-    def block(self) -> TransformerLayerSubmodules:
-        """Megatron's own block."""
-        return TransformerLayerSubmodules(
-            input_layernorm=self.norm,
-            self_attention=self._attention(),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=self.norm,
-            mlp=self.ffn,
-            mlp_bda=get_bias_dropout_add,
-        )
-
-    def _attention(self) -> ModuleSpec:
-        causal = {"attn_mask_type": AttnMaskType.causal}
-        if self.latent is not None:
-            return ModuleSpec(
-                module=LatentAttention,
-                params={**causal, "latent": self.latent},
-                submodules=LatentAttentionSubmodules(
-                    linear=self.column_linear,
-                    core_attention=self.core,
-                    linear_proj=self.row_linear,
-                    layernorm=self.qk_norm,
-                ),
-            )
-        return ModuleSpec(
-            module=CachingSelfAttention,
-            params=causal,
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=self.column_linear,
-                core_attention=self.core,
-                linear_proj=self.row_linear,
-                q_layernorm=self.qk_norm,
-                k_layernorm=self.qk_norm,
-            ),
-        )
-
-    def add_memory(self, block: TransformerLayerSubmodules, site: Site) -> None:
-        """Change what the slot of a memory asks for, and nothing else, in a block that `block` has made."""
-        attention: Any = block.self_attention
-        heads = attention.submodules
-        if site.layer_norm:
-            block.input_layernorm = LayerNorm
-        match site.slot:
-            case Slot.BESIDE | Slot.INSTEAD | Slot.SKIP | Slot.INSERTED | Slot.STREAM_AND_HEADS | Slot.PROJECTED:
-                around = {"make_ffn": self.make_ffn, "site": site, "side_stream": self.side_stream}
-                block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
-                if site.slot.is_inserted:
-                    block.pre_mlp_layernorm = IdentityOp
-                if not site.slot.has_output_projection:
-                    heads.linear_proj = HeadsToTokens
-                if site.slot is Slot.PROJECTED:
-                    block.self_attn_bda = without_stream
-            case Slot.VALUES | Slot.LATENTS:
-                attention.params["site"] = site
-                attention.module = AttentionWithMemory if self.latent is None else LatentAttentionWithMemory
-            case Slot.HEADS:
-                heads.core_attention = partial(CoreWithMemory, make_core=self.core, site=site)
-            case Slot.BLOCK:
-                heads.core_attention = partial(CoreWithMemory, make_core=self.core, site=site)
-                heads.linear_proj = HeadsToTokens
-                block.pre_mlp_layernorm, block.mlp, block.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
+def _edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+    """Let the slot of a memory change its block."""
+    assert site.plan.slot is not None
+    if site.plan.has_layer_norm:
+        block.input_layernorm = LayerNorm
+    edit: BlockEdit = pkgutil.resolve_name(site.plan.slot.edit_path)
+    edit(block, site, parts)
 
 
 def _layer(block: TransformerLayerSubmodules, site: Site | None, joins: tuple[bool, ...]) -> ModuleSpec:
@@ -185,9 +102,8 @@ def _layer(block: TransformerLayerSubmodules, site: Site | None, joins: tuple[bo
     return ModuleSpec(
         module=MemoryBlock,
         params={
-            "slot": site and site.slot,
+            "site": site,
             "joins": joins,
-            "reads_once": site is not None and site.reads_once,
         },
         submodules=block,
     )

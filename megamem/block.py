@@ -1,7 +1,7 @@
 """A block with a memory: what fills the slots of Megatron's layer, and how an output that joins later gets there.
 
-Legend: s tokens of a sequence on this rank and t of them between tensor-parallel regions, b sequences, D hidden size, n
-query heads and g key/value heads of this tensor-parallel rank, d head dimension, m outputs on their way.
+Legend: t tokens of a sequence on this rank between tensor-parallel regions, b sequences, D hidden size, m outputs on
+their way.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from megamem.block_plan import PLAIN
 from megamem.inputs import Inputs
-from megamem.kv_cache import CachingSelfAttention
+from megamem.parts import Parts, Site
 from megamem.side_stream import SideStream
-from megamem.slots import Site, Slot
 
 
 class MemorySite(nn.Module):
@@ -36,20 +37,28 @@ class MemorySite(nn.Module):
         """Let the memory read for `no_token` [0, 1, D] and take part in the exchanges of those that have some."""
 
 
+def edit_ffn(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
+    """Put the memory beside the feed-forward, or in its place."""
+    around = {"make_ffn": parts.make_ffn, "site": site, "side_stream": parts.side_stream}
+    block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
+    if site.plan.is_inserted:
+        block.pre_mlp_layernorm = IdentityOp
+
+
 class FfnWithMemory(MegatronModule, MemorySite):
     """The `mlp` slot of a block that has a memory, h + FFN(n) + Mem(n) with n = Norm(h) in the usual case.
 
-    Without a feed-forward (`Slot.INSTEAD`, inserted blocks) it is Mem(n) alone. With `Slot.SKIP` the slot is the
-    feed-forward alone, and `MemoryBlock` asks `read` for the memory's output.
+    Without a feed-forward it is Mem(n) alone. Where the output joins after a later block it is the feed-forward alone,
+    and `MemoryBlock` asks `read` for the memory's output.
     """
 
     def __init__(
         self, config: TransformerConfig, make_ffn: Callable[..., nn.Module], site: Site, side_stream: SideStream
     ) -> None:
         super().__init__(config=config)
-        self.ffn = make_ffn(config=config) if site.slot.has_ffn else None
+        self.ffn = make_ffn(config=config) if site.plan.has_ffn else None
         self.memory = site.make_memory()
-        self.slot, self.side_stream = site.slot, side_stream
+        self.joins_later, self.side_stream = site.span.is_skip, side_stream
 
     def set_layer_number(self, layer_number: int) -> None:
         """Megatron's blocks tell it to mixtures of experts."""
@@ -60,7 +69,7 @@ class FfnWithMemory(MegatronModule, MemorySite):
         """The block's update of its residual stream for `hidden` = n [t, b, D], and the feed-forward's bias (None)."""
         if self.ffn is None:
             return self.read(hidden, inputs), None
-        if not self.memory_enabled or self.slot is Slot.SKIP:
+        if not self.memory_enabled or self.joins_later:
             out, bias = self.ffn(hidden)
             return out, bias
         from_memory = self.side_stream.start(self.memory, hidden, inputs)
@@ -77,107 +86,6 @@ class FfnWithMemory(MegatronModule, MemorySite):
         self.memory(no_token, inputs)
 
 
-class AttentionWithMemory(CachingSelfAttention, MemorySite):
-    """Attention whose values pass through a memory (`Slot.VALUES`), before a cache gets them.
-
-    The inputs come as Megatron's `attention_bias`, an argument of self-attention that our cores have no use for.
-    """
-
-    def __init__(self, *args: Any, site: Site, **megatron: Any) -> None:
-        super().__init__(*args, **megatron)
-        self.memory = site.make_memory()
-        # [g, d]
-        self._values_of_token: tuple[Any, Any] = (
-            self.num_query_groups_per_partition,
-            self.hidden_size_per_attention_head,
-        )
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, attention_bias: Inputs, **megatron: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention, [t, b, D], of the normalised input [t, b, D], and a bias (None)."""
-        # Megatron passes `key_value_states` on to what makes queries, keys and values; self-attention has none.
-        out, bias = super().forward(hidden_states, attention_mask, key_value_states=attention_bias, **megatron)
-        return out, bias
-
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Inputs, output_gate: bool = False, split_qkv: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Megatron's queries [s, b, n, d], keys and values [s, b, g, d], the latter as the memory returns them."""
-        assert not output_gate
-        assert split_qkv
-        query, key, value = super().get_query_key_value_tensors(hidden_states)
-        return query, key, self.memory(value, key_value_states, hidden_states) if self.memory_enabled else value
-
-    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
-        """See `MemorySite.serve`."""
-        self.memory(no_token.new_empty(0, 1, *self._values_of_token), inputs, no_token)
-
-
-class CoreWithMemory(MegatronModule, MemorySite):
-    """An attention core with a memory behind its heads (`Slot.HEADS`, `Slot.BLOCK`).
-
-    With `train.recompute: selective` it is recomputed with the core; the inputs are then in the closure that Megatron
-    recomputes, one per call.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, *, make_core: Callable[..., nn.Module], site: Site, **megatron: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.core = make_core(config=config, **megatron)
-        self.memory, self.slot = site.make_memory(), site.slot
-        heads = config.num_attention_heads // config.tensor_model_parallel_size
-        self._shape_of_token = (heads, config.kv_channels)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, attention_bias: Inputs, **megatron: Any
-    ) -> Tensor:
-        """The heads' outputs [s, b, n d] with the memory's, or the memory's alone; `attention_bias` is the inputs."""
-        out: Tensor = self.core(query, key, value, *args, attention_bias=None, **megatron)
-        if not self.memory_enabled:
-            return torch.zeros_like(out) if self.slot is Slot.BLOCK else out
-        from_memory: Tensor = self.memory(out.unflatten(2, (query.shape[2], -1)), attention_bias).flatten(2)
-        return from_memory if self.slot is Slot.BLOCK else out + from_memory
-
-    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
-        """See `MemorySite.serve`."""
-        self.memory(no_token.new_empty(0, 1, *self._shape_of_token), inputs)
-
-
-class HeadsToTokens(MegatronModule):
-    """Instead of an output projection: the heads of all tensor-parallel ranks for the tokens of this one."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        tp_group: torch.distributed.ProcessGroup,
-        **megatron: Any,
-    ) -> None:
-        super().__init__(config=config)
-        # n d of all ranks together is D.
-        assert input_size == output_size
-        self.group = tp_group
-
-    def forward(self, heads: Tensor) -> tuple[Tensor, None]:
-        """From [s, b, n d] to [t, b, D], and no bias. Collective."""
-        if self.group.size() == 1:
-            return heads, None
-        return all_to_all_hp2sp(heads, self.group).unflatten(0, (-1, heads.shape[1])), None
-
-
-def without_stream(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Instead of Megatron's sum of a block's residual stream and its attention's output: the latter alone."""
-
-    def output(output_and_bias: tuple[Tensor, None], stream: Tensor, dropout: float) -> Tensor:
-        return output_and_bias[0]
-
-    return output
-
-
 class MemoryBlock(TransformerLayer):
     """A block that has a memory, or after which the output of a skipping one joins (UltraMem, section 3.2).
 
@@ -192,21 +100,21 @@ class MemoryBlock(TransformerLayer):
         self,
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
-        slot: Slot | None,
+        site: Site | None,
         joins: tuple[bool, ...],
-        reads_once: bool,
         **megatron: Any,
     ) -> None:
         """
         Args:
-            slot: where this block's memory acts; None: it has none.
+            site: this block's memory; None: it has none. Where a chunk's memories read together, what arrives is what
+                they have read, which all blocks pass on.
             joins: for each output that arrives, whether it is added after this block.
-            reads_once: whether what arrives is what the chunk's memories read together, which all blocks pass on.
         """
         super().__init__(config, submodules, **megatron)
         assert not self.recompute_mlp
-        assert not (reads_once and joins)
-        self.slot, self.joins, self.reads_once = slot, joins, reads_once
+        self.plan, self.joins = PLAIN if site is None else site.plan, joins
+        self.reads_once = site is not None and site.reads_once
+        assert not (self.reads_once and joins)
 
     def forward(
         self,
@@ -226,7 +134,7 @@ class MemoryBlock(TransformerLayer):
             context_mask: the microbatch as `megamem.inputs.pack` packs it; None where no memory asks for it.
         """
         inputs = Inputs(context_mask, context if self.reads_once else None)
-        if self.slot in (Slot.VALUES, Slot.LATENTS, Slot.HEADS, Slot.BLOCK):
+        if self.plan.slot is not None and self.plan.slot.is_in_attention:
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)
         normal = self._forward_pre_mlp_layernorm(hidden)
@@ -235,11 +143,11 @@ class MemoryBlock(TransformerLayer):
         if self.config.sequence_parallel:
             inputs = inputs.share(self.tp_group)
         # An inserted block adds what its memory reads, and not what its attention says.
-        stream = hidden_states if self.slot is not None and self.slot.is_inserted else hidden
+        stream = hidden_states if self.plan.is_inserted else hidden
         out = self._forward_post_mlp(self.mlp(normal, inputs), stream)
         if self.reads_once:
             return out, context
-        leaving = (self.mlp.read(normal, inputs),) if self.slot is Slot.SKIP else ()
+        leaving = (self.mlp.read(normal, inputs),) if self.mlp.joins_later else ()
         return self._with_arrivals(out, context, leaving)
 
     def _with_arrivals(

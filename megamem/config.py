@@ -13,7 +13,6 @@ from megamem.identity import Role
 from megamem.memory_config import Backbone, MemoryConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingPlan
-from megamem.slots import Slot
 from megamem.spans import Span, count_memory_layers, resolve_placement
 
 
@@ -153,26 +152,12 @@ class ModelConfig(Config):
                     f"model.memory.{where if self.memory.slot is None else f'kind is {self.memory.kind}'} in every block, "
                     "which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
                 )
-            if (
-                self.memory.slot is Slot.BLOCK
-                and self.num_attention_heads * self.attention_head_dim != self.hidden_size
-            ):
-                raise ValueError(
-                    f"model.memory.kind is {self.memory.kind}, whose blocks add what their heads read to the residual "
-                    f"stream, but {self.num_attention_heads} heads of {self.attention_head_dim} columns are not "
-                    f"hidden_size = {self.hidden_size} wide: leave model.head_dim at null"
-                )
-            if self.memory.is_inserted and (self.memory.reads_once or self.memory.width("pre_values")):
-                raise ValueError(
-                    f"model.memory.placement.position is inserted, where tables begin as zeros, but kind "
-                    f"{self.memory.kind} normalises its rows or multiplies them with those of pre-values, which do not "
-                    "learn from there: choose another kind, or one without pre-values (pre_value_dim: 0)"
-                )
             self.memory.check(
                 hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
             )
             backbone = Backbone(
                 hidden_size=self.hidden_size,
+                num_heads=self.num_attention_heads,
                 query_groups=self.query_groups,
                 head_dim=self.attention_head_dim,
                 latent_dim=None if self.latent_attention is None else self.latent_attention.latent_dim,
@@ -201,7 +186,7 @@ class ModelConfig(Config):
                 "model.rotary_scaling.kind is yarn, whose attention_factor is for queries and keys that are turned whole, "
                 "and those of model.latent_attention are turned in part: use ntk, linear or llama3"
             )
-        if self.memory is not None and self.memory.slot in (Slot.HEADS, Slot.BLOCK):
+        if self.memory is not None and self.memory.slot is not None and self.memory.slot.needs_plain_attention:
             raise ValueError(
                 f"model.memory.kind is {self.memory.kind}, whose memories read what heads of plain attention give: set "
                 "model.latent_attention: null, or choose another memory"

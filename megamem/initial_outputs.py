@@ -31,7 +31,6 @@ from megamem.layers.layer import MemoryLayer
 from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill, normal_rows
 from megamem.sharing import BankSpec
-from megamem.slots import Slot
 
 # Rows that are read per layer, whose number decides how far a measured variance scatters, and the bounds on the tokens
 # that read them.
@@ -94,14 +93,15 @@ def _measure(model: ModelConfig, memory: MemoryConfig, index: int, seed: int) ->
     # Hidden states that were drawn belong to no tokens: layers that ask for ids get different ones.
     ids = torch.arange(num_tokens).unsqueeze(1) % (model.vocab_size or num_tokens)
     span = model.memory_spans[index]
-    has_dense_ffn = model.moe is None and memory.slot_of(span) in (Slot.BESIDE, Slot.SKIP)
+    slot = memory.slot_of(span)
+    is_beside_dense_ffn = model.moe is None and slot.has_ffn and not slot.is_in_attention
     return InitialOutput(
         block=span.read,
         calibration=calibration,
         table_std=tables.std,
         predicted_std=layer.predicted_std(model, tables.std, calibration, seed),
         measured_std=_root_mean_square(layer.initial_output(tokens, Inputs(torch.stack((ids, torch.zeros_like(ids)))))),
-        ffn_std=_measure_ffn(model, span.read, seed=seed) if has_dense_ffn else None,
+        ffn_std=_measure_ffn(model, span.read, seed=seed) if is_beside_dense_ffn else None,
         num_tokens=num_tokens,
     )
 

@@ -35,11 +35,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megamem.attention import SdpaCoreAttention, last_token_attention
-from megamem.block import MemorySite
 from megamem.config import LatentAttentionConfig
 from megamem.inputs import Inputs
 from megamem.kv_cache import KeyValueCache
-from megamem.slots import Site, Slot
 
 
 @dataclass
@@ -248,24 +246,3 @@ class LatentAttention(Attention):
     def _by_heads(self, x: Tensor) -> Tensor:
         """[s, b, n, columns of a head] of [s, b, n columns]."""
         return x.unflatten(2, (self.num_attention_heads_per_partition, -1))
-
-
-class LatentAttentionWithMemory(LatentAttention, MemorySite):
-    """Latent attention whose latents pass through a memory, for values alone (`Slot.VALUES`) or for keys too
-    (`Slot.LATENTS`)."""
-
-    def __init__(self, *args: Any, site: Site, **others: Any) -> None:
-        super().__init__(*args, **others)
-        self.memory, self.slot = site.make_memory(), site.slot
-
-    def latents(self, latents: Tensor, inputs: Inputs | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LatentAttention.latents`."""
-        assert inputs is not None
-        if not self.memory_enabled:
-            return latents, latents
-        mixed = self.memory(latents, inputs.share(self.tp_group) if self._splits else inputs, hidden)
-        return (mixed if self.slot is Slot.LATENTS else latents), mixed
-
-    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
-        """See `MemorySite.serve`."""
-        self.memory(no_token.new_empty(0, 1, self.widths[0]), inputs, no_token)

@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 
 from megamem.config_base import Config, EffectiveWhen
 from megamem.sharing import SharingPlan
-from megamem.slots import Slot
+from megamem.slots import BESIDE, INSERTED, INSTEAD, SKIP, Slot
 from megamem.spans import Span, parse_spans
 
 
@@ -130,6 +130,7 @@ class Backbone:
 
     Attributes:
         hidden_size: of the residual stream.
+        num_heads: query heads of attention.
         query_groups: key/value heads of attention.
         head_dim: columns of a head.
         latent_dim: width of attention's latents; None: it has none.
@@ -137,6 +138,7 @@ class Backbone:
     """
 
     hidden_size: int
+    num_heads: int
     query_groups: int
     head_dim: int
     latent_dim: int | None
@@ -169,6 +171,9 @@ class MemoryConfig(Config, ABC):
     expands_values: ClassVar[bool] = False
     """True if every head makes values of its own of a row, which may be done once for all rows where nothing is trained
     (`megamem.layers.layer.MemoryLayer.expand_values`); those of all heads are as wide as the model."""
+    follows_heads: ClassVar[bool] = False
+    """True if a tensor-parallel rank reads the columns of its own heads of attention, where it has whole heads
+    (`megamem.bank.TableLookup.read_heads`)."""
     reads_once: ClassVar[bool] = False
     """True if the layers of a chunk read their tables together (`megamem.layers.shared_read`)."""
 
@@ -176,6 +181,15 @@ class MemoryConfig(Config, ABC):
     """The family of memories. Leave `model.memory` out (or null) for a dense model."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     """Blocks that have a memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_inserted and (self.reads_once or self.width("pre_values")):
+            raise ValueError(
+                f"model.memory.placement.position is inserted, where tables begin as zeros, but kind {self.kind} "
+                "normalises its rows or multiplies them with those of pre-values, which do not learn from there: choose "
+                "another kind, or one without pre-values (pre_value_dim: 0)"
+            )
 
     @classmethod
     def variants(cls) -> Mapping[str, type[Config]]:
@@ -221,8 +235,12 @@ class MemoryConfig(Config, ABC):
         if self.slot is not None:
             return self.slot
         if span.is_skip:
-            return Slot.SKIP
-        return {"beside": Slot.BESIDE, "instead": Slot.INSTEAD, "inserted": Slot.INSERTED}[self.placement.position]
+            return SKIP
+        return {each.name: each for each in (BESIDE, INSTEAD, INSERTED)}[self.placement.position]
+
+    def num_lookups(self, num_layers: int) -> int:
+        """Lookups of a model, or of a chunk of it, with so many memory layers: one of each, or one of all together."""
+        return min(num_layers, 1) if self.reads_once else num_layers
 
     @property
     def is_inserted(self) -> bool:

@@ -19,6 +19,7 @@ from megamem.attention import SdpaCoreAttention
 from megamem.backbone import block_spec
 from megamem.bank import Bank, MakeBank
 from megamem.block import MemorySite
+from megamem.block_plan import plan_blocks
 from megamem.chunked_loss import ChunkedLoss, judge
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
@@ -29,10 +30,10 @@ from megamem.layers.shared_read import SharedRead
 from megamem.memory_config import MemoryConfig
 from megamem.moe import Router
 from megamem.parameters import Copy, parameter_device
+from megamem.parts import Site
 from megamem.recomputed_blocks import PartlyTrainedBlocks
 from megamem.rotary import rotary_angles, scaled_frequencies
 from megamem.side_stream import SideStream
-from megamem.slots import Site
 from megamem.spans import Span
 from megamem.trained_part import NO_BLOCK, TrainedPart, readers_of_bank
 
@@ -409,7 +410,7 @@ def _memories(
         if spec.index not in lent
     }
     found = {**lent, **banks}
-    sites = {}
+    sites, plans = {}, plan_blocks(model)
     for layer, index in index_of.items():
         view, span = plan.views[index], spans[index]
         make_memory = partial(
@@ -424,7 +425,7 @@ def _memories(
             token_group=token_group,
             tensor_group=tensor_group,
         )
-        sites[layer] = Site(memory.slot_of(span), span, make_memory, memory.reads_once, memory.has_layer_norm)
+        sites[layer] = Site(plans[layer], span, make_memory, memory.reads_once)
     return banks, sites
 
 

@@ -13,6 +13,16 @@ from megamem.memory_config import Backbone, Lookup, MemoryConfig, Table
 from megamem.slots import Slot
 from megamem.spans import Span
 
+_EDIT = "megamem.token_tables.attention:edit_values"
+
+VALUES = Slot("values", _EDIT, module="self_attention", splits_latents=True)
+"""`forward(values, inputs, hidden)` returns attention's values [s, b, g, d], for the g key/value heads of this
+tensor-parallel rank; `hidden` is attention's input [t, b, D]. In latent attention these are the latents that values are
+made of, [t, b, d_c]; keys are made of them as they were."""
+LATENTS = Slot("latents", _EDIT, module="self_attention")
+"""`forward(latents, inputs, hidden)` returns the latents [t, b, d_c] that keys and values are made of, of latent
+attention's own; `hidden` is its input [t, b, D]."""
+
 
 @dataclass(frozen=True)
 class TokenTableConfig(MemoryConfig):
@@ -62,8 +72,10 @@ class TokenTableConfig(MemoryConfig):
 class MixedValuesConfig(TokenTableConfig):
     """Rows of the token are mixed into attention's values, weighted by gates of attention's input."""
 
-    slot: ClassVar[Slot | None] = Slot.VALUES
+    slot: ClassVar[Slot | None] = VALUES
     """The values of attention."""
+    follows_heads: ClassVar[bool] = True
+    """A rank reads the columns of its own heads' values."""
 
     mixed_into: Literal["values", "latents"] = "values"
     """Tensor that the rows are mixed into. values: attention's values; with model.latent_attention the latents that
@@ -80,7 +92,7 @@ class MixedValuesConfig(TokenTableConfig):
         return self.rows_per_token + self.gated_standard_path
 
     def slot_of(self, span: Span) -> Slot:
-        return Slot.VALUES if self.mixed_into == "values" else Slot.LATENTS
+        return VALUES if self.mixed_into == "values" else LATENTS
 
     @property
     def slot_names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megamem.block_plan import PLAIN, BlockPlan, plan_blocks
 from megamem.config import ModelConfig
 from megamem.distributions import Constant
 from megamem.initial_outputs import build_layer, initialised_layer
@@ -26,13 +27,10 @@ from pretrain.convert.format import OpenedCheckpoint
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import Block
 from pretrain.growth.tensors import Drawn, Followed, GrownTensors, MeanOf, Origin
-from pretrain.planning.costs.attention import slots_of_memories
 from pretrain.state import RunState
 
 _IN_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_NOT_IN_MEMORY_BLOCKS = ("pre_mlp_layernorm.", "mlp.")
 _NORM = "input_layernorm.weight"
-_OUTPUT_PROJECTION = "self_attention.linear_proj."
 _TO_RESIDUAL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 _KEYS = ("model.memory.", "seed=")
 
@@ -55,7 +53,7 @@ def upscale(base: OpenedCheckpoint, blocks: Sequence[Block], overrides: Sequence
 
     Memories begin with tables of zeros, so that their blocks add nothing, whatever their other weights, which are those
     that a run with this seed would begin with. Those that stand around the feed-forward elsewhere are what an inserted
-    block adds (`Slot.INSERTED`). The weights of the source are taken as they are, in their dtype.
+    block adds (`megamem.slots.INSERTED`). The weights of the source are taken as they are, in their dtype.
 
     Args:
         base: the pretrained model's.
@@ -134,10 +132,7 @@ def _origins(
 ) -> Iterator[tuple[str, Origin]]:
     """Everything but the memories: their blocks' attention is the source's."""
     in_block: dict[int, list[str]] = {}
-    has_layer_norm = model.memory is not None and model.memory.has_layer_norm
-    slots = slots_of_memories(model)
-    is_projected = all(slot.has_output_projection for slot in slots)
-    left_out = _NOT_IN_MEMORY_BLOCKS if is_projected else (*_NOT_IN_MEMORY_BLOCKS, _OUTPUT_PROJECTION)
+    plans = plan_blocks(model)
     for name in tensors:
         if match := _IN_BLOCK.fullmatch(name):
             in_block.setdefault(int(match[1]), []).append(match[2])
@@ -146,18 +141,29 @@ def _origins(
     for number, block in enumerate(blocks):
         if missing := [source for source in block.sources if source not in in_block]:
             raise CheckpointError(f"decoder.layers.{missing[0]}. has no weights, which the grown model is made of")
+        plan = plans.get(number, PLAIN)
         for suffix in in_block[block.sources[-1]]:
-            if block.inserted == "memory" and suffix.startswith(left_out):
+            if suffix.startswith(_left_out(plan)):
                 continue
             name = f"decoder.layers.{number}.{suffix}"
             sources = tuple(f"decoder.layers.{source}.{suffix}" for source in block.sources)
-            if block.inserted == "memory" and has_layer_norm and suffix == _NORM:
+            if plan.has_layer_norm and suffix == _NORM:
                 info = tensors[f"decoder.layers.{block.sources[0]}.{suffix}"]
                 yield name.replace(".weight", ".bias"), Drawn(info, Constant(0.0))
             if block.inserted == "muted" and _TO_RESIDUAL.fullmatch(name):
                 yield name, Drawn(tensors[sources[0]], Constant(0.0))
             else:
                 yield name, MeanOf(sources)
+
+
+def _left_out(plan: BlockPlan) -> tuple[str, ...]:
+    """Beginnings of the names, within a block of the source, of weights that a block of this plan does not have."""
+    parts = {
+        "pre_mlp_layernorm.": plan.num_norms > 1,
+        "mlp.": plan.has_ffn,
+        "self_attention.linear_proj.": plan.has_output_projection,
+    }
+    return tuple(name for name, is_there in parts.items() if not is_there)
 
 
 def _memory_origins(

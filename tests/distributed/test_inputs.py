@@ -3,7 +3,7 @@ and layout.
 
 The memories of these tests are functions of (token id, position) that multiply what they are given, so a token of
 another microbatch, of another place or of another rank changes the loss, and one in a recomputed block changes
-gradients. One model has a memory in every slot.
+gradients. One model has memories in the slots of four families, and in one that a family of the tests brings.
 
 Legend: s sequence length, b sequences, D hidden size, n heads, d head dimension.
 """
@@ -20,14 +20,16 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megamem.config import ModelConfig
+from megamem.families.midus.config import BEHIND_HEADS
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
 from megamem.inputs import Inputs
 from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
-from megamem.slots import Slot
+from megamem.slots import BESIDE, INSTEAD, SKIP, Slot
 from megamem.spans import Span
+from megamem.token_tables.config import VALUES
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.config.schema import ParallelConfig, RunConfig
@@ -36,10 +38,11 @@ from pretrain.engine.step import evaluation_loss
 from pretrain.planning.costs.formulas import count_parameters
 from tests.distributed.test_skip_insertion import plain_norm, rope_frequencies, rotate
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, tiny_run
+from tests.families.behind_heads.config import HEADS
 
 # Pairs of blocks are closed in themselves, for two stages of two chunks.
 SPANS = "0:1/1:1/2:2/3:3/4:4/5:5/6:7"
-SLOTS = {0: Slot.SKIP, 1: Slot.VALUES, 2: Slot.BESIDE, 3: Slot.INSTEAD, 4: Slot.BLOCK, 5: Slot.HEADS, 6: Slot.SKIP}
+SLOTS = {0: SKIP, 1: VALUES, 2: BESIDE, 3: INSTEAD, 4: BEHIND_HEADS, 5: HEADS, 6: SKIP}
 MEMORY = PkmConfig(num_keys=6, key_dim=8, value_dim=32, top_k=2, placement=PlacementConfig(spans=SPANS))
 CONFIG = replace(SHARED, model=replace(SHARED.model, num_layers=8, memory=MEMORY))
 # Tolerance of a loss or a gradient norm: see `test_skip_insertion`.
@@ -88,12 +91,12 @@ def plain_logits(model: MemoryGPTModel, config: ModelConfig, ids: Tensor) -> Ten
         slot, prefix = SLOTS.get(block), f"decoder.layers.{block}."
         of_block = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         x = x + plain_attention(plain_norm(x, of_block["input_layernorm.weight"]), of_block, config, slot, by_token)
-        n = plain_norm(x, of_block["pre_mlp_layernorm.weight"]) if slot is not Slot.BLOCK else x
-        if slot not in (Slot.INSTEAD, Slot.BLOCK):
-            mlp = "mlp.ffn" if slot in (Slot.BESIDE, Slot.SKIP) else "mlp"
+        n = plain_norm(x, of_block["pre_mlp_layernorm.weight"]) if slot != BEHIND_HEADS else x
+        if slot not in (INSTEAD, BEHIND_HEADS):
+            mlp = "mlp.ffn" if slot in (BESIDE, SKIP) else "mlp"
             gate, up = F.linear(n, of_block[f"{mlp}.linear_fc1.weight"]).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, of_block[f"{mlp}.linear_fc2.weight"])
-        if slot in (Slot.BESIDE, Slot.INSTEAD, Slot.SKIP):
+        if slot in (BESIDE, INSTEAD, SKIP):
             pending.append((next(span for span in config.memory_spans if span.read == block), n * by_token))
         x = x + sum(out for span, out in pending if span.add == block)
     return F.linear(
@@ -112,14 +115,14 @@ def plain_attention(
     q = rotate(plain_norm(q, weights["self_attention.q_layernorm.weight"]), config)
     k = rotate(plain_norm(k, weights["self_attention.k_layernorm.weight"]), config)
     v = v.squeeze(3)
-    if slot is Slot.VALUES:
+    if slot == VALUES:
         v = v * by_token.unsqueeze(-1)
     scores = torch.einsum("bsgnd,btgd->bgnst", q, k.squeeze(3)) / d**0.5
     scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
     heads = torch.einsum("bgnst,btgd->bsgnd", scores.softmax(-1), v).reshape(b, s, -1)
-    if slot is Slot.BLOCK:
+    if slot == BEHIND_HEADS:
         return heads * by_token
-    if slot is Slot.HEADS:
+    if slot == HEADS:
         heads = heads + heads * by_token
     return F.linear(heads, weights["self_attention.linear_proj.weight"])
 

@@ -19,7 +19,7 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
-from megamem.slots import Slot
+from megamem.slots import INSTEAD
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.selected import Padded
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, inverted
@@ -80,7 +80,7 @@ def native(model: ModelConfig) -> dict[str, Tensor]:
         if layer in at and model.memory is not None:
             shapes[f"{mlp}memory.query_proj"] = (8, hidden)
             shapes[f"{mlp}memory.keys"] = (1, 2, 4, 4)
-            if model.memory.slot_of(at[layer]) is Slot.INSTEAD:
+            if model.memory.slot_of(at[layer]) == INSTEAD:
                 continue
             mlp += "ffn."
         if model.moe is None:

@@ -13,6 +13,41 @@ from megamem.sharing import SharingPlan, private_banks
 from megamem.slots import Slot
 from megamem.spans import Span
 
+_BLOCK = "megamem.families.midus.block"
+
+BEHIND_HEADS = Slot(
+    "block",
+    f"{_BLOCK}:edit_heads",
+    module="self_attention.core_attention",
+    has_ffn=False,
+    has_output_projection=False,
+    is_inserted=True,
+    needs_plain_attention=True,
+    is_exported=True,
+)
+"""x + Mem(heads): the memory takes the place of the output projection and of the feed-forward. `forward(heads, inputs)`
+returns [s, b, n, d] for the outputs of this tensor-parallel rank's heads, of all s tokens of its context-parallel rank;
+the heads of all ranks together are as wide as x."""
+STREAM_AND_HEADS = Slot(
+    "stream_and_heads",
+    f"{_BLOCK}:edit_stream_and_heads",
+    has_ffn=False,
+    has_output_projection=False,
+    is_inserted=True,
+    needs_plain_attention=True,
+    is_exported=True,
+)
+"""x + Mem(x + heads): as `megamem.slots.INSERTED`, without an output projection."""
+PROJECTED = Slot(
+    "projected",
+    f"{_BLOCK}:edit_projected",
+    has_ffn=False,
+    is_inserted=True,
+    needs_plain_attention=True,
+    is_exported=True,
+)
+"""x + Mem(Attn(Norm(x))): as `megamem.slots.INSERTED`, without the residual stream in what the memory is given."""
+
 
 @dataclass(frozen=True)
 class MidusConfig(MemoryConfig):
@@ -21,7 +56,7 @@ class MidusConfig(MemoryConfig):
 
     scoring: ClassVar[Scoring | None] = Scoring.HEADS
     """By sums of a row's and a column's score, for attention's heads."""
-    slot: ClassVar[Slot | None] = Slot.BLOCK
+    slot: ClassVar[Slot | None] = BEHIND_HEADS
     """All that its block adds; behind its heads, unless `query_from` says otherwise."""
     expands_values: ClassVar[bool] = True
     """By the matrix of each head."""
@@ -55,6 +90,12 @@ class MidusConfig(MemoryConfig):
 
     def check_backbone(self, backbone: Backbone) -> None:
         hidden_size, head_dim = backbone.hidden_size, backbone.head_dim
+        if backbone.num_heads * head_dim != hidden_size:
+            raise ValueError(
+                f"model.memory.kind is {self.kind}, whose blocks add what their heads read to the residual stream, but "
+                f"{backbone.num_heads} heads of {head_dim} columns are not hidden_size = {hidden_size} wide: leave "
+                "model.head_dim at null"
+            )
         if self.num_heads * head_dim != hidden_size:
             raise ValueError(
                 f"model.memory.num_heads is {self.num_heads}, but hidden_size = {hidden_size} is made of "
@@ -69,9 +110,7 @@ class MidusConfig(MemoryConfig):
         return self.query_from != "heads"
 
     def slot_of(self, span: Span) -> Slot:
-        return {"heads": Slot.BLOCK, "stream_and_heads": Slot.STREAM_AND_HEADS, "projected": Slot.PROJECTED}[
-            self.query_from
-        ]
+        return {"heads": BEHIND_HEADS, "stream_and_heads": STREAM_AND_HEADS, "projected": PROJECTED}[self.query_from]
 
     @property
     def tables(self) -> tuple[Table, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megamem.block_plan import plan_blocks
 from megamem.config import ModelConfig
 from megamem.memory_config import Scoring
 from megamem.retrieval.config import RetrievalConfig, TuckerConfig
@@ -110,7 +111,7 @@ def exported_config(
             "AutoConfig": "configuration_megamem.MegamemConfig",
             "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
         },
-        **({"backbone": _backbone(model)} if model.memory is not None and model.memory.is_inserted else {}),
+        **({"backbone": _backbone(model)} if any(plan.is_inserted for plan in plan_blocks(model).values()) else {}),
         "qk_norm": model.qk_norm,
         "moe": moe,
         "memory": _memory(model, seed, tensors),
@@ -143,7 +144,7 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
             {
                 "block": span.read,
                 "added_after": span.add,
-                "slot": memory.slot_of(span).value,
+                "slot": memory.slot_of(span).name,
                 "layer_norm": memory.has_layer_norm,
                 "bank": view.bank,
                 "first_row": view.first_row,

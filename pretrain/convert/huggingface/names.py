@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megamem.block_plan import PLAIN, BlockPlan, plan_blocks
 from megamem.config import ModelConfig
-from megamem.slots import Slot
 from pretrain.checkpoint.store.tensors import Pair, Region, TensorInfo
 from pretrain.errors import CheckpointError
-
-_NOT_EXPORTED = (Slot.VALUES, Slot.LATENTS, Slot.HEADS)
 
 
 def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorInfo]) -> list[Pair]:
@@ -35,10 +33,10 @@ def pairs(model: ModelConfig, *, vocab_size: int, tensors: Mapping[str, TensorIn
             "model.latent_attention is set, and exported models have projections of keys and values: such a model cannot "
             "be exported to Hugging Face; keep it in the native format"
         )
-    hidden = model.hidden_size
+    hidden, plans = model.hidden_size, _exported_plans(model)
     found = [
         _rows("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, hidden),
-        *(pair for layer in range(model.num_layers) for pair in _block(model, layer, tensors)),
+        *(pair for layer in range(model.num_layers) for pair in _block(model, layer, plans.get(layer, PLAIN), tensors)),
         _whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)),
     ]
     if not model.tied_embeddings:
@@ -73,40 +71,36 @@ def exported_memory(model: ModelConfig, theirs: Mapping[str, TensorInfo]) -> dic
     return found
 
 
-def _block(model: ModelConfig, layer: int, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
+def _block(model: ModelConfig, layer: int, plan: BlockPlan, tensors: Mapping[str, TensorInfo]) -> Iterator[Pair]:
     ours, theirs, hidden = f"decoder.layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
     width = model.attention_head_dim
-    index = next((index for index, span in enumerate(model.memory_spans) if span.read == layer), None)
-    memory, slot = model.memory, None if index is None else _exported_slot(model, index)
-    inserted = slot is not None and slot.is_inserted
-    biased = inserted and memory is not None and memory.has_layer_norm
-    for part in ("weight", "bias") if biased else ("weight",):
+    for part in ("weight", "bias") if plan.has_layer_norm else ("weight",):
         yield _whole(f"{ours}input_layernorm.{part}", f"{theirs}input_layernorm.{part}", (hidden,))
-    projects = slot is None or slot.has_output_projection
-    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.", projects=projects)
+    yield from _attention(model, f"{ours}self_attention.", f"{theirs}self_attn.", projects=plan.has_output_projection)
     if model.qk_norm:
         for side in "qk":
             name = f"self_attention.{side}_layernorm.weight"
             yield _whole(ours + name, f"{theirs}self_attn.{side}_norm.weight", (width,))
-    if not inserted:
+    if plan.num_norms > 1:
         yield _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,))
-    if index is not None:
-        for name, info in memory_weights(model, index, tensors).items():
-            yield _whole(f"{model.memory_name(index)}.{name}", f"{theirs}memory.{name}", info.shape)
-    if slot is None or slot.has_ffn:
-        yield from _feed_forward(model, f"{ours}mlp." if slot is None else f"{ours}mlp.ffn.", f"{theirs}mlp.")
+    if plan.memory is not None:
+        for name, info in memory_weights(model, plan.memory, tensors).items():
+            yield _whole(f"{model.memory_name(plan.memory)}.{name}", f"{theirs}memory.{name}", info.shape)
+    if plan.has_ffn:
+        yield from _feed_forward(model, f"{ours}mlp." if plan.slot is None else f"{ours}mlp.ffn.", f"{theirs}mlp.")
 
 
-def _exported_slot(model: ModelConfig, index: int) -> Slot:
-    """Slot of a memory layer. Raises CheckpointError where the exported model has no place for it."""
-    assert model.memory is not None
-    slot = model.memory.slot_of(model.memory_spans[index])
-    if slot in _NOT_EXPORTED:
-        raise CheckpointError(
-            f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.value}: exported "
-            f"models have none in {', '.join(each.value for each in _NOT_EXPORTED)}"
-        )
-    return slot
+def _exported_plans(model: ModelConfig) -> Mapping[int, BlockPlan]:
+    """Plans of the blocks that have memories. Raises CheckpointError where the exported model has no place for one."""
+    plans = plan_blocks(model)
+    for slot in {plan.slot for plan in plans.values() if plan.slot is not None}:
+        if not slot.is_exported:
+            assert model.memory is not None
+            raise CheckpointError(
+                f"model.memory.kind is {model.memory.kind}, whose memories act in the slot {slot.name}, where exported "
+                "models have none: keep such a model in the native format"
+            )
+    return plans
 
 
 def _attention(model: ModelConfig, ours: str, theirs: str, *, projects: bool) -> Iterator[Pair]:

@@ -6,26 +6,16 @@ of queries and r of a rotary key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from megamem.block_plan import BlockPlan, sum_over_blocks
 from megamem.config import LatentAttentionConfig, ModelConfig
-from megamem.slots import Slot
 
 
-def slots_of_memories(model: ModelConfig, block: int | None = None) -> list[Slot]:
-    """Slots in which the memory layers of a block act, or those of all blocks."""
-    memory = model.memory
-    if memory is None:
-        return []
-    return [memory.slot_of(span) for span in model.memory_spans if block is None or span.read == block]
-
-
-def attention_weights(model: ModelConfig, slots: Sequence[Slot] = ()) -> int:
+def attention_weights(model: ModelConfig, block: BlockPlan) -> int:
     """Weights of a block's projections, which tensor-parallel ranks split: D d (2 n + 2 g), or, with latents,
     2 D d n + D (C + r) + C n (2 d - r), with (D + d n) Q for one D d n if queries have some too. Some inserted
     blocks have no output projection."""
     width, head, heads = model.hidden_size, model.attention_head_dim, model.num_attention_heads
-    queries_and_outputs = width * head * heads * (1 + all(slot.has_output_projection for slot in slots))
+    queries_and_outputs = width * head * heads * (1 + block.has_output_projection)
     latent = model.latent_attention
     if latent is None:
         return queries_and_outputs + 2 * width * head * model.query_groups
@@ -41,15 +31,15 @@ def attention_gains(model: ModelConfig) -> int:
     return 2 * model.attention_head_dim if model.latent_attention is None else _latent_widths(model.latent_attention)
 
 
-def biases_of_norm(model: ModelConfig) -> int:
-    """Biases of the norm before the attention of an inserted block."""
-    return model.hidden_size if model.memory is not None and model.memory.has_layer_norm else 0
+def norm_weights(model: ModelConfig, block: BlockPlan) -> int:
+    """Gains and biases of a block's norms, which every rank has."""
+    return (block.num_norms + block.has_layer_norm) * model.hidden_size + attention_gains(model)
 
 
-def projected_twice(model: ModelConfig, slots: Sequence[Slot]) -> int:
-    """Weights by which the latents of the blocks with memories in these slots are multiplied once more, because keys and
-    values are made of others and one projection makes both: with memories that are mixed into those of values alone."""
-    return 0 if model.latent_attention is None else slots.count(Slot.VALUES) * _up_projection(model)
+def projected_twice(model: ModelConfig, block: BlockPlan) -> int:
+    """Weights by which a block's latents are multiplied once more, because keys and values are made of others and one
+    projection makes both: with memories that are mixed into those of values alone."""
+    return _up_projection(model) if model.latent_attention is not None and block.splits_latents else 0
 
 
 def attention_kept(model: ModelConfig, element: int) -> float:
@@ -64,8 +54,7 @@ def attention_kept(model: ModelConfig, element: int) -> float:
     if (latent := model.latent_attention) is not None:
         latents = _latent_widths(latent) * element * (2 if model.qk_norm else 1)
         projected = 2 * head - latent.rotary_dim
-        twice = projected_twice(model, slots_of_memories(model))
-        projections = 1 + twice / (model.num_layers * _up_projection(model))
+        projections = 1 + _num_split(model) / model.num_layers
         # Keys are a part of what was projected until rotary columns are joined to them.
         has_own_keys = latent.rotary_dim > 0 or projections > 1
         columns = 2 * head + projections * projected + (head if has_own_keys else 0)
@@ -85,8 +74,8 @@ def cached_bytes_per_token(model: ModelConfig, element: int) -> int:
     latent = model.latent_attention
     if latent is None:
         return 2 * model.query_groups * model.attention_head_dim * model.num_layers * element
-    mixed_apart = slots_of_memories(model).count(Slot.VALUES)
-    return (model.num_layers * (latent.latent_dim + latent.rotary_dim) + mixed_apart * latent.latent_dim) * element
+    columns = model.num_layers * (latent.latent_dim + latent.rotary_dim) + _num_split(model) * latent.latent_dim
+    return columns * element
 
 
 def expanded_bytes(model: ModelConfig, element: int) -> int:
@@ -94,8 +83,12 @@ def expanded_bytes(model: ModelConfig, element: int) -> int:
     expand values for every head (`MemoryConfig.expands_values`), where that is done once for generation."""
     memory = model.memory
     assert memory is not None
-    assert memory.expands_values
     return sum(bank.num_rows for bank in model.memory_plan.banks) * model.hidden_size * element
+
+
+def _num_split(model: ModelConfig) -> int:
+    """Blocks whose keys and values are made of latents that differ."""
+    return sum_over_blocks(model, lambda block: block.splits_latents)
 
 
 def _latent_widths(latent: LatentAttentionConfig) -> int:

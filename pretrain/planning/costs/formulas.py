@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
+from megamem.block_plan import PLAIN, plan_blocks, sum_over_blocks
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layer_costs import LayerCosts
 from megamem.trained_part import TrainedPart
 from parallel.layout import padded_size
-from pretrain.planning.costs.attention import (
-    attention_gains,
-    attention_weights,
-    biases_of_norm,
-    projected_twice,
-    slots_of_memories,
-)
+from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
 
 # Fields of `ParameterCounts` that count a share of another field.
 _SHARES = ("read_values", "experts", "idle_experts")
@@ -78,22 +74,15 @@ class ParameterCounts:
 
 def count_parameters(model: ModelConfig) -> ParameterCounts:
     """Parameters of a model."""
-    depth, width = model.num_layers, model.hidden_size
     memory, own = model.memory, memory_layer_costs(model)
     per_row = memory.row_width if memory is not None else 0
-    lookups = 1 if memory is not None and memory.reads_once else model.num_memory_layers
-    reads = lookups * memory.lookup.rows if memory is not None else 0
+    reads = memory.num_lookups(model.num_memory_layers) * memory.lookup.rows if memory is not None else 0
     ffn, experts, idle = _ffn_parameters(model)
-    # Inserted blocks have no second norm, and some no output projection.
-    slots = slots_of_memories(model)
-    unprojected = [slot for slot in slots if not slot.has_output_projection]
-    inserted = sum(slot.is_inserted for slot in slots)
     return ParameterCounts(
         embedding=(1 if model.tied_embeddings else 2) * _embedding_size(model),
-        attention=(depth - len(unprojected)) * attention_weights(model)
-        + len(unprojected) * attention_weights(model, unprojected),
+        attention=sum_over_blocks(model, partial(attention_weights, model)),
         ffn=ffn,
-        norms=(2 * depth - inserted + 1) * width + inserted * biases_of_norm(model) + depth * attention_gains(model),
+        norms=sum_over_blocks(model, partial(norm_weights, model)) + model.hidden_size,
         retrieval=own.retrieval,
         memory_projections=own.projections + _shared_parameters(model),
         tables=sum(bank.num_rows for bank in model.memory_plan.banks) * per_row,
@@ -114,7 +103,7 @@ def _embedding_size(model: ModelConfig) -> int:
 
 def _ffn_parameters(model: ModelConfig) -> tuple[int, int, int]:
     """Parameters of all feed-forwards; of those, all experts'; of those, the ones that a token does not use."""
-    depth = model.num_layers - sum(not slot.has_ffn for slot in slots_of_memories(model))
+    depth = sum_over_blocks(model, lambda block: block.has_ffn)
     if model.moe is None:
         return depth * 3 * model.hidden_size * model.ffn_hidden_size, 0, 0
     expert = 3 * model.hidden_size * model.moe.expert_ffn_hidden_size
@@ -139,7 +128,7 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     grid) and gathers are counted; norms, activations, biases and selections are not.
     """
     counts = count_parameters(model)
-    attention = counts.attention + projected_twice(model, slots_of_memories(model))
+    attention = counts.attention + sum_over_blocks(model, partial(projected_twice, model))
     flops = 2.0 * (attention + counts.ffn - counts.idle_experts + _embedding_size(model))
     return flops + model.num_layers * attended_flops(model, sequence_length) + memory_flops(model)
 
@@ -191,19 +180,17 @@ def forward_flops_of_block(model: ModelConfig, block: int) -> float:
     The read that the memories of all blocks share counts for the first of them.
     """
     memory, width = model.memory, model.hidden_size
-    here = [index for index, span in enumerate(model.memory_spans) if span.read == block]
-    slots = slots_of_memories(model, block)
-    weights = attention_weights(model, slots) + projected_twice(model, slots)
-    if all(slot.has_ffn for slot in slots):
+    plan = plan_blocks(model).get(block, PLAIN)
+    weights = attention_weights(model, plan) + projected_twice(model, plan)
+    if plan.has_ffn:
         ffn = 3 * width * model.ffn_hidden_size
         if model.moe is not None:
             ffn = width * (model.moe.num_experts + 3 * model.moe.top_k * model.moe.expert_ffn_hidden_size)
         weights += ffn
     flops = 2.0 * weights
-    if memory is not None:
-        for index in here:
-            own = family_of(memory).costs(memory, model.memory_plan.views[index], width)
-            flops += own.key_flops + own.selection_flops + own.projection_flops
-            if index == 0 or not memory.reads_once:
-                flops += 2.0 * memory.lookup.rows * memory.row_width
+    if memory is not None and plan.memory is not None:
+        own = family_of(memory).costs(memory, model.memory_plan.views[plan.memory], width)
+        flops += own.key_flops + own.selection_flops + own.projection_flops
+        lookups = memory.num_lookups(plan.memory + 1) - memory.num_lookups(plan.memory)
+        flops += 2.0 * lookups * memory.lookup.rows * memory.row_width
     return flops

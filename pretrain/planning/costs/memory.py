@@ -320,7 +320,7 @@ def block_passing(
         of_ffn = kept.get(MemoryPart.FEED_FORWARD, 0.0)
         moments.append({MemoryPart.BACKWARD: attention_backward(config, tokens), MemoryPart.FEED_FORWARD: -of_ffn})
     memory = model.memory
-    if memory is not None and memory.reads_once and stage.backward.memories:
+    if memory is not None and stage.reads_before_blocks and stage.backward.memories:
         # Gradient of a shared read: the sum so far, what one more block adds, and both; the block itself is gone.
         shared = tokens * memory.lookup.bins * memory.width("values") * element
         gone = (MemoryPart.RESIDUAL, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)

@@ -110,7 +110,7 @@ def _latents(config: RunConfig, stage: Stage) -> float:
     exchanged = (latent.latent_dim + latent.rotary_dim + of_queries) / config.parallel.tensor + latent.rotary_dim
 
     def gathered(blocks: Blocks) -> int:
-        of_keys_and_values = (blocks.num + blocks.values_mixed) * latent.latent_dim
+        of_keys_and_values = (blocks.num + blocks.split_latents) * latent.latent_dim
         return blocks.num * (config.model.hidden_size + of_queries) + of_keys_and_values
 
     def one_way(blocks: Blocks) -> float:

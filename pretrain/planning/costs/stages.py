@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megamem.block_plan import PLAIN, BlockPlan, plan_blocks
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layer_costs import LayerCosts
 from megamem.sharing import BankSpec, LayerView
-from megamem.slots import Slot
 from megamem.trained_part import TrainedPart, readers_of_bank
 from parallel.layout import padded_size
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.attention import attention_gains, attention_weights, biases_of_norm, slots_of_memories
+from pretrain.planning.costs.attention import attention_weights, norm_weights, projected_twice
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,27 @@ class Blocks:
 
     Attributes:
         num: blocks.
-        inserted: of these, the ones to which a memory alone adds: they have one norm of hidden states, and not two.
+        norms: norms of hidden states.
         unprojected: of these, the ones whose attention has no output projection.
         ffns: feed-forwards.
         split_weights: weights that tensor-parallel ranks split, without those of memories.
         expert_weights: weights of experts.
         memories: memory layers.
-        values_mixed: of these, the ones that mix values, or latents of values alone: keys are made of others.
+        split_latents: of blocks, the ones that make keys and values of latents that differ.
+        weights_used_twice: of those that ranks split, the ones that multiply both of these latents.
         arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later.
     """
 
     num: int
-    inserted: int
+    norms: int
     unprojected: int
     ffns: int
     split_weights: int
     expert_weights: int
     memories: int
-    values_mixed: int
+    split_latents: int
+    weights_used_twice: int
     arrivals: int
-
-    @property
-    def norms(self) -> int:
-        """Norms of hidden states."""
-        return 2 * self.num - self.inserted
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,7 @@ class Stage:
         memory: costs of its memory layers without their tables.
         lookups: rows of the bank that each of its memory layers reads, or each chunk, if its layers read together.
         backward_lookups: of these, the ones that have a backward pass.
+        reads_before_blocks: whether layers read together, before the first block of their chunk: by token ids alone.
         trained: what of it is trained.
         trains_all: whether that is all of it, embedding and output projection too.
     """
@@ -94,6 +92,7 @@ class Stage:
     memory: LayerCosts
     lookups: tuple[int, ...]
     backward_lookups: tuple[int, ...]
+    reads_before_blocks: bool
     trained: TrainedWeights
     trains_all: bool
 
@@ -143,7 +142,8 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         for index, view in zip(indices, views, strict=True)
         if model.memory_spans[index].read >= part.first_block
     )
-    if memory is not None and memory.reads_once and views:
+    reads_before_blocks = memory is not None and memory.reads_once
+    if memory is not None and reads_before_blocks and views:
         # Each chunk with a memory reads once, and the weights that the read has belong to the bank.
         reading = {span.read for span in model.memory_spans}
         lookups = lookups[: sum(bool(reading & set(chunk.layers)) for chunk in chunks)]
@@ -167,6 +167,7 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         memory=costs,
         lookups=lookups,
         backward_lookups=backward_lookups,
+        reads_before_blocks=reads_before_blocks,
         trained=trained,
         trains_all=part.is_whole,
     )
@@ -174,16 +175,17 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
 
 def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
     split, _, experts = _blocks_weights(model, blocks)
-    slots = [slots_of_memories(model, block) for block in blocks]
+    plans = _plans(model, blocks)
     return Blocks(
         num=len(blocks),
-        inserted=sum(any(slot.is_inserted for slot in of_block) for of_block in slots),
-        unprojected=sum(not all(slot.has_output_projection for slot in of_block) for of_block in slots),
-        ffns=sum(all(slot.has_ffn for slot in of_block) for of_block in slots),
+        norms=sum(plan.num_norms for plan in plans),
+        unprojected=sum(not plan.has_output_projection for plan in plans),
+        ffns=sum(plan.has_ffn for plan in plans),
         split_weights=split,
         expert_weights=experts,
-        memories=sum(span.read in blocks for span in model.memory_spans),
-        values_mixed=sum(of_block.count(Slot.VALUES) for of_block in slots),
+        memories=sum(plan.memory is not None for plan in plans),
+        split_latents=sum(plan.splits_latents for plan in plans),
+        weights_used_twice=sum(projected_twice(model, plan) for plan in plans),
         arrivals=sum(any(span.read < block <= span.add for block in blocks) for span in model.memory_spans),
     )
 
@@ -209,10 +211,15 @@ def _trained_weights(part: TrainedPart, blocks: Sequence[int]) -> TrainedWeights
 def _blocks_weights(model: ModelConfig, blocks: Sequence[int]) -> tuple[int, int, int]:
     """Weights of blocks without their memories, see `_block_weights`."""
     split = whole = experts = 0
-    for block in blocks:
-        of_block = _block_weights(model, slots_of_memories(model, block))
+    for plan in _plans(model, blocks):
+        of_block = _block_weights(model, plan)
         split, whole, experts = (a + b for a, b in zip((split, whole, experts), of_block, strict=True))
     return split, whole, experts
+
+
+def _plans(model: ModelConfig, blocks: Sequence[int]) -> list[BlockPlan]:
+    plans = plan_blocks(model)
+    return [plans.get(block, PLAIN) for block in blocks]
 
 
 def _elements(model: ModelConfig, bank: BankSpec) -> int:
@@ -225,14 +232,12 @@ def _costs(model: ModelConfig, view: LayerView) -> LayerCosts:
     return family_of(model.memory).costs(model.memory, view, model.hidden_size)
 
 
-def _block_weights(model: ModelConfig, slots: Sequence[Slot]) -> tuple[int, int, int]:
-    """Weights of one block with memories in `slots` that tensor-parallel ranks split, that all hold, and of experts;
-    see `count_parameters`."""
+def _block_weights(model: ModelConfig, block: BlockPlan) -> tuple[int, int, int]:
+    """Weights of a block without its memory that tensor-parallel ranks split, that all hold, and of experts; see
+    `count_parameters`."""
     width = model.hidden_size
-    split = attention_weights(model, slots)
-    is_inserted = any(slot.is_inserted for slot in slots)
-    norms = (2 - is_inserted) * width + is_inserted * biases_of_norm(model) + attention_gains(model)
-    if not all(slot.has_ffn for slot in slots):
+    split, norms = attention_weights(model, block), norm_weights(model, block)
+    if not block.has_ffn:
         return split, norms, 0
     if model.moe is None:
         return split + 3 * width * model.ffn_hidden_size, norms, 0

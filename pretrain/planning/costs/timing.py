@@ -15,10 +15,8 @@ from enum import StrEnum
 from functools import lru_cache
 
 from megamem.config import ModelConfig
-from megamem.slots import Slot
 from parallel.layout import padded_size
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.attention import projected_twice
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
@@ -206,10 +204,9 @@ def _block_flops(config: RunConfig, stage: Stage) -> float:
     """Forward and backward FLOPs per token of a stage's blocks without memories, with what is computed again."""
     model, recompute = config.model, config.train.recompute
     attention = attended_flops(model, config.train.sequence_length)
-    up_projection = projected_twice(model, (Slot.VALUES,))
 
     def products(blocks: Blocks) -> float:
-        weights: float = blocks.split_weights + blocks.values_mixed * up_projection
+        weights: float = blocks.split_weights + blocks.weights_used_twice
         if model.moe is not None:
             weights += blocks.expert_weights * model.moe.top_k / model.moe.num_experts
         return 2.0 * weights

@@ -11,7 +11,6 @@ from dataclasses import astuple, dataclass
 from functools import partial
 
 from megamem.memory_config import MemoryConfig
-from megamem.slots import Slot
 from parallel.layout import coefficients_per_rank, packed_bytes
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
@@ -79,7 +78,7 @@ def lookup_traffic(
 def follows_heads(config: RunConfig) -> bool:
     """Tell whether the columns that a rank holds are those of its attention heads, see `lookup_traffic`."""
     memory, layout = config.model.memory, config.parallel
-    of_heads = memory is not None and memory.slot is Slot.VALUES and config.model.latent_attention is None
+    of_heads = memory is not None and memory.follows_heads and config.model.latent_attention is None
     return of_heads and layout.memory == layout.tensor <= config.model.query_groups
 
 
@@ -103,7 +102,7 @@ def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
     total = sum(number * traffic_of(rows).forward for rows, number in Counter(stage.lookups).items())
     for rows, number in Counter(stage.backward_lookups).items():
         lookup = traffic_of(rows)
-        if memory.reads_once:
+        if stage.reads_before_blocks:
             total += number * (lookup.backward - lookup.coefficients)
         else:
             total += number * (lookup.backward + (config.train.recompute == "full") * lookup.forward)

@@ -23,6 +23,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tests.families.behind_heads.config import HEADS
 
 SUFFIX = "remove it, or make that condition true"
 
@@ -167,7 +168,7 @@ def test_a_base_of_one_kind_serves_another(tmp_path: Path) -> None:
 class BehindTheHeads(PkmConfig):
     """A memory that can stand in one place only."""
 
-    slot: ClassVar[Slot | None] = Slot.HEADS
+    slot: ClassVar[Slot | None] = HEADS
 
     kind: Literal["behind_the_heads"] = "behind_the_heads"  # type: ignore[assignment]
 

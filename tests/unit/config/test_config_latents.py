@@ -18,6 +18,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.names import pairs
 from pretrain.convert.released.pairs import released_pairs
 from pretrain.errors import CheckpointError, ConfigError
+from tests.families.behind_heads.config import HEADS
 
 LATENT = ModelConfig(hidden_size=32, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4))
 MOVE = MoveConfig(value_dim=12, num_gate_heads=3)
@@ -69,7 +70,7 @@ def test_formats_without_latents_say_so() -> None:
 
 def test_a_head_behind_latents_is_no_place_for_a_memory() -> None:
     class OnHeads(MoveConfig):
-        slot: ClassVar[Slot | None] = Slot.HEADS
+        slot: ClassVar[Slot | None] = HEADS
 
     with pytest.raises(
         ValueError, match=r"kind is move, whose memories read what heads .*: set model.latent_attention: null"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megamem.block_plan import plan_blocks
 from parallel.atomic_write import atomic_write
 from pretrain.config.schema import RunConfig
 from pretrain.data.blend import check_blend
@@ -166,10 +167,9 @@ def measure_heads(run: Analysed) -> None:
     """Importance of heads by block, with both readings of the loss, and how it varies within a block."""
     from pretrain.evaluation.analysis.heads import READINGS, head_importance
 
-    memory = run.config.model.memory
     with _restored(run) as ((model,), held_out, groups):
         found = head_importance(model, held_out, groups, micro_batch_size=run.config.train.micro_batch_size)
-        inserted = [span.read for span in run.config.model.memory_spans if memory and memory.is_inserted]
+        inserted = [block for block, plan in plan_blocks(run.config.model).items() if plan.is_inserted]
         of_readings = {
             reading: {
                 "scores": scores.tolist(),

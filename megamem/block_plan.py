@@ -1,0 +1,80 @@
+"""Plan of a model's blocks: what the memories leave of each, resolved from their slots.
+
+Building, costs, growth, exports and initialisation ask the plan of a block what it has, and never which slot it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megamem.config import ModelConfig
+from megamem.slots import Slot
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block.
+
+    Attributes:
+        slot: where the memory that reads in it acts; None: it has none.
+        memory: index of that memory layer.
+        has_layer_norm: whether LayerNorm stands before attention, and not RMSNorm.
+    """
+
+    slot: Slot | None = None
+    memory: int | None = None
+    has_layer_norm: bool = False
+
+    @property
+    def is_inserted(self) -> bool:
+        """True if its memory is all that it adds to the residual stream."""
+        return self.slot is not None and self.slot.is_inserted
+
+    @property
+    def has_ffn(self) -> bool:
+        """True if it has a feed-forward, and the norm before it."""
+        return self.slot is None or self.slot.has_ffn
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of hidden states: before attention, and before what follows unless the block is inserted."""
+        return 1 if self.is_inserted else 2
+
+    @property
+    def has_output_projection(self) -> bool:
+        """True if its attention has an output projection."""
+        return self.slot is None or self.slot.has_output_projection
+
+    @property
+    def splits_latents(self) -> bool:
+        """True if latent attention projects the latents of keys and those of values apart."""
+        return self.slot is not None and self.slot.splits_latents
+
+
+PLAIN = BlockPlan()
+"""A block without a memory."""
+
+
+def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
+    """The blocks in which a memory reads, by their numbers from 0; all others are `PLAIN`."""
+    memory = model.memory
+    if memory is None:
+        return {}
+    return {
+        span.read: BlockPlan(memory.slot_of(span), index, memory.has_layer_norm)
+        for index, span in enumerate(model.memory_spans)
+    }
+
+
+def count_blocks(model: ModelConfig) -> Iterator[tuple[int, BlockPlan]]:
+    """All blocks, with the number of those that have the same plan: the plain ones are counted and not listed."""
+    plans = plan_blocks(model)
+    yield model.num_layers - len(plans), PLAIN
+    for plan in plans.values():
+        yield 1, plan
+
+
+def sum_over_blocks(model: ModelConfig, figure: Callable[[BlockPlan], int]) -> int:
+    """Sum of a figure of every block."""
+    return sum(number * figure(plan) for number, plan in count_blocks(model))

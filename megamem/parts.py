@@ -1,0 +1,108 @@
+"""Modules that the blocks of a model are built from, Megatron's own block of them, and what a slot edits in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from megamem.block_plan import BlockPlan
+from megamem.config import LatentAttentionConfig
+from megamem.kv_cache import CachingSelfAttention
+from megamem.latent_attention import LatentAttention, LatentAttentionSubmodules
+from megamem.side_stream import SideStream
+from megamem.slots import SKIP
+from megamem.spans import Span
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules.
+
+    Attributes:
+        column_linear: whose columns tensor-parallel ranks split.
+        row_linear: whose rows they split.
+        qk_norm: of queries and keys, or of latents.
+        core: see `megamem.attention`.
+        ffn: the feed-forward where Megatron's layer builds it.
+        make_ffn: builds it elsewhere.
+        latent: of latent attention; None: keys and values have projections of their own.
+        side_stream: where the memory of a block runs beside its feed-forward.
+    """
+
+    column_linear: Any
+    row_linear: Any
+    norm: Any
+    qk_norm: Any
+    core: Any
+    ffn: ModuleSpec
+    make_ffn: Callable[..., Any]
+    latent: LatentAttentionConfig | None
+    side_stream: SideStream
+
+    def block(self) -> TransformerLayerSubmodules:
+        """Megatron's own block."""
+        return TransformerLayerSubmodules(
+            input_layernorm=self.norm,
+            self_attention=self._attention(),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=self.norm,
+            mlp=self.ffn,
+            mlp_bda=get_bias_dropout_add,
+        )
+
+    def _attention(self) -> ModuleSpec:
+        causal = {"attn_mask_type": AttnMaskType.causal}
+        if self.latent is not None:
+            return ModuleSpec(
+                module=LatentAttention,
+                params={**causal, "latent": self.latent},
+                submodules=LatentAttentionSubmodules(
+                    linear=self.column_linear,
+                    core_attention=self.core,
+                    linear_proj=self.row_linear,
+                    layernorm=self.qk_norm,
+                ),
+            )
+        return ModuleSpec(
+            module=CachingSelfAttention,
+            params=causal,
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=self.column_linear,
+                core_attention=self.core,
+                linear_proj=self.row_linear,
+                q_layernorm=self.qk_norm,
+                k_layernorm=self.qk_norm,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Site:
+    """One memory of the model.
+
+    Attributes:
+        plan: of its block.
+        span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
+        make_memory: builds its layer.
+        reads_once: whether the layers of a chunk read their tables together.
+    """
+
+    plan: BlockPlan
+    span: Span
+    make_memory: Callable[[], MegatronModule]
+    reads_once: bool
+
+    def __post_init__(self) -> None:
+        assert self.span.is_skip == (self.plan.slot == SKIP)
+
+
+BlockEdit: TypeAlias = Callable[[TransformerLayerSubmodules, Site, Parts], None]
+"""Edit of a slot (`megamem.slots.Slot.edit_path`) in a block that `Parts.block` has made."""

@@ -1,0 +1,1 @@
+"""A family in a slot of its own, where no family of the product acts: behind attention's heads."""
