@@ -25,7 +25,7 @@ examples:
   megamem dryrun configs/ultramemv2/2.5b_120b_top256.yaml --world-size 512
   megamem dryrun configs/ultramemv2/2.5b_120b_top256.yaml --world-size 512 --all-stages parallel.memory=16
 
-Takes a second or so per memory layer and microbatch. What it is and is not: docs/planning.md.
+Takes a second or so per memory layer and microbatch. Its limits are in docs/planning.md.
 """
 
 

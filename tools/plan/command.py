@@ -30,7 +30,7 @@ examples:
   megamem plan configs/ultramemv2/2.5b_120b_top256.yaml --gpus 512 --gpu h100-80g
   megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h200-141g --write 25b_8.yaml --plot 25b_8.svg
 
-What is estimated, and how well: docs/planning.md. `megamem dryrun` counts the bytes of the layout that you choose.
+docs/planning.md says what is estimated, and how well. `megamem dryrun` counts the bytes of the layout that you choose.
 """
 
 
