@@ -10,51 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt
-
-from megamem.config_base import Config, EffectiveWhen
+from megamem.config_base import Config
 from megamem.sharing import SharingPlan
 from megamem.slots import BESIDE, INSERTED, INSTEAD, SKIP, Slot
-from megamem.spans import Span, parse_spans
-
-
-@dataclass(frozen=True)
-class PlacementConfig(Config):
-    """Blocks (counted from 0) with a memory, and the place where its output goes."""
-
-    every: Annotated[
-        PositiveInt,
-        EffectiveWhen(lambda c: c.blocks is None and c.spans is None, "placement.blocks and placement.spans are null"),
-    ] = 1
-    """Every n-th block has a memory, the last of each n: blocks n - 1, 2n - 1, ... (1: every block)."""
-    blocks: Annotated[tuple[int, ...] | None, EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")] = (
-        None
-    )
-    """The blocks with a memory, ascending; null: every n-th."""
-    spans: str | None = None
-    """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first
-    block, add after the second. Null: the memory adds where it reads."""
-    position: Annotated[
-        Literal["beside", "instead", "inserted"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
-    ] = "beside"
-    """beside: the memory adds to the feed-forward of its block; instead: it replaces it; inserted: it is all that its
-    block adds to the residual stream, x + Mem(x + Attn(Norm(x))), from values of zeros on (MIDUS, Eq. 1)."""
-    norm: Literal["rms", "layer"] = "rms"
-    """Norm of the residual stream before the attention of an inserted block. rms: RMSNorm, as in the other blocks;
-    layer: LayerNorm, as MIDUS writes it, with the gain of the following block and a bias of zeros at first."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.spans is not None:
-            parse_spans(self.spans)
-        blocks = self.blocks
-        if blocks is not None and (not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0):
-            raise ValueError(
-                f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once "
-                "and at least one (leave model.memory out for a model without)"
-            )
+from megamem.spans import PlacementConfig, Span
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Spans of memories: the block that one reads at, and the block after which its output joins the residual stream.
+"""Placement of memories: the block that one reads at, and the block after which its output joins the residual stream.
 
 Blocks count from 0. In UltraMemV2 and Memory+ a memory reads and adds in the same block; UltraMem reads the normalised
 input of block a's feed-forward and adds after block b >= a, so that the blocks between do not wait for it (skip
@@ -11,10 +11,11 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
 
-if TYPE_CHECKING:
-    from megamem.memory_config import PlacementConfig
+from pydantic import PositiveInt
+
+from megamem.config_base import Config, EffectiveWhen
 
 _KEY = "model.memory.placement.spans"
 
@@ -58,6 +59,43 @@ def parse_spans(text: str) -> tuple[Span, ...]:
                 "sort the pairs by their first block, and let each block read once"
             )
     return tuple(spans)
+
+
+@dataclass(frozen=True)
+class PlacementConfig(Config):
+    """Blocks (counted from 0) with a memory, and the place where its output goes."""
+
+    every: Annotated[
+        PositiveInt,
+        EffectiveWhen(lambda c: c.blocks is None and c.spans is None, "placement.blocks and placement.spans are null"),
+    ] = 1
+    """Every n-th block has a memory, the last of each n: blocks n - 1, 2n - 1, ... (1: every block)."""
+    blocks: Annotated[tuple[int, ...] | None, EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")] = (
+        None
+    )
+    """The blocks with a memory, ascending; null: every n-th."""
+    spans: str | None = None
+    """UltraMem's skip insertion, read:add pairs joined by / as in 2:5/6:9: read the feed-forward's input in the first
+    block, add after the second. Null: the memory adds where it reads."""
+    position: Annotated[
+        Literal["beside", "instead", "inserted"], EffectiveWhen(lambda c: c.spans is None, "placement.spans is null")
+    ] = "beside"
+    """beside: the memory adds to the feed-forward of its block; instead: it replaces it; inserted: it is all that its
+    block adds to the residual stream, x + Mem(x + Attn(Norm(x))), from values of zeros on (MIDUS, Eq. 1)."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Norm of the residual stream before the attention of an inserted block. rms: RMSNorm, as in the other blocks;
+    layer: LayerNorm, as MIDUS writes it, with the gain of the following block and a bias of zeros at first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spans is not None:
+            parse_spans(self.spans)
+        blocks = self.blocks
+        if blocks is not None and (not blocks or list(blocks) != sorted(set(blocks)) or blocks[0] < 0):
+            raise ValueError(
+                f"model.memory.placement.blocks is {list(blocks)}: list 0-based blocks in ascending order, each once "
+                "and at least one (leave model.memory out for a model without)"
+            )
 
 
 def count_memory_layers(placement: PlacementConfig, num_layers: int) -> int:

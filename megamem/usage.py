@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from torch import Tensor
 
 from megamem.memory_config import Observed
 from megamem.sharing import LayerView
-
-if TYPE_CHECKING:
-    from megamem.layers.layer import MemoryLayer
 
 # Sums of a layer over its tokens: their number, and the token-weighted means below.
 _TOKENS, _TOP1, _TOPK, _OUT, _OUT_SQUARE, _NULL, _ENTROPY, _NUM_SUMS = 0, 1, 2, 3, 4, 5, 6, 7
@@ -75,12 +72,21 @@ class LayerUsage:
         self.sums += torch.stack([mean.double() for mean in means]) * out.shape[0]
 
 
+class ObservedLayer(Protocol):
+    """A memory layer, as far as it is observed (`megamem.layers.layer.MemoryLayer`)."""
+
+    name: str
+    view: LayerView
+    cores: Tensor | None
+    usage: LayerUsage | None
+
+
 class UsageCollector:
     """Observes the memory layers of a model. Every rank has one for its own layers, and all act at the same time."""
 
     def __init__(
         self,
-        layers: Sequence[MemoryLayer],
+        layers: Sequence[ObservedLayer],
         *,
         num_blocks: int,
         observed: Observed,
@@ -178,7 +184,7 @@ def block_number(layer_name: str) -> int:
     return int(match[1])
 
 
-def _core_sum(layer: MemoryLayer) -> Tensor:
+def _core_sum(layer: ObservedLayer) -> Tensor:
     """[H, R, R], in at least fp32: what the first selection stage approximates by rank 1."""
     assert layer.cores is not None
     return layer.cores.detach().to(torch.promote_types(layer.cores.dtype, torch.float32)).sum(0)

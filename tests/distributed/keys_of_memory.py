@@ -32,8 +32,8 @@ from torch import Tensor
 from megamem.config import LatentAttentionConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.inputs import Inputs
-from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
+from megamem.spans import PlacementConfig
 
 MEMORIES = Table()
 FC1, QKV, PROJ = "mlp.ffn.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"

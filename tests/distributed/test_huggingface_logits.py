@@ -20,9 +20,9 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.memory_config import PlacementConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.sharing import SharingConfig
+from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures
 from pretrain.convert.huggingface.folder import export, open_folder

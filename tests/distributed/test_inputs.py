@@ -25,10 +25,9 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
 from megamem.inputs import Inputs
-from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
 from megamem.slots import BESIDE, INSTEAD, SKIP, Slot
-from megamem.spans import Span
+from megamem.spans import PlacementConfig, Span
 from megamem.token_tables.config import VALUES
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups

@@ -14,8 +14,8 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
+from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 
 STEPS = 3

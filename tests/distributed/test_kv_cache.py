@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megamem.config import LatentAttentionConfig, MoEConfig
 from megamem.kv_cache import KeyValueCache
-from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
 from megamem.rotary_config import RotaryScalingConfig
+from megamem.spans import PlacementConfig
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_chunks

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megamem.config import MoEConfig
 from megamem.families.ultramem.config import UltraMemConfig
-from megamem.memory_config import PlacementConfig
+from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import ddp_config
 from pretrain.engine.weight_gathering import start_gathering

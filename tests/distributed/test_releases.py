@@ -21,11 +21,12 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.memory_config import MemoryConfig, PlacementConfig
+from megamem.memory_config import MemoryConfig
 from megamem.released_names import from_meta, from_released
 from megamem.releases import META_RELEASE, ULTRAMEMV2_RELEASE
 from megamem.sharing import SharingConfig
 from megamem.shuffle import KeyedShuffle
+from megamem.spans import PlacementConfig
 from pretrain.checkpoint.store.paired import PairedReader
 from pretrain.checkpoint.store.state_dict import StateDictReader, write_state_dict
 from pretrain.checkpoint.store.tensors import Region

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from megamem.block import MemoryBlock
 from megamem.config import ModelConfig
-from megamem.memory_config import PlacementConfig
 from megamem.model import MemoryGPTModel
-from megamem.spans import Span
+from megamem.spans import PlacementConfig, Span
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups
 from pretrain.config.schema import ParallelConfig, RunConfig

@@ -14,7 +14,7 @@ from test_checkpoint_layouts import STATE, read_all
 from test_layouts import Shard, assembled, shards
 from tiny_runs import PRIVATE, SHARED, on, tiny_run
 
-from megamem.memory_config import PlacementConfig
+from megamem.spans import PlacementConfig
 from pretrain.checkpoint.folder import read_state
 from pretrain.checkpoint.run import restore_run, save_run
 from pretrain.config.schema import RunConfig

@@ -26,10 +26,10 @@ from megamem.distributions import Distribution
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.initialisation import table_std
-from megamem.memory_config import PlacementConfig
 from megamem.random_fill import fill, normal_rows
 from megamem.retrieval.config import Initialisation, TuckerConfig
 from megamem.sharing import SharingConfig
+from megamem.spans import PlacementConfig
 from pretrain.config.stages import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

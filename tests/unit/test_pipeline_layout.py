@@ -17,8 +17,8 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megamem.config import ModelConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
+from megamem.spans import PlacementConfig
 from parallel.layout import Unit
 from parallel.pipeline_layout import (
     chunks_of_stage,

@@ -10,9 +10,8 @@ import pytest
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_variance import sigma_values
-from megamem.memory_config import PlacementConfig
 from megamem.sharing import SharingConfig
-from megamem.spans import Span, parse_spans, pending_before
+from megamem.spans import PlacementConfig, Span, parse_spans, pending_before
 from parallel.layout import Unit, unsplittable_units
 from parallel.pipeline_layout import model_chunks, split_units
 from pretrain.config.loader import from_dict, to_dict

@@ -14,8 +14,8 @@ from megamem.families.peer.config import PeerConfig
 from megamem.families.pkm.config import PkmConfig
 from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
-from megamem.memory_config import PlacementConfig
 from megamem.slots import Slot
+from megamem.spans import PlacementConfig
 from pretrain.config.effective import RUN_RULES, ineffective_fields
 from pretrain.config.fields import all_keys
 from pretrain.config.loader import load_as, parse_config
