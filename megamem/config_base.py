@@ -1,6 +1,6 @@
 """The base of all configuration classes: frozen dataclasses whose annotations say which values are allowed.
 
-pydantic reads the annotations when a configuration is loaded (`pretrain.config.parse`). Objects made in code are held
+pydantic reads the annotations when a configuration is loaded (`pretrain.config.loader`). Objects made in code are held
 to the same limits by `Config`; their types are for mypy to check.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pretrain.config.schema import RunConfig
-from pretrain.config.stages import load_stages, stage_called
+from pretrain.config.stages import read_run, stage_called
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, UserError
 from pretrain.run.history import now
@@ -129,8 +129,7 @@ def job_of(environ: Mapping[str, str]) -> str:
 
 def stages_of(jobs: JobsFolder, submission: Submission) -> tuple[RunConfig, ...]:
     """The stages that a job trains: one of a chain, or all."""
-    start = recorded_start(jobs.run)
-    stages = load_stages(jobs.config, (), None if start is None else starting_point(start))
+    stages = read_run(jobs.config).stages(starting_point(recorded_start(jobs.run)))
     return stages if submission.stage is None else (stage_called(stages, submission.stage),)
 
 

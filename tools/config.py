@@ -17,16 +17,15 @@ from megamem.config import ModelConfig
 from megamem.config_base import Config, field_specs
 from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
-from pretrain.config.advice import advice
 from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs
 from pretrain.config.describe import FieldDoc, describe_fields
-from pretrain.config.effective import ineffective_fields
+from pretrain.config.keys import ineffective_fields
 from pretrain.config.loader import to_dict, to_yaml
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
 from pretrain.config.stages import StageEntry, load_config, load_stage, load_stages, to_entries
-from pretrain.config.validate import validate
+from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token

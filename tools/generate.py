@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.layout_rules import layout_problems
-from pretrain.config.parse import join_problems
+from pretrain.config.loader import join_problems
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.errors import ConfigError
 from pretrain.evaluation.sampling import Sampling

@@ -14,7 +14,7 @@ from typing import Any
 
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.schema import RunConfig
-from pretrain.config.stages import load_stages, name_of_run, names_of
+from pretrain.config.stages import names_of, read_run
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.preflight import check_submission
@@ -96,9 +96,10 @@ def run_submit(args: argparse.Namespace) -> int:
     profile, cluster = load_profile(path), path.stem
     if args.at_once is not None and not args.sweep:
         raise ConfigError(f"--at-once is {args.at_once}, and there is no --sweep: remove it")
-    base = (args.run_dir or Path(profile.runs_path) / name_of_run(args.config, args.overrides)).absolute()
+    name = read_run(args.config, args.overrides).name
+    base = (args.run_dir or Path(profile.runs_path) / name).absolute()
     if args.sweep:
-        return _submit_sweep(args, profile, cluster, base)
+        return _submit_sweep(args, profile, cluster, base, name)
     run = RunFolder(base)
     stages, start = _stages_and_start(args, run)
     if args.chain:
@@ -162,11 +163,10 @@ def links_of(
     return links
 
 
-def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str, base: Path) -> int:
+def _submit_sweep(args: argparse.Namespace, profile: ClusterConfig, cluster: str, base: Path, swept: str) -> int:
     if RunFolder(base).config.exists():
         raise ConfigError(f"{base} is the folder of a run, and a sweep wants one for its runs: use another --run-dir")
     profile = asked_for(profile, args.nodes, args.time)
-    swept = name_of_run(args.config, args.overrides)
     jobs = []
     for point in grid(args.sweep):
         name = f"{swept}-{point.name}"
@@ -205,8 +205,7 @@ def _stages_and_start(
     """The stages of a run, and the checkpoint that it goes on from."""
     # The ranks hold its contents against their hashes, together.
     start = starting_checkpoint(args.start, run, check_hashes=False)
-    point = None if start is None else starting_point(start)
-    return load_stages(args.config, [*args.overrides, *overrides], point), start
+    return read_run(args.config, [*args.overrides, *overrides]).stages(starting_point(start)), start
 
 
 def check(job: Job) -> None:

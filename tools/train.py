@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from parallel.atomic_write import atomic_write
 from parallel.devices import num_visible_gpus
-from pretrain.config.advice import advice
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_yaml
-from pretrain.config.stages import load_stages, name_of_run, names_of, stage_called, to_entries
+from pretrain.config.stages import names_of, read_run, stage_called, to_entries
+from pretrain.config.validate import advice
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.preflight import check_stages
@@ -88,9 +88,10 @@ def run_train(args: argparse.Namespace) -> int:
     started = started_world_size()
     if started is not None and args.nproc is not None and args.nproc != started:
         raise ConfigError(f"--nproc is {args.nproc}, but {started} ranks were started already: leave --nproc out")
-    folder = RunFolder(args.run_dir or Path("runs") / name_of_run(args.config, args.overrides))
+    source = read_run(args.config, args.overrides)
+    folder = RunFolder(args.run_dir or Path("runs") / source.name)
     start = starting_checkpoint(args.start, folder)
-    stages = load_stages(args.config, args.overrides, None if start is None else starting_point(start))
+    stages = source.stages(starting_point(start))
     trained = stages if args.stage is None else (stage_called(stages, args.stage),)
     num_ranks = started or args.nproc or ranks_for_stages(trained)
     # Each rank looks for itself: one file, and nothing is asked of the others.

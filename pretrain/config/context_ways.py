@@ -84,47 +84,6 @@ def run_costs(config: RunConfig, way: Way) -> ContextCosts:
     )
 
 
-def kept_beyond_whole_sequences(config: RunConfig) -> int:
-    """Bytes that a block keeps for backward, per microbatch, beyond those of as many tokens in whole sequences.
-
-    Gathered keys and values; or key/value heads that several ranks have, and the outputs once more, of other tokens,
-    for the output projection.
-    """
-    if config.parallel.context == 1:
-        return 0
-    way = context_way(config)
-    beyond = run_costs(config, way).kept - run_costs(config, "ring").kept
-    if way != "heads":
-        return beyond
-    layout, train, model = config.parallel, config.train, config.model
-    tokens = train.micro_batch_size * train.sequence_length // layout.context
-    outputs = tokens * model.num_attention_heads * model.attention_head_dim // layout.tensor
-    return beyond + outputs * train.element_bytes
-
-
-def attention_backward(config: RunConfig, tokens: int) -> float:
-    """Bytes that the backward pass of attention across ranks has at its peak, for a rank's tokens before ranks split
-    heads.
-
-    Gradients of outputs are in the precision of the run, those of queries, keys and values in fp32. `gather` has keys
-    and values of all ranks, and their gradients in the precision of the run too. `ring` adds the fp32 gradients that
-    are sent, those that arrive and their sum, two pairs on their way, and a tile's operands and gradients. `heads` has
-    all in the precision of the run.
-    """
-    model, element, size = config.model, config.train.element_bytes, config.parallel.context
-    queries = tokens * model.num_attention_heads * model.attention_head_dim
-    pairs = 2 * tokens * model.query_groups * model.attention_head_dim
-    match context_way(config):
-        case "heads":
-            return float(element * 2 * (queries + pairs))
-        case "gather":
-            return float((element + 4) * (queries + size * pairs))
-        case "ring":
-            return float(
-                (element + 4) * queries + 4 * 4 * pairs + 2 * element * pairs + 2 * element * (queries + pairs)
-            )
-
-
 def heads_problem(config: RunConfig) -> str | None:
     """Reason that a run's heads cannot be exchanged over its context-parallel ranks; None: they can."""
     model, layout = config.model, config.parallel

@@ -11,8 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from megamem.config_base import KIND, Config, FieldSpec
-from pretrain.config.effective import RUN_RULES
-from pretrain.config.fields import ELEMENT, fields_of, only_for
+from pretrain.config.keys import ELEMENT, RUN_RULES, fields_of, only_for
 from pretrain.config.schema import RunConfig
 
 

@@ -1,4 +1,6 @@
-"""YAML files, overrides and stored mappings to a `RunConfig`, and back.
+"""YAML files, overrides and stored mappings to a configuration, and back.
+
+pydantic checks the values; its findings get places and our words.
 
 **Options without effect.** A value that nothing reads, given the others, is an error where this run's file or an
 override sets it, and is dropped where it was only inherited:
@@ -13,52 +15,67 @@ override sets it, and is dropped where it was only inherited:
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megamem.config_base import Config
-from pretrain.config.compose import apply_overrides, read_with_bases
-from pretrain.config.effective import Ineffective, foreign_keys, ineffective_fields
-from pretrain.config.parse import build, join_problems, without_former
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megamem.config_base import Config, FieldSpec
+from pretrain.config.keys import (
+    Ineffective,
+    all_keys,
+    fields_of,
+    foreign_keys,
+    ineffective_fields,
+    nearest_keys,
+    spec_at,
+    variant_at,
+)
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import Layer, Node, dump_yaml, find, from_plain, to_plain, without
+from pretrain.config.source import (
+    BASE_KEY,
+    Layer,
+    Node,
+    apply_overrides,
+    dump_yaml,
+    find,
+    from_plain,
+    kind_of,
+    node_at,
+    read_with_bases,
+    to_plain,
+    without,
+)
+from pretrain.config.suggest import did_you_mean
 from pretrain.errors import ConfigError
 
 T = typing.TypeVar("T", bound=Config)
 
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dataclass_type": "a mapping of keys",
+}
+_LIMITS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
-def load_as(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """A configuration of any class.
+# Sections of former versions, which their files and checkpoints still hold, and the advice on one that has values.
+_FORMER = {"train.kernel_overrides": "remove it: train.kernels chooses the implementation of all memory kernels"}
 
-    Args:
-        path: a YAML file; it may name others under `base`.
-        overrides: `section.key=value` texts laid over it in order, the values in YAML.
+
+def load_as(cls: type[T], path: str | Path) -> T:
+    """The configuration of any class that a YAML file describes; it may name others under `base`.
 
     Raises:
         ConfigError: naming key, value, file and line, and the fix, of every problem found.
     """
-    in_file = read_with_bases(Path(path))
-    if not overrides:
-        return settle(cls, in_file, asked_for_here)[0]
-    dead_in_file = _refused_keys(cls, in_file)
-
-    def asked_for(key: str, node: Node) -> bool:
-        return node.last_layer == Layer.OVERRIDE or key in dead_in_file
-
-    return settle(cls, apply_overrides(in_file, overrides), asked_for)[0]
-
-
-def parse_config(mapping: Mapping[str, Any], cls: type[T], source: str = "the configuration") -> T:
-    """A configuration from plain values, as strictly as from a file.
-
-    Args:
-        mapping: nested mappings, lists and scalars.
-        cls: the configuration class.
-        source: what to call the mapping in messages.
-    """
-    return settle(cls, from_plain(mapping, source, Layer.FILE), lambda key, node: True)[0]
+    return settle(cls, read_with_bases(Path(path)))[0]
 
 
 def from_dict(
@@ -87,6 +104,23 @@ def to_yaml(config: Any) -> str:
     return dump_yaml(to_dict(config))
 
 
+def config_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
+    """Differences between two configurations: "key: before -> now" by key."""
+    old, new = flat(to_dict(before)), flat(to_dict(now))
+    return {
+        key: f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by path, as in `train.num_steps`."""
+    if isinstance(value, dict):
+        return {key: leaf for name, part in value.items() for key, leaf in flat(part, f"{prefix}{name}.").items()}
+    return {prefix.removesuffix("."): value}
+
+
 class _OptionWithoutEffectError(ConfigError):
     """Values that nothing reads; carries their keys."""
 
@@ -95,13 +129,12 @@ class _OptionWithoutEffectError(ConfigError):
         self.keys = keys
 
 
-def asked_for_here(key: str, node: Node) -> bool:
-    """True if a named file or an override set the value; False if it is only inherited."""
-    return node.last_layer >= Layer.FILE
-
-
-def settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) -> tuple[T, dict[str, str]]:
+def settle(cls: type[T], node: Node, in_file: Node | None = None) -> tuple[T, dict[str, str]]:
     """Build the configuration and drop inherited values that have no effect.
+
+    Args:
+        node: all of the configuration's values.
+        in_file: those of its file, if overrides were laid over them.
 
     Returns:
         The configuration, and for each dropped key the condition that it lacks, in words.
@@ -115,7 +148,13 @@ def settle(cls: type[T], node: Node, asked_for: Callable[[str, Node], bool]) -> 
         config = build(cls, _without(node, foreign))
         silent = [*foreign, *ineffective_fields(config)]
         set_here = [(item, find(node, item.key.split("."))) for item in silent]
-        refused = {item.key: (item, at) for item, at in set_here if at is not None and asked_for(item.key, at)}
+        refused = {item.key: (item, at) for item, at in set_here if at is not None and at.last_layer >= Layer.FILE}
+        if in_file is not None and any(at.last_layer == Layer.FILE for _, at in refused.values()):
+            # Overrides took its effect away, unless it had none in the file alone.
+            dead = _refused_keys(cls, in_file)
+            refused = {
+                key: (item, at) for key, (item, at) in refused.items() if at.last_layer > Layer.FILE or key in dead
+            }
         if refused:
             raise _OptionWithoutEffectError(
                 [
@@ -152,9 +191,125 @@ def _refused_keys(cls: type[Config], in_file: Node) -> set[str]:
     A file that cannot be built alone needs its overrides to mean anything, and is treated as a base.
     """
     try:
-        settle(cls, in_file, asked_for_here)
+        settle(cls, in_file)
     except _OptionWithoutEffectError as error:
         return error.keys
     except ConfigError:
         return set()
     return set()
+
+
+def build(cls: type[T], node: Node) -> T:
+    """The configuration object that a tree describes; keys that the tree leaves out have their defaults.
+
+    Raises:
+        ConfigError: naming every problem that was found.
+    """
+    node = without_former(node, of_value=False)
+    try:
+        return cls.from_values(_plain(node))
+    except ValidationError as error:
+        raise ConfigError(join_problems([_problem(cls, node, each) for each in error.errors()])) from error
+
+
+def without_former(node: Node, *, of_value: bool) -> Node:
+    """The tree without the sections of former versions that have no values.
+
+    Args:
+        node: of a whole configuration.
+        of_value: also leave out those that have values.
+    """
+    for key in _FORMER:
+        segments = key.split(".")
+        at = find(node, segments)
+        if at is not None and (of_value or _is_null(at)):
+            node = without(node, segments)
+    return node
+
+
+def join_problems(problems: list[str]) -> str:
+    """One message out of many."""
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def _plain(node: Node) -> Any:
+    """A tree without its places."""
+    if isinstance(node.value, dict):
+        return {name: _plain(child) for name, child in node.value.items()}
+    if isinstance(node.value, list):
+        return tuple(_plain(child) for child in node.value)
+    # 1e6 is how people write a million; 2.5 steps are a mistake.
+    is_whole = isinstance(node.value, float) and node.value.is_integer()
+    return int(typing.cast(float, node.value)) if is_whole else node.value
+
+
+def _key(loc: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, loc))
+
+
+def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
+    """One finding of pydantic in our words: place, key, value and fault."""
+    kind, loc, key = error["type"], error["loc"], _key(error["loc"])
+    if kind in ("unexpected_keyword_argument", "missing"):
+        section = node_at(tree, loc[:-1])
+        if kind == "missing":
+            return f"{section.origin}: {key} is missing: it has no default"
+        return f"{section.key_origins[str(loc[-1])]}: {_unknown(root, tree, loc)}"
+    node = node_at(tree, loc)
+    if kind == "value_error":
+        refusal = str(error["ctx"]["error"])
+        return f"{node.origin}: {refusal}{_places(refusal, node)}"
+    spec = spec_at(root, tree, loc)
+    if kind == "finite_number" or (kind == "float_type" and type(node.value) is int):
+        problem = f"{str(node.value)[:40]}, expected a finite number"
+    elif spec is not None and (broken := kind in _LIMITS and spec.broken_limit(node.value)):
+        problem = f"{node.value}: {broken}"
+    else:
+        # Anything else that pydantic can find comes of a type that no configuration class has yet.
+        problem = f"{kind_of(node)}, expected {_expected(kind, node, spec)}"
+    return f"{node.origin}: {key or 'the configuration'} is {problem}"
+
+
+def _expected(kind: str, node: Node, spec: FieldSpec | None) -> str:
+    """Expected kind of a value, in the words of an error message."""
+    choices = spec.choices if spec is not None else ()
+    words = f"one of {', '.join(map(str, choices))}" if choices else _EXPECTED[kind]
+    words += ", or null" if spec is not None and spec.optional else ""
+    if choices:
+        return words + (did_you_mean(node.value, choices) if isinstance(node.value, str) else "")
+    is_scalar = node.value is not None and not isinstance(node.value, dict | list)
+    return f"{words}: put it in quotes" if kind == "string_type" and is_scalar else words
+
+
+def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
+    *path, name = map(str, loc)
+    key, section = _key(loc), ".".join(path) or "the configuration"
+    if key == BASE_KEY:
+        return "base names the file below this one: it can only stand at the top of a configuration file"
+    if key in _FORMER:
+        return f"{key} is no longer read: {_FORMER[key]}"
+    valid = list(all_keys(root))
+    if "." in name and key in valid:
+        return f"unknown key {key!r}: in a file, write {name.partition('.')[0]} as a section and nest the rest"
+    close = nearest_keys(key, valid)
+    if close:
+        return f"unknown key {key}: did you mean {' or '.join(close)}?"
+    spec = spec_at(root, tree, loc[:-1])
+    cls = root if spec is None or spec.section is None else spec.section
+    return f"unknown key {key}: {section} has {', '.join(fields_of(variant_at(cls, node_at(tree, loc[:-1]))))}"
+
+
+def _is_null(node: Node) -> bool:
+    return node.value is None or (isinstance(node.value, dict) and all(map(_is_null, node.value.values())))
+
+
+def _places(message: str, node: Node) -> str:
+    """Places at which the keys in a message were set; empty if none was."""
+    assert isinstance(node.value, dict)
+    places = []
+    for name, child in node.value.items():
+        if re.search(rf"(?<![\w]){re.escape(name)}(?![\w])", message) and child.origin != node.origin:
+            places.append(f"{name}: {child.origin}")
+    return f" ({', '.join(places)})" if places else ""

@@ -25,14 +25,22 @@ from pydantic import PositiveInt
 
 from megamem.config_base import Advice, Config, field_specs
 from megamem.identity import Role
-from pretrain.config.changes import config_changes
-from pretrain.config.compose import STAGES_KEY, apply_overrides, read_with_bases
-from pretrain.config.fields import role_of
-from pretrain.config.loader import asked_for_here, load_as, settle, to_dict
-from pretrain.config.parse import build, join_problems
+from pretrain.config.keys import role_of
+from pretrain.config.loader import build, config_changes, join_problems, settle, to_dict
 from pretrain.config.position import position_in_data, samples_until, steps_for_tokens
 from pretrain.config.schema import PLAIN_NAME, RunConfig, StageConfig, TrainConfig
-from pretrain.config.source import Layer, Node, find, from_plain, kind_of, merge, without
+from pretrain.config.source import (
+    STAGES_KEY,
+    Layer,
+    Node,
+    apply_overrides,
+    find,
+    from_plain,
+    kind_of,
+    merge,
+    read_with_bases,
+    without,
+)
 from pretrain.config.suggest import did_you_mean
 from pretrain.errors import ConfigError
 from pretrain.state import RunState
@@ -69,14 +77,6 @@ _SECTIONS = tuple(name for name, spec in field_specs(RunConfig).items() if spec.
 
 
 @dataclass(frozen=True)
-class StagedRun:
-    """A run's stages before they have places: entries, and configurations whose `train.num_steps` are their own."""
-
-    entries: tuple[StageEntry, ...]
-    configs: tuple[RunConfig, ...]
-
-
-@dataclass(frozen=True)
 class StartingPoint:
     """The checkpoint that a run goes on from in a folder of its own.
 
@@ -93,56 +93,87 @@ class StartingPoint:
     known_path: Callable[[str], str] = str
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run; of a run of stages, that of the first. For arguments and errors see `load_stages`."""
-    return load_stages(path, overrides)[0]
+@dataclass(frozen=True)
+class RunSource:
+    """Text that describes a run: the tree of its file and bases, and the same with overrides laid over it."""
+
+    in_file: Node
+    tree: Node
+
+    @property
+    def name(self) -> str:
+        """Name of the run, whose folder may name the checkpoint that its stages go on from; `stages` checks it."""
+        at = find(self.tree, ["name"])
+        name: str = field_specs(RunConfig)["name"].default()
+        return at.value if at is not None and isinstance(at.value, str) else name
+
+    def stages(self, start: StartingPoint | None = None) -> tuple[RunConfig, ...]:
+        """The configurations of a run, one for each of its stages; of a file without `stages` it is one.
+
+        Each is complete, and knows its place (`RunConfig.stage`), which is None for a run without stages that starts
+        anew.
+
+        Args:
+            start: the checkpoint that the run goes on from, whose counters it carries on.
+
+        Raises:
+            ConfigError: naming key, value, file and line, and the fix, of every problem in every stage.
+        """
+        if find(self.tree, [STAGES_KEY]) is not None:
+            return _placed(_staged(self.tree), start)
+        if start is not None:
+            return _placed(_staged(_as_one_stage(self.tree)), start)
+        return (settle(RunConfig, self.tree, self.in_file)[0],)
 
 
-def load_stages(
-    path: str | Path, overrides: Sequence[str] = (), start: StartingPoint | None = None
-) -> tuple[RunConfig, ...]:
-    """The configurations of a run, one for each of its stages; of a file without `stages` it is one.
-
-    Each is complete, and knows its place (`RunConfig.stage`), which is None for a run without stages that starts anew.
+def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> RunSource:
+    """The file of a run, its bases and overrides.
 
     Args:
         path: a YAML file.
-        overrides: `key=value` texts; they apply to the run, and with `stages.NAME.` or `stages.N.` before them to an
-            entry, which goes before the run.
-        start: the checkpoint that the run goes on from, whose counters it carries on.
+        overrides: `key=value` texts, the values in YAML; they apply to the run, and with `stages.NAME.` or `stages.N.`
+            before them to an entry, which goes before the run.
+        stage: whose own entry gets those of them that it would override.
 
     Raises:
-        ConfigError: naming key, value, file and line, and the fix, of every problem in every stage.
+        ConfigError: a file or an override cannot be read.
     """
-    node = apply_overrides(read_with_bases(Path(path)), overrides)
-    if find(node, [STAGES_KEY]) is None:
-        if start is None:
-            return (load_as(RunConfig, path, overrides),)
-        node = _as_one_stage(node)
-    return placed(staged(node), start)
+    in_file = read_with_bases(Path(path))
+    texts = overrides if stage is None else _set_in_stage(in_file, overrides, stage)
+    return RunSource(in_file, apply_overrides(in_file, texts))
+
+
+def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, ...]:
+    """The configurations of a run that starts anew. For arguments and errors see `read_run` and `RunSource.stages`."""
+    return read_run(path, overrides).stages()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a run; of a run of stages, that of the first."""
+    return load_stages(path, overrides)[0]
 
 
 def load_stage(path: str | Path, overrides: Sequence[str] = (), name: str | None = None) -> RunConfig:
     """The one configuration of a run without stages, or that of a stage.
 
     Args:
-        path: see `load_stages`.
+        path: see `read_run`.
         overrides: see there; of a stage that is named, they also set what its entry says itself.
         name: of the stage; None in a run without.
 
     Raises:
-        ConfigError: see `load_stages`; or there is no such stage, or there are several and none is named.
+        ConfigError: see `RunSource.stages`; or there is no such stage, or there are several and none is named.
     """
-    stages = load_stages(path, overrides if name is None else _set_in_stage(path, overrides, name))
+    stages = read_run(path, overrides, name).stages()
     names = names_of(stages)
     if name is None and names:
         raise ConfigError(f"{path}: one of its stages is asked for: name one with --stage: {', '.join(names)}")
     return stages[0] if name is None else stage_called(stages, name)
 
 
-def _set_in_stage(path: str | Path, overrides: Sequence[str], name: str) -> list[str]:
+def _set_in_stage(in_file: Node, overrides: Sequence[str], name: str) -> list[str]:
     """Overrides, with those that a stage's own entry would override given to the entry."""
-    listed = find(read_with_bases(Path(path)), [STAGES_KEY])
+    listed = find(in_file, [STAGES_KEY])
     entries = listed.value if listed is not None and isinstance(listed.value, list) else []
     entry = next((each for each in entries if (said := find(each, ["name"])) is not None and said.value == name), None)
 
@@ -170,18 +201,11 @@ def stage_called(stages: Sequence[RunConfig], name: str) -> RunConfig:
     return stages[names.index(name)]
 
 
-def name_of_run(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The name of a run, whose folder may name the checkpoint that its stages go on from; `load_stages` checks it."""
-    at = find(apply_overrides(read_with_bases(Path(path)), overrides), ["name"])
-    name: str = field_specs(RunConfig)["name"].default()
-    return at.value if at is not None and isinstance(at.value, str) else name
-
-
-def staged(node: Node) -> StagedRun:
-    """The stages that a tree with `stages` describes.
+def _staged(node: Node) -> list[tuple[StageEntry, RunConfig]]:
+    """The stages that a tree with `stages` describes, before they have places: `train.num_steps` is a stage's own.
 
     Raises:
-        ConfigError: see `load_stages`.
+        ConfigError: see `RunSource.stages`.
     """
     listed, run = find(node, [STAGES_KEY]), _as_base(without(node, [STAGES_KEY]))
     assert listed is not None
@@ -193,9 +217,9 @@ def staged(node: Node) -> StagedRun:
         try:
             own, sections = _split(entry, f"{STAGES_KEY}.{number}")
             entries.append(own)
-            # It has a place, which `placed` will tell, and options that have an effect for that.
+            # It has a place, which `_placed` will tell, and options that have an effect for that.
             place = from_plain({"stage": {"name": own.name}}, entry.origin, Layer.BASE)
-            config, without_effect = settle(RunConfig, merge(merge(run, place), sections), asked_for_here)
+            config, without_effect = settle(RunConfig, merge(merge(run, place), sections))
             configs.append(_with_length(own, config))
             dropped.append(without_effect)
         except ConfigError as error:
@@ -204,10 +228,10 @@ def staged(node: Node) -> StagedRun:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))
     _refuse_without_effect(node, dropped)
     _refuse_differences(entries, configs, listed.value)
-    return StagedRun(tuple(entries), tuple(configs))
+    return list(zip(entries, configs, strict=True))
 
 
-def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]:
+def _placed(stages: Sequence[tuple[StageEntry, RunConfig]], start: StartingPoint | None) -> tuple[RunConfig, ...]:
     """The stages one behind the other, each with its place.
 
     A stage goes on in its data where the last stage before it with the same data sets and the same order stopped,
@@ -222,7 +246,7 @@ def placed(run: StagedRun, start: StartingPoint | None) -> tuple[RunConfig, ...]
         samples = start.state.consumed_samples - passed_over
         positions.append((data_order(start.config), position_in_data(start.config, start.state) - passed_over))
     found = []
-    for entry, config in zip(run.entries, run.configs, strict=True):
+    for entry, config in stages:
         order = data_order(config if start is None else _as_known(config, start))
         first_sample = next((position for known, position in reversed(positions) if known == order), 0)
         stage = StageConfig(entry.name, entry.optimizer_state, steps, samples, tokens, first_sample)
@@ -282,7 +306,7 @@ def to_entries(stages: Sequence[RunConfig]) -> dict[str, Any]:
 
 
 def _without_place(config: RunConfig) -> dict[str, Any]:
-    """Plain values of a stage, without its length, which its entry has, and its place, which `placed` sets."""
+    """Plain values of a stage, without its length, which its entry has, and its place, which `_placed` sets."""
     plain = to_dict(config)
     del plain["stage"], plain["train"]["num_steps"]
     return plain

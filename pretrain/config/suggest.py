@@ -1,4 +1,4 @@
-"""Suggestions for an invalid key, name or number: the nearest valid one."""
+"""Suggestions for an invalid name or number: the nearest valid one."""
 
 from __future__ import annotations
 
@@ -6,50 +6,6 @@ import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-
-from pretrain.config.fields import ELEMENT
-
-_LEAST_SIMILARITY = 0.6
-_SECTION_WEIGHT = 0.1
-_MAX_SUGGESTIONS = 3
-
-
-def nearest_keys(unknown: str, keys: Iterable[str]) -> list[str]:
-    """The valid keys most like an unknown one: by its last name wherever it stands (`lr`: `optimizer.lr`), the
-    nearest section preferred.
-
-    Args:
-        unknown: the dotted key that does not exist.
-        keys: every dotted key that does; `N` stands for the number of a list element.
-
-    Returns:
-        The best one, more where several are equally good, none where nothing is alike.
-    """
-    segments = unknown.split(".")
-    pattern = ".".join(ELEMENT if segment.isdecimal() else segment for segment in segments)
-    section, _, name = pattern.rpartition(".")
-    keys = list(keys)
-    # A user who names an existing section means a key of it, or one of exactly this name elsewhere.
-    knows_section = any(key.startswith(f"{section}.") for key in keys)
-    scores = {}
-    for key in keys:
-        key_section, _, key_name = key.rpartition(".")
-        similarity = _ratio(name, key_name)
-        least = 1.0 if knows_section and key_section != section else _LEAST_SIMILARITY
-        if similarity >= least:
-            scores[key] = similarity + _SECTION_WEIGHT * _ratio(section, key_section)
-    best = max(scores.values(), default=0.0)
-    numbers = [segment for segment in segments if segment.isdecimal()]
-    return [_with_numbers(key, numbers) for key, score in scores.items() if score == best][:_MAX_SUGGESTIONS]
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
-
-
-def _with_numbers(key: str, numbers: list[str]) -> str:
-    remaining = iter(numbers)
-    return ".".join(next(remaining, "0") if segment == ELEMENT else segment for segment in key.split("."))
 
 
 def did_you_mean(value: object, choices: Iterable[object]) -> str:

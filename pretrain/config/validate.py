@@ -1,4 +1,4 @@
-"""Checks that need more than a field's type and limits. They run before any process group or GPU is touched."""
+"""Checks that need more than a field's type and limits, and advice. No process group or GPU is touched before them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from operator import attrgetter
 from kernels.implementations import unavailable
 from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
-from pretrain.config.parse import join_problems
+from pretrain.config.loader import join_problems
 from pretrain.config.schedule import schedule_span
 from pretrain.config.schema import PLAIN_NAME, BatchRampConfig, RunConfig
 from pretrain.config.suggest import nearest_multiples
 from pretrain.errors import ConfigError
+
+_WIDE_LOAD_BYTES = 16
+"""A row that is a multiple of this, from its first byte on, is read in the widest loads that a GPU has."""
 
 
 def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool = True) -> None:
@@ -205,3 +208,32 @@ def _kernels(config: RunConfig) -> Iterator[str]:
         return
     if reason := unavailable(implementation, device_type):
         yield f"train.kernels is {implementation}, which {reason}"
+
+
+def advice(config: RunConfig) -> Iterator[str]:
+    """Sentences on a configuration that runs, and could run faster: key, value, consequence and the better value."""
+    memory, group = config.model.memory, config.parallel.memory
+    if memory is None:
+        return
+    element_bytes = config.train.element_bytes
+    widths = {table.key: table.width for table in memory.tables}
+    narrow = {key: width // group for key, width in widths.items() if width // group * element_bytes % _WIDE_LOAD_BYTES}
+    if not narrow:
+        return
+    parts = ", ".join(
+        f"{columns} columns of model.memory.{key} ({columns * element_bytes} bytes)" for key, columns in narrow.items()
+    )
+    better = [
+        size
+        for size in range(1, group)
+        if group % size == 0
+        and all(
+            width % size == 0 and width // size * element_bytes % _WIDE_LOAD_BYTES == 0 for width in widths.values()
+        )
+    ]
+    multiple = group * _WIDE_LOAD_BYTES // element_bytes
+    fix = f"parallel.memory {better[-1]} or " if better else ""
+    yield (
+        f"parallel.memory {group} leaves every rank {parts} of a row, which is no multiple of {_WIDE_LOAD_BYTES} bytes: "
+        f"a GPU reads such rows in narrower loads. {fix}widths that are multiples of {multiple} keep the wide ones"
+    )

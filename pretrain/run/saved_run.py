@@ -14,9 +14,8 @@ from parallel.atomic_write import atomic_write
 from pretrain.checkpoint.folder import SavedState, list_checkpoints, read_state, step_folder, step_named
 from pretrain.checkpoint.newest import damaged_files, newest_complete, no_damage, refuse_damage, the_newest
 from pretrain.checkpoint.safe_metadata import files_with_weights
-from pretrain.config.changes import config_changes
-from pretrain.config.fields import role_of
-from pretrain.config.loader import from_dict
+from pretrain.config.keys import role_of
+from pretrain.config.loader import config_changes, from_dict
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.config.stages import StartingPoint, load_config
 from pretrain.config.suggest import did_you_mean_path
@@ -148,7 +147,7 @@ def check_resumable(config: RunConfig, saved: SavedState, *, as_new_run: bool = 
     Raises:
         CheckpointError: they differ in what makes the model (`megamem.identity.Role`): this would be another run.
     """
-    before = from_dict(saved.config, f"the configuration in {saved.path}")
+    before = saved_config(saved, None)
     changes = config_changes(before, config)
     if _stage_name(before) != _stage_name(config):
         changes = {key: text for key, text in changes.items() if not key.startswith("stage")}
@@ -236,7 +235,9 @@ def record_start(folder: RunFolder, start: SavedState) -> None:
         stream.write((json.dumps(content, indent=1) + "\n").encode())
 
 
-def starting_point(start: SavedState) -> StartingPoint:
-    """Starting point of the stages of a run that goes on from a checkpoint."""
+def starting_point(start: SavedState | None) -> StartingPoint | None:
+    """Starting point of the stages of a run that goes on from a checkpoint; None of one that starts anew."""
+    if start is None:
+        return None
     config = saved_config(start, None)
     return StartingPoint(start.path, start.run, config, partial(known_path, start.run, config))

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pretrain.checkpoint.folder import newest_readable
-from pretrain.config.changes import config_changes
+from pretrain.config.loader import config_changes
 from pretrain.config.schema import RunConfig
-from pretrain.config.stages import load_stages
+from pretrain.config.stages import read_run
 from pretrain.data.manifest import open_dataset
 from pretrain.errors import ConfigError, DataError
 from pretrain.run.folder import RunFolder
@@ -59,9 +59,9 @@ def refuse_edited_past(stages: Sequence[RunConfig], folder: RunFolder) -> None:
     saved = newest_readable(folder.checkpoints)
     if saved is None or stages[0].stage is None or not folder.stages.exists():
         return
-    start = recorded_start(folder)
+    start = starting_point(recorded_start(folder))
     try:
-        recorded = load_stages(folder.stages, start=None if start is None else starting_point(start))
+        recorded = read_run(folder.stages).stages(start)
     except ConfigError as error:
         raise ConfigError(
             f"{folder.stages} tells what the run was trained with, and cannot be read: {error}. Mend it, or remove it if "

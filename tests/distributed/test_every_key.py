@@ -21,7 +21,7 @@ from keys_of_training import TRAINING
 from keys_table import BASE, Entry, Subject, schema_keys
 from tiny_runs import joined
 
-from pretrain.config.effective import ineffective_fields
+from pretrain.config.keys import ineffective_fields
 from pretrain.config.schema import RunConfig
 
 TABLES = {

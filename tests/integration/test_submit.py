@@ -9,7 +9,7 @@ import pytest
 import yaml
 from commands import Megamem, steps
 
-from pretrain.config.stages import load_stages
+from pretrain.config.stages import read_run
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import starting_checkpoint, starting_point
 from slurm import queue
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_another_ones_checkpoint(
     here = load_profile(profile(tmp_path, nodes=1))
     start = starting_checkpoint(saved_run, RunFolder(tmp_path / "run"))
     assert start is not None
-    stages = load_stages(config_file, longer, starting_point(start))
+    stages = read_run(config_file, longer).stages(starting_point(start))
     job = job_of_run(JobsFolder(RunFolder(tmp_path / "run")), stages, here, "here", start=start)
     queue.write(job)
     (stage,) = stages_of(job.records, job.submission)

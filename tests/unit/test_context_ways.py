@@ -10,12 +10,12 @@ import torch
 
 from megamem.config import ModelConfig
 from pretrain.config.context_ways import context_costs, context_way, heads_problem
-from pretrain.config.effective import ineffective_fields
-from pretrain.config.loader import parse_config
+from pretrain.config.keys import ineffective_fields
 from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.validate import validate
 from pretrain.engine.megatron import transformer_config
 from pretrain.errors import ConfigError
+from tests.plain_config import parse_config
 
 # A layer of 32 query heads and 8 key/value heads of width 128, whose 2,048 tokens of a rank are bf16.
 TOKENS, WIDTH = 2048, 128

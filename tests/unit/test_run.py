@@ -19,7 +19,7 @@ from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.identity import Role
 from pretrain.checkpoint.folder import SavedState
-from pretrain.config.fields import all_keys, role_of
+from pretrain.config.keys import all_keys, role_of
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import (
     DataConfig,

@@ -21,7 +21,7 @@ from pretrain.checkpoint.index import INDEX_FILE
 from pretrain.checkpoint.index_writer import pickled_index
 from pretrain.config.loader import to_dict
 from pretrain.config.schema import DataConfig, DatasetEntry, RunConfig, StageConfig
-from pretrain.config.stages import load_config, load_stages
+from pretrain.config.stages import load_config, read_run
 from pretrain.data.manifest import open_dataset, save_tokenizer
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer, CodeTokenizer
@@ -238,7 +238,7 @@ def test_a_folder_that_was_moved_goes_on_where_it_stood(case: Case, tmp_path: Pa
     named = f"data.datasets.0.path={moved}"
     assert cli.main(["config", "check", str(case.config), "--run-dir", str(case.run.path), named]) == 0
     start = starting_point(read_state(checkpoints.step_folder(case.run.checkpoints, 3)))
-    (stage,) = load_stages(case.config, [named], start)
+    (stage,) = read_run(case.config, [named]).stages(start)
     assert stage.stage is not None
     assert (stage.stage.first_sample, stage.data.datasets) == (6, (DatasetEntry(str(moved)),))
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import atomic_write
 from parallel.refusals import check_can_write
-from pretrain.config.compose import read_with_bases
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import dump_yaml, find, to_plain
-from pretrain.config.stages import load_stage, load_stages
+from pretrain.config.source import STAGES_KEY, dump_yaml, find, to_plain
+from pretrain.config.stages import RunSource, load_stage, load_stages, read_run
 from pretrain.config.validate import batch_problems, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import Hardware, load_hardware
@@ -74,7 +72,7 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ConfigError("--write builds on CONFIG as it is: put the overrides into a file of its own, and plan that")
     if args.write is not None and args.stage is None:
         # The file is for the whole run, all stages of it.
-        return _write(load_stages(args.config), args, hardware)
+        return _write(read_run(args.config), args, hardware)
     if args.write is not None:
         raise ConfigError("--write gives every stage its layout: leave --stage out")
     _plan(load_stage(args.config, args.overrides, args.stage), args, hardware)
@@ -142,18 +140,18 @@ def _smallest(found: list[Estimate]) -> Estimate:
     return min(found, key=lambda each: each.peak_bytes)
 
 
-def _write(stages: Sequence[RunConfig], args: argparse.Namespace, hardware: Hardware) -> int:
+def _write(source: RunSource, args: argparse.Namespace, hardware: Hardware) -> int:
     """A configuration that `train` and `submit` take: CONFIG as its base, and the keys of the recommended layouts.
 
     For a run of stages, whose list a file replaces whole, it has all entries again, each with the layout of its own.
     """
     layouts = []
-    for config in stages:
+    for config in source.stages():
         if config.stage is not None and not args.json:
             print(f"Stage {config.stage.name}\n")
         layouts.append(_sections(_plan(config, args, hardware)))
     tree: dict[str, Any] = {"base": os.path.relpath(Path(args.config).resolve(), args.write.resolve().parent)}
-    listed = find(read_with_bases(Path(args.config)), ["stages"])
+    listed = find(source.tree, [STAGES_KEY])
     if listed is None:
         tree |= layouts[0]
     else:

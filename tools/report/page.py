@@ -10,8 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from pretrain.config.changes import flat
-from pretrain.config.loader import to_dict
+from pretrain.config.loader import flat, to_dict
 from pretrain.run.history import Start
 from pretrain.train.health.memories import in_words
 from tools.report.charts import Key, Line, Mark, chart, colour_of, shade_of

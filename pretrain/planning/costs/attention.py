@@ -1,4 +1,4 @@
-"""Weights, FLOPs and kept bytes of the attention of one block, by closed formulas.
+"""Weights, FLOPs and bytes of the attention of one block, by closed formulas.
 
 Legend: D hidden size, n query heads, g key/value heads, d width of a head, C width of a latent, Q of one
 of queries and r of a rotary key.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from megamem.block_plan import BlockPlan, sum_over_blocks
 from megamem.config import LatentAttentionConfig, ModelConfig
+from pretrain.config.context_ways import context_way, run_costs
+from pretrain.config.schema import RunConfig
 
 
 def attention_weights(model: ModelConfig, block: BlockPlan) -> int:
@@ -101,3 +103,44 @@ def _up_projection(model: ModelConfig) -> int:
     latent = model.latent_attention
     assert latent is not None
     return latent.latent_dim * model.num_attention_heads * (2 * model.attention_head_dim - latent.rotary_dim)
+
+
+def kept_beyond_whole_sequences(config: RunConfig) -> int:
+    """Bytes that a block keeps for backward, per microbatch, beyond those of as many tokens in whole sequences.
+
+    Gathered keys and values; or key/value heads that several ranks have, and the outputs once more, of other tokens,
+    for the output projection.
+    """
+    if config.parallel.context == 1:
+        return 0
+    way = context_way(config)
+    beyond = run_costs(config, way).kept - run_costs(config, "ring").kept
+    if way != "heads":
+        return beyond
+    layout, train, model = config.parallel, config.train, config.model
+    tokens = train.micro_batch_size * train.sequence_length // layout.context
+    outputs = tokens * model.num_attention_heads * model.attention_head_dim // layout.tensor
+    return beyond + outputs * train.element_bytes
+
+
+def attention_backward(config: RunConfig, tokens: int) -> float:
+    """Bytes that the backward pass of attention across ranks has at its peak, for a rank's tokens before ranks split
+    heads.
+
+    Gradients of outputs are in the precision of the run, those of queries, keys and values in fp32. `gather` has keys
+    and values of all ranks, and their gradients in the precision of the run too. `ring` adds the fp32 gradients that
+    are sent, those that arrive and their sum, two pairs on their way, and a tile's operands and gradients. `heads` has
+    all in the precision of the run.
+    """
+    model, element, size = config.model, config.train.element_bytes, config.parallel.context
+    queries = tokens * model.num_attention_heads * model.attention_head_dim
+    pairs = 2 * tokens * model.query_groups * model.attention_head_dim
+    match context_way(config):
+        case "heads":
+            return float(element * 2 * (queries + pairs))
+        case "gather":
+            return float((element + 4) * (queries + size * pairs))
+        case "ring":
+            return float(
+                (element + 4) * queries + 4 * 4 * pairs + 2 * element * pairs + 2 * element * (queries + pairs)
+            )

@@ -15,9 +15,8 @@ from enum import StrEnum
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
-from pretrain.config.context_ways import attention_backward, kept_beyond_whole_sequences
 from pretrain.config.schema import RunConfig
-from pretrain.planning.costs.attention import attention_kept
+from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
 

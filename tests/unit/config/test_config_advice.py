@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.advice import advice
 from pretrain.config.stages import load_config
+from pretrain.config.validate import advice
 from tools import cli
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -16,14 +16,14 @@ from megamem.families.pkm.family import PKM
 from megamem.families.registry import FAMILIES
 from megamem.slots import Slot
 from megamem.spans import PlacementConfig
-from pretrain.config.effective import RUN_RULES, ineffective_fields
-from pretrain.config.fields import all_keys
-from pretrain.config.loader import load_as, parse_config
+from pretrain.config.keys import RUN_RULES, all_keys, ineffective_fields
+from pretrain.config.loader import load_as
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from tests.families.behind_heads.config import HEADS
+from tests.plain_config import parse_config
 
 SUFFIX = "remove it, or make that condition true"
 

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from megamem.families.registry import FAMILIES
-from pretrain.config.compose import _set
-from pretrain.config.fields import all_keys
-from pretrain.config.loader import from_dict, parse_config
-from pretrain.config.parse import build
+from pretrain.config.keys import all_keys, nearest_keys
+from pretrain.config.loader import build, from_dict
 from pretrain.config.schema import LoggingConfig, RunConfig
-from pretrain.config.source import Layer, from_plain
+from pretrain.config.source import Layer, _set, from_plain
 from pretrain.config.stages import load_config
-from pretrain.config.suggest import nearest_keys
 from pretrain.errors import ConfigError
+from tests.plain_config import parse_config
 
 
 def refusal(folder: Path, text: str | bytes, *overrides: str) -> str:

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from megamem.config_base import Config, EffectiveWhen
 from pretrain.config.describe import FieldDoc, describe_fields
-from pretrain.config.fields import all_keys
+from pretrain.config.keys import all_keys, nearest_keys
 from pretrain.config.schema import RunConfig
-from pretrain.config.suggest import nearest_keys
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from megamem.families.midus.config import MidusConfig
 from megamem.families.move.config import MoveConfig
 from megamem.rotary_config import RotaryScalingConfig
 from megamem.slots import Slot
-from pretrain.config.loader import parse_config
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.names import pairs
 from pretrain.convert.released.pairs import released_pairs
 from pretrain.errors import CheckpointError, ConfigError
 from tests.families.behind_heads.config import HEADS
+from tests.plain_config import parse_config
 
 LATENT = ModelConfig(hidden_size=32, latent_attention=LatentAttentionConfig(latent_dim=12, rotary_dim=4))
 MOVE = MoveConfig(value_dim=12, num_gate_heads=3)

@@ -13,10 +13,10 @@ import pytest
 
 from megamem.config_base import Config, field_specs
 from pretrain.config.describe import describe_fields
-from pretrain.config.loader import parse_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tests.plain_config import parse_config
 
 TINY = 5e-324
 """The smallest float above 0."""

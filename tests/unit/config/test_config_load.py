@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.loader import from_dict, parse_config, to_dict, to_yaml
+from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import DatasetEntry, RunConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError
+from tests.plain_config import parse_config
 
 
 def write(folder: Path, name: str, text: str) -> Path:

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamem.config_base import FieldSpec, field_specs
-from pretrain.config.effective import ineffective_fields
-from pretrain.config.loader import from_dict, load_as, parse_config, to_dict, to_yaml
+from pretrain.config.keys import ineffective_fields
+from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, dump_scalar, parse_yaml
 from pretrain.config.stages import load_config
+from tests.plain_config import parse_config
 from tools.config import explained_lines
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
@@ -151,9 +152,9 @@ def test_overrides_say_all_that_a_file_can(config: RunConfig) -> None:
         path = Path(folder) / "a.yaml"
         path.write_text("{}")
         overrides = [f"{key}={value}" for key, value in leaves(to_dict(config), "")]
-        assert load_as(RunConfig, path, overrides) == config
+        assert load_config(path, overrides) == config
         path.write_text(to_yaml(config), encoding="utf-8")
-        assert load_as(RunConfig, path, overrides) == config
+        assert load_config(path, overrides) == config
 
 
 def leaves(value: Any, key: str) -> list[tuple[str, str]]:

@@ -10,7 +10,15 @@ import pytest
 from pretrain.config.position import batch_size_at, check_position, position_in_data, samples_until, steps_for_tokens
 from pretrain.config.schema import BatchRampConfig, RunConfig, TrainConfig
 from pretrain.config.source import dump_yaml
-from pretrain.config.stages import StartingPoint, load_config, load_stage, load_stages, stage_of_step, to_entries
+from pretrain.config.stages import (
+    StartingPoint,
+    load_config,
+    load_stage,
+    load_stages,
+    read_run,
+    stage_of_step,
+    to_entries,
+)
 from pretrain.config.validate import validate
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.state import RunState
@@ -78,14 +86,14 @@ def test_a_run_that_goes_on_from_a_checkpoint_counts_on(three: Path) -> None:
     """Its place in the data counts on too, if the data is the checkpoint's."""
     saved = replace(load_stages(three)[0], stage=None)
     start = StartingPoint(Path("x"), RunState(step=7, consumed_samples=50, consumed_tokens=900), saved)
-    first, second, third, _ = load_stages(three, start=start)
+    first, second, third, _ = read_run(three).stages(start)
     assert first.stage is not None
     assert third.stage is not None
     assert (first.stage.steps_before, first.stage.samples_before, first.stage.tokens_before) == (7, 50, 900)
     assert (first.train.num_steps, second.train.num_steps) == (17, 21)
     assert (first.stage.first_sample, third.stage.first_sample) == (50, 130)
     other = replace(start, config=replace(saved, data=replace(saved.data, seed=9)))
-    (of_others, *_) = load_stages(three, start=other)
+    (of_others, *_) = read_run(three).stages(other)
     assert of_others.stage is not None
     assert of_others.stage.first_sample == 0
 
@@ -103,11 +111,11 @@ def test_what_was_passed_over_moves_the_position_and_no_stage(three: Path) -> No
     # It goes on where the first stopped, which was 16 samples further on.
     assert position_in_data(third, later) == 80 + 16
     # Another run that goes on from there.
-    (again, *_) = load_stages(three, start=StartingPoint(Path("x"), later, third))
+    (again, *_) = read_run(three).stages(StartingPoint(Path("x"), later, third))
     check_position(again, later, "x")
     assert position_in_data(again, later) == 80 + 16
     saved = RunConfig(seed=1, train=replace(first.train, num_steps=7), data=first.data)
-    (again, *_) = load_stages(three, start=StartingPoint(Path("x"), gone_back, saved))
+    (again, *_) = read_run(three).stages(StartingPoint(Path("x"), gone_back, saved))
     check_position(again, gone_back, "x")
     assert position_in_data(again, gone_back) == 64
 
@@ -134,7 +142,7 @@ def test_a_file_without_stages_is_one(tmp_path: Path) -> None:
     assert load_stages(path) == (load_config(path),)
     assert load_config(path).stage is None
     start = StartingPoint(Path("x"), RunState(step=3), RunConfig())
-    (config,) = load_stages(path, ["optimizer.schedule_from=run"], start)
+    (config,) = read_run(path, ["optimizer.schedule_from=run"]).stages(start)
     assert config.stage is not None
     assert (config.stage.name, config.stage.steps_before, config.train.num_steps) == ("continued", 3, 10)
     with pytest.raises(ConfigError, match=r"optimizer\.schedule_from has no effect unless the run has stages"):

@@ -10,10 +10,10 @@ import pytest
 
 from parallel.layout import Unit
 from pretrain.config.layout_rules import nearest_pipelines
-from pretrain.config.loader import parse_config
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tests.plain_config import parse_config
 
 
 def run(settings: Mapping[str, Any]) -> RunConfig:

@@ -11,9 +11,10 @@ from pydantic import PositiveInt
 
 from megamem.config_base import Config
 from pretrain.config.describe import describe_fields
-from pretrain.config.fields import all_keys
-from pretrain.config.loader import parse_config, to_dict
+from pretrain.config.keys import all_keys
+from pretrain.config.loader import to_dict
 from pretrain.errors import ConfigError
+from tests.plain_config import parse_config
 
 
 @dataclass(frozen=True)

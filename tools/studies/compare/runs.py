@@ -117,8 +117,7 @@ def finished_steps(config: RunConfig, folder: RunFolder) -> int:
         CheckpointError: the folder holds a run of something else.
     """
     from pretrain.checkpoint.newest import newest_complete
-    from pretrain.config.changes import config_changes
-    from pretrain.config.loader import from_dict
+    from pretrain.config.loader import config_changes, from_dict
 
     saved, _ = newest_complete(folder.checkpoints)
     if saved is None:
