@@ -18,7 +18,8 @@ from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 
-STEPS = 3
+# The second shows the weights after the first one's update.
+STEPS = 2
 HIDDEN = SHARED.model.hidden_size
 GRID: Any = {"num_keys": 12, "key_dim": 8, "top_k": 4, "num_heads": 2}
 PRODUCT = MemoryPlusConfig(value_dim=16, **GRID)
@@ -76,6 +77,12 @@ LAYOUTS = {
     "memory 2": {"memory": 2},
     "tensor 2 x memory 2": {"tensor": 2, "memory": 2},
 }
+# Variants of a family meet every axis in two layouts.
+VARIANTS = [kind for kind in KINDS if "," in kind]
+TRIED = {
+    layout: list(KINDS) if layout in ("data 2", "tensor 2 x memory 2") else [k for k in KINDS if k not in VARIANTS]
+    for layout in LAYOUTS
+}
 
 
 def config_of(kind: str) -> RunConfig:
@@ -90,14 +97,15 @@ def trained(run_ranks: Any) -> dict[str, dict[str, list[tuple[float, float]]]]:
         found: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for name, sizes in layouts.items():
             with joined(on(config_of("peer"), **sizes)) as groups:
-                found[name] = {kind: build(on(config_of(kind), **sizes), groups).train(STEPS) for kind in KINDS}
+                found[name] = {
+                    kind: build(on(config_of(kind), **sizes), groups).train(STEPS) for kind in TRIED.get(name, KINDS)
+                }
         return found
 
     return run_ranks(lambda: main({"one rank": {}}), 1)[0] | run_ranks(lambda: main(LAYOUTS), 2)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for layout, kinds in TRIED.items() for kind in kinds])
 def test_steps_are_the_same_on_every_layout(trained: dict[str, Any], kind: str, layout: str) -> None:
     for (loss, norm), (expected_loss, expected_norm) in zip(
         trained[layout][kind], trained["one rank"][kind], strict=True

@@ -26,7 +26,8 @@ from pretrain.engine.megatron import ddp_config
 from pretrain.engine.weight_gathering import start_gathering
 from tests.distributed.conftest import RunRanks
 
-STEPS = 4
+# The second reads gathered weights.
+STEPS = 2
 PART_ELEMENTS = 1000
 """Elements of a part that is communicated at once: a tiny model has many, where Megatron's default leaves one."""
 

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from broken_tokenizers import Fails, KillsItself
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -576,20 +576,6 @@ def test_tokenizer_that_exceeds_its_vocabulary_names_the_document(tmp_path: Path
     tokenizer.vocab_size = 100
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: the tokenizer gave id 256, past its own vocabulary of 100"):
         run(corpus(tmp_path / "a.jsonl"), tmp_path / "out", tokenizer=tokenizer)
-
-
-class KillsItself(ByteTokenizer):
-    """Stands for a worker that the kernel kills for lack of memory."""
-
-    def tokenize_batch(self, texts):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Fails(ByteTokenizer):
-    """Stands for a defect."""
-
-    def tokenize_batch(self, texts):
-        raise ArithmeticError("a defect of ours")
 
 
 def test_death_of_a_worker_is_noticed(tmp_path: Path):
