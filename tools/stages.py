@@ -8,7 +8,7 @@ from pretrain.config.position import batch_size_of_run, levels, steps_before, st
 from pretrain.config.schedule import group_settings
 from pretrain.config.schema import ParallelConfig, RunConfig
 from pretrain.data.blend import domain_names
-from tools.words import count_in_millions
+from tools.words import aligned, count_in_millions
 
 _COLUMNS = 72
 _BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -17,10 +17,7 @@ _BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 def stage_table(stages: Sequence[RunConfig]) -> Iterator[str]:
     """A line per stage under a head: steps, tokens, context, batch, rates, data, layout."""
     head = ("stage", "steps", "tokens", "sequence", "batch", "lr", "table lr", "data from sample", "layout")
-    rows = [head, *map(_row, stages)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    return aligned([head, *map(_row, stages)])
 
 
 def _row(config: RunConfig) -> tuple[str, ...]:

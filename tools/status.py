@@ -23,7 +23,7 @@ from slurm.standing import jobs_standing
 from slurm.times import AttemptTimes, attempt_times
 from tools.parsers import add_command
 from tools.standing import State, duration, find_runs, metrics_age_s, standing_of
-from tools.words import count_in_millions
+from tools.words import aligned, count_in_millions
 
 _EPILOG = """\
 examples:
@@ -141,7 +141,7 @@ def _print_attempts(found: Sequence[tuple[Path, AttemptTimes]], *, as_json: bool
             print(json.dumps({"run": str(path), **asdict(each)}))
     else:
         head = ("run", "attempt", "job", "nodes", "ended", "waited", "to first step", "without steps", "steps lost")
-        print(_aligned([head, *(_attempt_cells(path, each) for path, each in found)]))
+        print("\n".join(aligned([head, *(_attempt_cells(path, each) for path, each in found)])))
 
 
 def _attempt_cells(path: Path, times: AttemptTimes) -> tuple[str, ...]:
@@ -263,14 +263,7 @@ def _newest_checkpoint(folder: Path) -> int | None:
 def table(lines: Sequence[Line]) -> str:
     """The runs for a terminal, a line each."""
     header = ("run", "step", "tokens", "loss", "validation", "saved", "heard of", "state")
-    return _aligned([header, *(_cells(line) for line in lines)])
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(aligned([header, *(_cells(line) for line in lines)]))
 
 
 def _cells(line: Line) -> tuple[str, ...]:

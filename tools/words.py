@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from pretrain.errors import StoppedEarly
 
 
@@ -28,3 +30,11 @@ def count_in_millions(number: int) -> str:
     if number < 1e6:
         return f"{number:,}"
     return f"{number / 1e6:.1f}M" if number < 1e9 else f"{number / 1e9:.2f}B"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str]:
+    """Lines of a table whose columns are as wide as their widest cells, which stand left or right in them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(f"{cell:>{width}}" if right else f"{cell:<{width}}" for cell, width in cells).rstrip()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tools.drawing import model_colours, svg
 from tools.templates import render
+from tools.words import aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,9 +24,7 @@ def table_and_page(name: str, found: Sequence[Found]) -> tuple[str, str]:
     names = ", ".join(str(of_run["name"]) for of_run in found)
     values = {"head": head, "rows": rows, "figure": _inline(svg(figure))}
     text = render("analysis.html", title=f"{names}: {about}", names=names, about=about, **values)
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
-    return "\n".join(lines), text
+    return "\n".join(aligned([head, *rows], right=True)), text
 
 
 def _inline(text: str) -> str:
