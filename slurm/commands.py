@@ -107,16 +107,6 @@ def job_fields(job: str) -> dict[str, str]:
     return fields if comment is None else {**fields, "Comment": comment[1].strip()}
 
 
-def host_names(node_list: str) -> tuple[str, ...]:
-    """The nodes of Slurm's short form of their names."""
-    return tuple(run_command("scontrol", "show", "hostnames", node_list).split())
-
-
-def requeue(job: str) -> None:
-    """Have a job end here and start again."""
-    run_command("scontrol", "requeue", job)
-
-
 def release(job: str) -> None:
     """Let a job start that was queued on hold."""
     run_command("scontrol", "release", job)

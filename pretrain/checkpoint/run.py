@@ -19,34 +19,12 @@ from pretrain.checkpoint import folder as folders
 from pretrain.checkpoint.derived import MAIN_PREFIX, STATE_PREFIX, derived_weights, main_name
 from pretrain.checkpoint.index import Index
 from pretrain.checkpoint.loading import Target, load
-from pretrain.checkpoint.saver import Saver
 from pretrain.checkpoint.write_plan import region_of
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.weight_gathering import complete_weights, start_gathering
 from pretrain.state import RunState, TrainedLayers
-
-
-def save_run(
-    config: RunConfig,
-    state: RunState,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MemoryOptimizer,
-    folder: Path,
-) -> Path:
-    """Write the checkpoint of the current step and remove superseded ones, to the end. Collective.
-
-    Returns:
-        The checkpoint's folder, inside of `folder`.
-
-    Raises:
-        CheckpointError: on all ranks: it cannot be written; earlier ones are intact.
-    """
-    saver = Saver()
-    saver.start(config, state, entries_to_save(config, chunks, optimizer), folder)
-    saver.finish()
-    return folders.step_folder(folder, state.step)
 
 
 def entries_to_save(

@@ -109,11 +109,6 @@ class Saver:
         # Ranks that are done, and that have failed, by the latest step.
         self._heard = (0, 0)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory that staging takes on this rank."""
-        return self._staging.num_bytes
-
     def start(self, config: RunConfig, state: RunState, entries: Any, folder: Path) -> None:
         """Begin to save; with `checkpoint.asynchronous` the rest goes on beside training. Collective.
 

@@ -22,11 +22,6 @@ class StagingBuffer:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory that it takes."""
-        return self._buffer.nbytes
-
     def copy(self, data: Mapping[Region, Tensor]) -> dict[Region, Tensor]:
         """Copies of all items in the buffer, complete when this returns; its previous contents are overwritten."""
         needed = num_bytes(data) + _ALIGNMENT * len(data)

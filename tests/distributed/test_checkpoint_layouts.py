@@ -19,11 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from tiny_runs import PRIVATE, SHARED, on, tiny_run
+from tiny_runs import PRIVATE, SHARED, on, save_run, tiny_run
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pretrain.checkpoint.derived import derived_weights
-from pretrain.checkpoint.run import save_run
 from pretrain.config.schema import RunConfig
 from pretrain.state import RunState
 

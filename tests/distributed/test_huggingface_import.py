@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from exported import export
 from tiny_runs import SHARED, joined
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from megamem.shards import walk_shards
 from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.checkpoint.store.tensors import Region
 from pretrain.convert.huggingface.card import Figures
-from pretrain.convert.huggingface.folder import export, open_folder
+from pretrain.convert.huggingface.folder import open_folder
 from pretrain.data.tokenizer import train_bpe
 from pretrain.engine.build import build_unset_chunks
 from tests.whole_tensors import whole_tensors

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from exported import export
 from tiny_runs import MEMORY, SHARED, build_chunks, joined
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures
-from pretrain.convert.huggingface.folder import export, open_folder
+from pretrain.convert.huggingface.folder import open_folder
 from pretrain.data.tokenizer import ByteTokenizer
 from tests.whole_tensors import whole_tensors
 
@@ -182,7 +183,7 @@ def export_to(folder: Path, config: RunConfig, chunk: Any) -> None:
         tokenizer=ByteTokenizer(),
         vocab_size=VOCAB_SIZE,
         figures=Figures(1, 2),
-        max_shard_bytes=20_000,
+        max_file_bytes=20_000,
     )
 
 

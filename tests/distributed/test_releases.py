@@ -28,7 +28,7 @@ from megamem.sharing import SharingConfig
 from megamem.shuffle import KeyedShuffle
 from megamem.spans import PlacementConfig
 from pretrain.checkpoint.store.paired import PairedReader
-from pretrain.checkpoint.store.state_dict import StateDictReader, write_state_dict
+from pretrain.checkpoint.store.state_dict import StateDictFile, StateDictReader
 from pretrain.checkpoint.store.tensors import Region
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.convert.released.pairs import as_ours, as_released, released_pairs
@@ -110,7 +110,8 @@ def states(run_ranks: Any) -> dict[str, dict[str, Tensor]]:
 def test_there_and_back(case: str, states: dict[str, dict[str, Tensor]], tmp_path: Path) -> None:
     memory, release = MEMORIES[case]
     model, state = model_of(memory), states[case]
-    write_state_dict(tmp_path / "released.pt", as_released(InMemory(state), model, release, seed=SEED))
+    source = as_released(InMemory(state), model, release, seed=SEED)
+    StateDictFile("released.pt", source.tensors).write(tmp_path / "released.pt", source.read, 1 << 16)
     released = torch.load(tmp_path / "released.pt", weights_only=True)
 
     translated = (from_meta if release == META_RELEASE else from_released)(released, model)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from test_moe import MOE
-from tiny_runs import PRIVATE, SHARED, TinyRun, on, tiny_run
+from tiny_runs import PRIVATE, SHARED, TinyRun, on, save_run, tiny_run
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megamem.model import MemoryGPTModel
 from pretrain.checkpoint.folder import STATE_FILE, read_state
-from pretrain.checkpoint.run import load_weights, restore_run, save_run
+from pretrain.checkpoint.run import load_weights, restore_run
 from pretrain.config.schema import RunConfig
 from pretrain.engine import build
 from pretrain.engine.build import build_chunks, build_unset_chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +20,9 @@ from megamem.model import MemoryGPTModel
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, close_groups, initialise_groups
-from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.run import restore_run, save_run
+from pretrain.checkpoint.folder import read_state, step_folder
+from pretrain.checkpoint.run import entries_to_save, restore_run
+from pretrain.checkpoint.saver import Saver
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks, wrap_chunks
 from pretrain.engine.megatron import parallel_sizes
@@ -147,6 +148,20 @@ def on(
         ),
         train=replace(config.train, micro_batch_size=micro_batch_size, recompute=recompute),
     )
+
+
+def save_run(
+    config: RunConfig,
+    state: RunState,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MemoryOptimizer,
+    folder: Path,
+) -> Path:
+    """Write a checkpoint, to the end, and give its folder, inside of `folder`. Collective."""
+    saver = Saver()
+    saver.start(config, state, entries_to_save(config, chunks, optimizer), folder)
+    saver.finish()
+    return step_folder(folder, state.step)
 
 
 @contextlib.contextmanager

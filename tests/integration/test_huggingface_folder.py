@@ -16,12 +16,12 @@ import pytest
 import torch
 import yaml
 from commands import Megamem, checkpoint
+from exported import export, write_safetensors
 
 from pretrain.checkpoint.folder import read_state
-from pretrain.checkpoint.store.safetensors_store import open_safetensors, write_safetensors
+from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader
 from pretrain.convert.huggingface.card import figures_of
-from pretrain.convert.huggingface.folder import export
 from pretrain.convert.registry import open_checkpoint
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.run.folder import RunFolder
@@ -68,7 +68,7 @@ def folder(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,
         figures=figures_of(saved.run, run.metrics),
-        max_shard_bytes=100_000,
+        max_file_bytes=100_000,
     )
     return path
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from exported import export
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from pretrain.checkpoint.store.tensors import Region, TensorInfo, inverted
 from pretrain.config.schema import RunConfig
 from pretrain.convert.huggingface.card import Figures
 from pretrain.convert.huggingface.config import exported_config, imported_config
-from pretrain.convert.huggingface.folder import export, open_folder
+from pretrain.convert.huggingface.folder import open_folder
 from pretrain.convert.huggingface.names import pairs
 from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from exported import write_safetensors
+from in_memory import InMemory
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pretrain.checkpoint.store import safetensors_store
-from pretrain.checkpoint.store.safetensors_store import INDEX_FILE, SINGLE_FILE, open_safetensors, write_safetensors
+from pretrain.checkpoint.store.safetensors_store import INDEX_FILE, SINGLE_FILE, open_safetensors
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.errors import CheckpointError
 
@@ -31,17 +32,6 @@ def some_tensors() -> dict[str, Tensor]:
     return {f"{dtype}.{shape}".removeprefix("torch."): some(shape, dtype) for dtype in DTYPES for shape in SHAPES}
 
 
-class InMemory:
-    """A reader of tensors that are at hand."""
-
-    def __init__(self, held: dict[str, Tensor]) -> None:
-        self._held, self.tensors = held, infos(held)
-
-    def read(self, region: Region) -> Tensor:
-        part = tuple(slice(a, a + b) for a, b in zip(region.offset, region.shape, strict=True))
-        return self._held[region.name][part].clone()
-
-
 def infos(tensors: dict[str, Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
@@ -56,12 +46,9 @@ def some_regions(name: str, shape: tuple[int, ...]) -> Iterator[Region]:
 
 
 @pytest.mark.parametrize("shards", [10**9, 500, 1])
-def test_what_is_written_by_pieces_is_what_the_library_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
-) -> None:
+def test_what_is_written_by_pieces_is_what_the_library_reads(tmp_path: Path, shards: int) -> None:
     expected = some_tensors()
-    monkeypatch.setattr(safetensors_store, "_PIECE_BYTES", 16)
-    write_safetensors(tmp_path, InMemory(expected), shards)
+    write_safetensors(tmp_path, InMemory(expected), shards, max_piece_bytes=16)
     files = sorted(tmp_path.glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert found.keys() == expected.keys()

@@ -99,11 +99,6 @@ def test_the_bound_on_gaps_read_along_changes_nothing(
     assert bits(lazy.read()) == bits(tensor)
 
 
-def test_views_share_their_storage(tmp_path: Path) -> None:
-    tree = open_zip(saved(tmp_path / "t.pt", {"a": _BASE[0], "b": _BASE[1], "c": _BASE.clone()}))
-    assert tree["a"].storage == tree["b"].storage != tree["c"].storage
-
-
 def test_a_rectangle_outside_is_refused(tmp_path: Path) -> None:
     lazy = open_zip(saved(tmp_path / "t.pt", _BASE))
     with pytest.raises(ValueError, match="not inside"):

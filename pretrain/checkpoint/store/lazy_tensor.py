@@ -29,7 +29,6 @@ class LazyTensor:
         strides: elements between neighbours, per dimension.
         path: the file.
         start: where its first element's bytes start in the file.
-        storage: names the stored bytes that it is part of, and perhaps shares with other tensors of the same file.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +36,6 @@ class LazyTensor:
     strides: tuple[int, ...]
     path: Path
     start: int
-    storage: str
 
     @property
     def info(self) -> TensorInfo:

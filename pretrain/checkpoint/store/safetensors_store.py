@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint.store.lazy_tensor import memory_of
-from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader, pieces
+from pretrain.checkpoint.store.tensors import Region, TensorInfo, pieces
 from pretrain.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -29,7 +29,6 @@ INDEX_FILE = "model.safetensors.index.json"
 # A header takes some hundred bytes per tensor, and parsed text some dozen times its size.
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_DIMENSIONS = 16
-_PIECE_BYTES = 64 * 2**20
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -224,26 +223,6 @@ def safetensors_files(infos: Mapping[str, TensorInfo], max_shard_bytes: int) -> 
     """The files of a checkpoint, named as transformers does; a tensor larger than the limit has its own."""
     shards = list(_shards(infos, max_shard_bytes))
     return [SafetensorsFile(name, shard) for name, shard in zip(_file_names(len(shards)), shards, strict=True)]
-
-
-def write_safetensors(folder: Path, tensors: TensorReader, max_shard_bytes: int) -> None:
-    """Write all of a reader's tensors into a folder.
-
-    Args:
-        folder: exists, and has no such files yet.
-        tensors: in the order in which they fill the files.
-        max_shard_bytes: of the tensors in a file; one that is larger has a file of its own.
-
-    Raises:
-        CheckpointError: a file cannot be written, or the tensors not be read.
-    """
-    files = safetensors_files(tensors.tensors, max_shard_bytes)
-    try:
-        for file in files:
-            file.write(folder / file.name, tensors.read, _PIECE_BYTES)
-        write_index(folder, files)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another place") from error
 
 
 def write_index(folder: Path, files: Sequence[SafetensorsFile]) -> None:

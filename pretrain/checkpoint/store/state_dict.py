@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from pretrain.checkpoint.store.lazy_tensor import LazyTensor
-from pretrain.checkpoint.store.tensors import Region, TensorInfo, TensorReader
+from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.store.torch_zip import open_zip
 from pretrain.checkpoint.store.torch_zip_writer import StoredTensor, write_zip
 from pretrain.errors import CheckpointError
@@ -67,16 +67,3 @@ class StateDictFile:
         tree = OrderedDict((name, StoredTensor(name, info)) for name, info in self.tensors.items())
         # Counted in the widest elements.
         write_zip(path, tree, read, max_elements=max(1, max_piece_bytes // 8))
-
-
-def write_state_dict(path: Path, tensors: TensorReader) -> None:
-    """Write all tensors of a checkpoint into a file that `torch.load` reads with `weights_only`.
-
-    Args:
-        path: the file, which must not exist.
-        tensors: to write.
-
-    Raises:
-        CheckpointError: it cannot be written, or the tensors cannot be read.
-    """
-    StateDictFile(path.name, tensors.tensors).write(path, tensors.read, 1 << 26)

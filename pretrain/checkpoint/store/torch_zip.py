@@ -117,7 +117,7 @@ class _Archive:
                 f"a tensor of shape {str(shape)[:80]} and strides {str(strides)[:80]} from element {first} on does not "
                 f"fit into the {size} bytes of {key!r}"
             )
-        return LazyTensor(shape, dtype, strides, self._path, start + first * dtype.itemsize, f"{self._start}:{key}")
+        return LazyTensor(shape, dtype, strides, self._path, start + first * dtype.itemsize)
 
 
 def open_zip(path: Path, start: int = 0, length: int | None = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from megamem.config import ModelConfig
 from parallel.layout import padded_size
 from pretrain.checkpoint.store.paired import PairedReader, shapes_of
-from pretrain.checkpoint.store.safetensors_store import open_safetensors, write_safetensors
+from pretrain.checkpoint.store.safetensors_store import open_safetensors
 from pretrain.checkpoint.store.selected import Padded
 from pretrain.checkpoint.store.tensors import TensorInfo, TensorReader, inverted
 from pretrain.config.schema import RunConfig
@@ -24,8 +24,6 @@ from pretrain.errors import CheckpointError
 
 CONFIG_FILE, GENERATION_FILE, CARD_FILE = "config.json", "generation_config.json", "README.md"
 _REMOTE_CODE = ("configuration_megamem.py", "memory_megamem.py", "modeling_megamem.py")
-MAX_SHARD_BYTES = 5 * 10**9
-"""Bytes of one file, at most; Hugging Face's own default."""
 _MAX_CONFIG_BYTES = 2**24
 
 
@@ -41,35 +39,6 @@ def exported_tensors(config: RunConfig, source: TensorReader, *, vocab_size: int
         CheckpointError: the model cannot be exported, or the checkpoint lacks a tensor of it.
     """
     return PairedReader(inverted(pairs(config.model, vocab_size=vocab_size, tensors=source.tensors)), source)
-
-
-def export(
-    config: RunConfig,
-    source: TensorReader,
-    folder: Path,
-    *,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    figures: Figures,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write a folder that transformers loads by itself.
-
-    Args:
-        config: the run's.
-        source: its checkpoint.
-        folder: exists and is empty.
-        tokenizer: the run's.
-        vocab_size: token ids before padding.
-        figures: for the card.
-        max_shard_bytes: of one file of weights.
-
-    Raises:
-        CheckpointError: the model cannot be exported, the checkpoint cannot be read, or the folder not written.
-    """
-    tensors = exported_tensors(config, source, vocab_size=vocab_size)
-    write_small_files(config, source.tensors, folder, tokenizer=tokenizer, vocab_size=vocab_size, figures=figures)
-    write_safetensors(folder, tensors, max_shard_bytes)
 
 
 def write_small_files(
