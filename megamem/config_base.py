@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, NonNegativeFloat, TypeAdapter, ValidationError
@@ -41,6 +41,10 @@ class Advice:
     words: str
 
 
+Kinds: TypeAlias = Mapping["type[Config]", Mapping[str, "type[Config]"]]
+"""By class with `has_kinds`, the classes that its sections may be, by `kind` and the default first."""
+
+
 class Config:
     """The base of every configuration class, a frozen dataclass. A subclass's `__post_init__` calls this one first."""
 
@@ -53,47 +57,47 @@ class Config:
             if broken := spec.broken_limit(value):
                 raise ValueError(f"{type(self).__name__}.{name} is {value}: {broken}")
 
+    has_kinds: ClassVar[bool] = False
+    """True if a section of this class is one of several others, told apart by `kind`; they are subclasses, which this
+    one does not know."""
+
     @classmethod
-    def from_values(cls, values: Any) -> Self:
+    def from_values(cls, values: Any, kinds: Kinds) -> Self:
         """The configuration that nested mappings, tuples and scalars describe; what they leave out has its default.
 
         Raises:
             ValidationError: of pydantic, with everything that is wrong.
         """
-        return typing.cast(Self, _adapter(cls).validate_python(values))
-
-    @classmethod
-    def variants(cls) -> Mapping[str, type[Config]]:
-        """By `kind`, the classes that a section of this type may be, the default first; empty where it is this one."""
-        return {}
+        return typing.cast(Self, _adapter(cls).validate_python(values, context=kinds))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        if cls.variants():
-            # Asked again at every validation: there may be more by then.
-            return core_schema.no_info_plain_validator_function(cls._variant)
+        if vars(cls).get("has_kinds"):
+            return core_schema.with_info_plain_validator_function(cls._of_kind)
         schema = handler(source)
         # Strict would also mean that only an object can be a section, and no mapping.
         typing.cast(core_schema.DataclassSchema, handler.resolve_ref_schema(schema))["strict"] = False
         return schema
 
     @classmethod
-    def _variant(cls, value: Any) -> Config:
+    def _of_kind(cls, value: Any, info: core_schema.ValidationInfo) -> Config:
         """The section that a mapping describes, by its kind."""
-        classes = cls.variants()
+        assert info.context is not None
+        classes = info.context[cls]
         kind = value.get(KIND) if isinstance(value, dict) and KIND in value else next(iter(classes))
         if not isinstance(kind, str) or kind not in classes:
             unknown = InitErrorDetails(
                 type="literal_error", loc=(KIND,), input=kind, ctx={"expected": " or ".join(classes)}
             )
             raise ValidationError.from_exception_data(cls.__name__, [unknown])
-        return classes[kind].from_values(value)
+        section: Config = classes[kind].from_values(value, info.context)
+        return section
 
 
 LossWeight = Annotated[NonNegativeFloat, Advice("0 turns it off"), Role.RUNNING]
 
 KIND = "kind"
-"""The key that says which variant a section is."""
+"""The key that says of which class a section is."""
 
 
 # To mypy, classes that are given to a cached function are not hashable: hence Any, here and below.

@@ -123,6 +123,8 @@ class Scoring(Enum):
 class MemoryConfig(Config, ABC):
     """One memory layer, the same in every block that has one. The methods below say what others read of it."""
 
+    has_kinds: ClassVar[bool] = True
+    """One for each family."""
     scoring: ClassVar[Scoring | None] = None
     """Scoring by which the family's layers choose what they read; None: they score nothing."""
     slot: ClassVar[Slot | None] = None
@@ -151,15 +153,6 @@ class MemoryConfig(Config, ABC):
                 "normalises its rows or multiplies them with those of pre-values, which do not learn from there: choose "
                 "another kind, or one without pre-values (pre_value_dim: 0)"
             )
-
-    @classmethod
-    def variants(cls) -> Mapping[str, type[Config]]:
-        if cls is not MemoryConfig:
-            return {}
-        # Not at the top of the file: families are built on this class.
-        from megamem.families.registry import FAMILIES
-
-        return {kind: family.config for kind, family in FAMILIES.items()}
 
     def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
         """Refuse a model that this memory cannot stand in.

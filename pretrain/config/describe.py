@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from megamem.config_base import KIND, Config, FieldSpec
-from pretrain.config.keys import ELEMENT, RUN_RULES, fields_of, only_for
+from pretrain.config.keys import ELEMENT, RUN_RULES, fields_of, only_for, variants_of
 from pretrain.config.schema import RunConfig
 
 
@@ -54,7 +54,7 @@ def _describe(section: type[Config], prefix: str) -> list[FieldDoc]:
         default = MISSING if spec.required else spec.default()
         reasons = (only_for(section, name), spec.effective.reason if spec.effective is not None else None)
         # A kind is explained by its class.
-        owners = (section, *section.variants().values()) if name == KIND else (spec.owner,)
+        owners = (section, *variants_of(section).values()) if name == KIND else (spec.owner,)
         doc = " ".join(filter(None, (_docstring(owner, name) for owner in owners)))
         described.append(
             FieldDoc(

@@ -14,7 +14,9 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from megamem.config_base import KIND, Config, FieldSpec, field_specs
+from megamem.families.registry import FAMILIES
 from megamem.identity import Role
+from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Node, node_at
 
@@ -25,9 +27,20 @@ _SECTION_WEIGHT = 0.1
 _MAX_SUGGESTIONS = 3
 
 
+KINDS: dict[type[Config], Callable[[], Mapping[str, type[Config]]]] = {
+    MemoryConfig: lambda: {kind: family.config for kind, family in FAMILIES.items()}
+}
+"""By class with `has_kinds`, the variants of its sections by `kind`, the default first."""
+
+
+def variants_of(section: type[Config]) -> Mapping[str, type[Config]]:
+    """The classes that a section may be, by `kind`; none where it is of this one."""
+    return KINDS[section]() if section in KINDS else {}
+
+
 def fields_of(section: type[Config]) -> Mapping[str, FieldSpec]:
     """The fields that a section may have; with variants, those of all, each as in the first variant that has it."""
-    variants = section.variants()
+    variants = variants_of(section)
     if not variants:
         return field_specs(section)
     found: dict[str, FieldSpec] = {}
@@ -39,14 +52,14 @@ def fields_of(section: type[Config]) -> Mapping[str, FieldSpec]:
 
 def variant_at(section: type[Config], node: Node) -> type[Config]:
     """The variant of a section; the class itself where it has no variants, or none of the named kind."""
-    variants = section.variants()
+    variants = variants_of(section)
     kind = node.value.get(KIND) if isinstance(node.value, dict) else None
     return variants.get(str(kind.value) if kind is not None else next(iter(variants), ""), section)
 
 
 def only_for(section: type[Config], name: str) -> str | None:
     """The variants of a section that have this key, in the words of a condition; None where all or none have it."""
-    variants = section.variants()
+    variants = variants_of(section)
     kinds = [kind for kind, cls in variants.items() if name in field_specs(cls)]
     if not kinds or len(kinds) == len(variants):
         return None

@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 
 from megamem.config_base import Config, FieldSpec
 from pretrain.config.keys import (
+    KINDS,
     Ineffective,
     all_keys,
     fields_of,
@@ -207,7 +208,7 @@ def build(cls: type[T], node: Node) -> T:
     """
     node = without_former(node, of_value=False)
     try:
-        return cls.from_values(_plain(node))
+        return cls.from_values(_plain(node), {section: variants() for section, variants in KINDS.items()})
     except ValidationError as error:
         raise ConfigError(join_problems([_problem(cls, node, each) for each in error.errors()])) from error
 

@@ -13,6 +13,7 @@ import pytest
 
 from megamem.config_base import Config, field_specs
 from pretrain.config.describe import describe_fields
+from pretrain.config.keys import variants_of
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
@@ -221,7 +222,7 @@ def test_every_number_of_the_schema_has_a_limit() -> None:
 
 def classes_below(cls: type[Config]) -> set[type[Config]]:
     sections = [spec.section for spec in field_specs(cls).values() if spec.section is not None]
-    return {cls, *cls.variants().values()}.union(*map(classes_below, sections))
+    return {cls, *variants_of(cls).values()}.union(*map(classes_below, sections))
 
 
 @pytest.mark.parametrize("cls", sorted(classes_below(RunConfig), key=lambda cls: cls.__name__))

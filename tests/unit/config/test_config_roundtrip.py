@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamem.config_base import FieldSpec, field_specs
-from pretrain.config.keys import ineffective_fields
+from pretrain.config.keys import ineffective_fields, variants_of
 from pretrain.config.loader import from_dict, to_dict, to_yaml
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import Layer, dump_scalar, parse_yaml
@@ -58,7 +58,7 @@ def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
         lists: Any = numbers if spec.section is None else st.lists(sections(spec.section), max_size=3)
         values: st.SearchStrategy[Any] = lists.map(tuple)
     elif spec.section is not None:
-        values = st.one_of([sections(cls) for cls in spec.section.variants().values() or (spec.section,)])
+        values = st.one_of([sections(cls) for cls in variants_of(spec.section).values() or (spec.section,)])
     elif spec.choices:
         values = st.sampled_from(spec.choices)
     else:

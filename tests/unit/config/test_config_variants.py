@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import PositiveInt
 
 from megamem.config_base import Config
 from pretrain.config.describe import describe_fields
-from pretrain.config.keys import all_keys
+from pretrain.config.keys import KINDS, all_keys
 from pretrain.config.loader import to_dict
 from pretrain.errors import ConfigError
 from tests.plain_config import parse_config
@@ -19,14 +19,12 @@ from tests.plain_config import parse_config
 
 @dataclass(frozen=True)
 class Shape(Config):
+    has_kinds: ClassVar[bool] = True
+
     kind: str
     """Kind of shape."""
     name: str = "x"
     """Its name."""
-
-    @classmethod
-    def variants(cls) -> Mapping[str, type[Config]]:
-        return SHAPES if cls is Shape else {}
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,11 @@ class Drawing(Config):
     """The rest."""
     frame: Shape = field(default_factory=Box)
     """Around it."""
+
+
+@pytest.fixture(autouse=True)
+def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, Shape, lambda: SHAPES)
 
 
 def refusal(mapping: Mapping[str, object]) -> str:
