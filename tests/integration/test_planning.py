@@ -40,6 +40,24 @@ def test_the_stages_of_a_run_are_dry_run_and_meet(megamem: Megamem, config_file:
         assert {call["op"] for call in of_memory} == {"all_gather", "all_to_all"}
 
 
+def test_a_plan_counts_its_best_layouts_as_dry_runs_do(megamem: Megamem, config_file: Path) -> None:
+    words = ("plan", config_file, "--gpus", 8, "--gpu", "h100-80g", *SIZED)
+    counted, shown = megamem(*words, "--count", 2, "--json"), megamem(*words, "--count", 1)
+    assert counted.code == shown.code == 0, counted.output + shown.output
+    found = json.loads(counted.output[counted.output.index("[\n") :])
+    assert len([each for each in found if each["counted_bytes"] is not None]) == 2
+    (best,) = (each for each in found if each["recommended"])
+    keys = (f"{key}={'null' if value is None else value}" for key, value in best["overrides"].items())
+    ran = megamem("dryrun", config_file, "--world-size", 8, "--all-stages", "--json", *SIZED, *keys)
+    ranks = json.loads(ran.output[ran.output.index("{") :])["ranks"]
+    totals = [sum(stage["bytes"].values()) for stage in best["stages"]]
+    fullest = ranks[totals.index(max(totals))]
+    assert best["counted_bytes"] == sum(fullest["peak_bytes"].values())
+    assert f"in all, as a dry run counts it {best['counted_bytes'] / 1e9:>9.2f}".split() == next(
+        line.split() for line in shown.output.splitlines() if "as a dry run counts it" in line
+    )
+
+
 def test_dry_runs_that_make_no_sense_are_refused(megamem: Megamem, config_file: Path) -> None:
     for words, said in (
         (("--world-size", 8, "--rank", 8, *SIZED), "--rank is 8, and --world-size 8"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pretrain.config.layout_rules import layout_problems
+from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.planning.costs.checkpoints import checkpoint_costs
@@ -34,6 +37,7 @@ from pretrain.planning.costs.memory import in_flight, stage_bytes
 from pretrain.planning.costs.stages import Division
 from pretrain.planning.costs.timing import TimePart, step_time
 from tools import cli
+from tools.plan.command import with_counts
 
 REPOSITORY = Path(__file__).parents[2]
 LARGE = REPOSITORY / "configs" / "ultramemv2" / "2.5b_120b_top256.yaml"
@@ -184,6 +188,31 @@ def test_what_is_recommended_is_the_smallest_of_the_fast_ones() -> None:
     assert len(fast) > 1
     assert best.peak_bytes == min(each.peak_bytes for each in fast)
     assert recommended(found, replace(H100, memory_gb=8.0)) is None
+
+
+def test_a_layout_that_counts_larger_than_the_device_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is counted in its place, then the fastest that are not counted yet."""
+    asked, counts = [], iter([1e12, 5e9, 6e9])
+
+    def dry_run(config: RunConfig, world_size: int, ranks: list[int]) -> Iterator[SimpleNamespace]:
+        asked.append((config, world_size, ranks))
+        yield SimpleNamespace(peak_of_step=SimpleNamespace(total=next(counts)))
+
+    monkeypatch.setattr("pretrain.planning.dryrun.rank.dry_run", dry_run)
+    monkeypatch.setattr("tools.plan.command.hide_gpus", lambda: None)
+    found = all_estimates(load_config(SMALL), 16, H100)
+    first = recommended(found, H100)
+    counted = with_counts(found, 3, 16, H100)
+    best = recommended(counted, H100)
+    assert first is not None
+    assert best is not None
+    assert [each.counted_bytes for each in counted if each.config is first.config] == [1e12]
+    assert (best.config, best.counted_bytes) == (asked[1][0], 5e9)
+    third = next(e for e in found if e.fits(H100) and e.config not in (first.config, best.config))
+    assert [config for config, *_ in asked] == [first.config, best.config, third.config]
+    for config, world_size, ranks in asked:
+        held = [stage.total for stage in stage_bytes(config, 16)]
+        assert (world_size, ranks) == (16, [held.index(max(held)) * 16 // config.parallel.pipeline])
 
 
 def test_host_memory_limits_what_is_stepped_and_saved_there() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.atomic_write import atomic_write
+from parallel.devices import hide_gpus
 from parallel.refusals import check_can_write
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.schema import RunConfig
@@ -26,9 +27,11 @@ from tools.plan.report import as_json, details, table
 _EPILOG = """\
 examples:
   megamem plan configs/ultramemv2/2.5b_120b_top256.yaml --gpus 512 --gpu h100-80g
+  megamem plan configs/ultramemv2/2.5b_120b_top256.yaml --gpus 512 --gpu h100-80g --count 3
   megamem plan configs/ultramemv2/2.5b_25b.yaml --gpus 8 --gpu h200-141g --write 25b_8.yaml --plot 25b_8.svg
 
-docs/planning.md says what is estimated, and how well. `megamem dryrun` counts the bytes of the layout that you choose.
+docs/planning.md says what is estimated, and how well. `megamem dryrun` counts the bytes of the layout that you choose, and
+--count those of the best, before one is recommended.
 """
 
 
@@ -50,6 +53,14 @@ def add_parser(subparsers: Any) -> None:
         "--gpu", required=True, metavar="NAME", help="h100-80g, h200-141g, b200-192g, or a YAML file with your figures"
     )
     parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to print (default: 10)")
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=0,
+        metavar="K",
+        help="count the bytes of K layouts by dry runs of their fullest stages, half a minute of one core each for the "
+        "largest models: of the recommended one, and of the fastest (default: 0)",
+    )
     parser.add_argument("--as-written", action="store_true", help="estimate the layout of CONFIG alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
@@ -65,6 +76,8 @@ def run_plan(args: argparse.Namespace) -> int:
     """Estimates and prints."""
     if args.gpus < 1 or args.top < 1:
         raise ConfigError(f"--gpus is {args.gpus} and --top {args.top}: both must be at least 1")
+    if args.count < 0:
+        raise ConfigError(f"--count is {args.count}: the layouts that are dry-run are 0 or more")
     hardware = load_hardware(args.gpu)
     for file in filter(None, (args.write, args.plot)):
         check_can_write(file)
@@ -101,6 +114,8 @@ def _plan(config: RunConfig, args: argparse.Namespace, hardware: Hardware) -> Es
         found = [written]
     else:
         found = _all(config, args.gpus, hardware)
+    if args.count:
+        found = with_counts(found, args.count, args.gpus, hardware)
     best = recommended(found, hardware)
     if best is None:
         if not found:
@@ -134,6 +149,33 @@ def _all(config: RunConfig, num_gpus: int, hardware: Hardware) -> list[Estimate]
             found += estimates_of(layout, num_gpus, hardware)
             progress.update(1)
     return sorted(found, key=lambda each: each.time.total_s)
+
+
+def with_counts(found: list[Estimate], count: int, num_gpus: int, hardware: Hardware) -> list[Estimate]:
+    """The estimates, some of them with the bytes that dry runs count.
+
+    The recommended one comes first, and the next that is recommended if it does not fit after all; then the fastest.
+    """
+    # The stand-in for CUDA wants a machine without, and nothing is computed.
+    hide_gpus()
+    from pretrain.planning.dryrun.rank import dry_run
+
+    found = list(found)
+    with Progress("dry run", total=count, leave=False) as progress:
+        for _ in range(count):
+            fitting = [each for each in found if each.fits(hardware)]
+            best = recommended(fitting, hardware)
+            # Of a list of estimates in order of their times.
+            candidates = [each for each in (best, *fitting) if each is not None and each.counted_bytes is None]
+            if not candidates:
+                break
+            chosen = candidates[0]
+            rank = chosen.fullest_stage * (num_gpus // chosen.config.parallel.pipeline)
+            (report,) = dry_run(chosen.config, num_gpus, [rank])
+            counted = replace(chosen, counted_bytes=float(report.peak_of_step.total))
+            found = [counted if each is chosen else each for each in found]
+            progress.update(1)
+    return found
 
 
 def _smallest(found: list[Estimate]) -> Estimate:

@@ -15,9 +15,11 @@ _WIDTHS = (4, 4, 4, 4, 6, 5, 6, 10, 8, 7, 8, 12, 7, 7)
 
 
 def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[str]:
-    """The layouts, a line each."""
+    """The layouts, a line each, with what dry runs counted of some."""
+    counted = any(each.counted_bytes is not None for each in found)
     yield f"{num_found:,} layouts on {num_gpus} GPUs; the fastest that fit:"
-    yield "".join(f"{head:>{width}}" for head, width in zip(_HEAD, _WIDTHS, strict=True))
+    heads = "".join(f"{head:>{width}}" for head, width in zip(_HEAD, _WIDTHS, strict=True))
+    yield heads + (f"{'counted GB':>12}" if counted else "")
     for each in found:
         layout, train, time = each.config.parallel, each.config.train, each.time
         cells = (
@@ -30,13 +32,14 @@ def table(found: Sequence[Estimate], num_found: int, num_gpus: int) -> Iterator[
             train.micro_batch_size,
             train.recompute,
             each.config.optimizer.value_offload,
-            f"{each.peak_bytes / 1e9:.1f}",
+            f"{each.predicted_bytes / 1e9:.1f}",
             f"{time.total_s:.2f}",
             f"{time.tokens_per_s:,.0f}",
             f"{100 * time.mfu:.1f} %",
             f"{each.days:.1f}",
         )
-        yield "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+        line = "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+        yield line if each.counted_bytes is None else f"{line}{each.counted_bytes / 1e9:>12.1f}"
 
 
 def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
@@ -54,6 +57,8 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
         if num_bytes >= 1e6:
             yield f"  {part.value:52}{num_bytes / 1e9:>9.2f}"
     yield f"  {'in all':52}{stage.total / 1e9:>9.2f}"
+    if best.counted_bytes is not None:
+        yield f"  {'in all, as a dry run counts it':52}{best.counted_bytes / 1e9:>9.2f}"
     yield f"  {'a save adds on the device':52}{0:>9.2f}"
     yield f"  {'in host memory: tables stepped there':52}{stage.host_tables / 1e9:>9.2f}"
     yield f"  {'in host memory: a save':52}{stage.save / 1e9:>9.2f}"
@@ -113,6 +118,7 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
         "overrides": each.overrides,
         "data_parallel": Division.of(each.config, num_gpus).replicas,
         "fits": each.fits(hardware),
+        "counted_bytes": each.counted_bytes,
         "stages": [
             {
                 "bytes": {part.value: num_bytes for part, num_bytes in stage.by_part.items()},

@@ -22,20 +22,30 @@ _MOST_VIRTUAL = 8
 
 @dataclass(frozen=True)
 class Estimate:
-    """One layout: its configuration, bytes of a rank of every stage, and its step."""
+    """One layout: its configuration, bytes of a rank of every stage, and its step.
+
+    Attributes:
+        counted_bytes: device bytes of a rank of the fullest stage at the peak of a step, if a dry run counted them.
+    """
 
     config: RunConfig
     stages: tuple[StageBytes, ...]
     time: StepTime
+    counted_bytes: float | None = None
 
     @property
     def fullest_stage(self) -> int:
         return max(range(len(self.stages)), key=lambda index: self.stages[index].total)
 
     @property
-    def peak_bytes(self) -> float:
+    def predicted_bytes(self) -> float:
         """Device bytes of a rank of the fullest stage, at the peak of a step."""
         return self.stages[self.fullest_stage].total
+
+    @property
+    def peak_bytes(self) -> float:
+        """The same, as a dry run counted them if one did."""
+        return self.predicted_bytes if self.counted_bytes is None else self.counted_bytes
 
     @property
     def host_bytes(self) -> float:
@@ -137,15 +147,16 @@ _WORTH = 1.05
 
 
 def recommended(found: Sequence[Estimate], hardware: Hardware) -> Estimate | None:
-    """Layout of the smallest peak that fits and whose step is within 5 % of the fastest's; None if nothing fits.
+    """Layout of the smallest predicted peak that fits and whose step is within 5 % of the fastest's; None if nothing fits.
 
-    Estimated seconds are no better than that, and free memory is what a run meets surprises with.
+    Estimated seconds are no better than that, and free memory is what a run meets surprises with. Counted bytes say
+    whether a layout fits; they are not compared with what is predicted of another.
     """
     fitting = [each for each in found if each.fits(hardware)]
     if not fitting:
         return None
     fastest = min(each.time.total_s for each in fitting)
-    return min((e for e in fitting if e.time.total_s <= _WORTH * fastest), key=lambda each: each.peak_bytes)
+    return min((e for e in fitting if e.time.total_s <= _WORTH * fastest), key=lambda each: each.predicted_bytes)
 
 
 def all_estimates(config: RunConfig, num_ranks: int, hardware: Hardware) -> list[Estimate]:
