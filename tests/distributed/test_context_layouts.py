@@ -45,9 +45,10 @@ def with_documents(config: RunConfig, documents: Any) -> RunConfig:
 
 
 def cases() -> dict[tuple[str, str, str], RunConfig]:
-    """Configurations by layout, way and documents."""
+    """Configurations by layout, way and documents: every pair of two of them."""
     found = {}
-    for (name, (model, axes)), way, documents in itertools.product(CUT.items(), WAYS, DOCUMENTS):
+    for (i, (name, (model, axes))), (j, way) in itertools.product(enumerate(CUT.items()), enumerate(WAYS)):
+        documents = DOCUMENTS[(i + j) % 2]
         config = with_documents(on(model, **axes), documents)
         found[name, way, documents] = replace(config, parallel=replace(config.parallel, context_attention=way))
     for name, (model, axes) in WHOLE.items():
@@ -56,6 +57,13 @@ def cases() -> dict[tuple[str, str, str], RunConfig]:
 
 
 CASES = cases()
+
+
+def test_every_pair_is_there() -> None:
+    cut = [case for case in CASES if case[0] in CUT]
+    assert {case[:2] for case in cut} == set(itertools.product(CUT, WAYS))
+    assert {case[1:] for case in cut} == set(itertools.product(WAYS, DOCUMENTS))
+    assert {case[::2] for case in cut} == set(itertools.product(CUT, DOCUMENTS))
 
 
 def losses(config: RunConfig) -> list[tuple[float, float]]:

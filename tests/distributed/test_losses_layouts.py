@@ -16,7 +16,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.step import evaluation_loss
 from pretrain.train.loop import take_step
 
-STEPS = 3
+STEPS = 2
 WITH_LOSSES = replace(
     SHARED,
     model=replace(
@@ -39,10 +39,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], RunConfig]]] = {
     "one rank": (1, lambda: WITH_LOSSES),
     "one rank, recomputed": (1, lambda: on(WITH_LOSSES, recompute="full")),
     "one rank, a sequence at a time": (1, lambda: cut(1)),
-    "data 2": (2, lambda: WITH_LOSSES),
     "data 2, two sequences at a time": (2, lambda: cut(2)),
-    "tensor 2": (2, lambda: on(WITH_LOSSES, tensor=2)),
-    "memory 2": (2, lambda: on(WITH_LOSSES, memory=2)),
     "tensor 2 x memory 2, recomputed": (2, lambda: on(WITH_LOSSES, tensor=2, memory=2, recompute="full")),
     "context 2": (2, lambda: on(WITH_LOSSES, context=2)),
     "tensor 2 x context 2 x memory 4, recomputed": (

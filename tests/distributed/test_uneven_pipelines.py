@@ -20,7 +20,7 @@ from pretrain.checkpoint.run import restore_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 
-NUM_STEPS = 4
+NUM_STEPS = 2
 # Tolerance of a loss or a gradient norm, against one rank.
 TOLERANCE = 1e-5
 
@@ -57,7 +57,7 @@ class Uneven:
             tensor=self.tensor,
             pipeline=self.pipeline,
             virtual_pipeline=self.virtual_pipeline,
-            micro_batch_size=1,
+            micro_batch_size=2,
             recompute=self.recompute,
         )
         return replace(config, parallel=replace(config.parallel, pipeline_layout=self.text))

@@ -234,8 +234,10 @@ def test_gather_dot_is_what_its_docstring_says(kernels: Kernels) -> None:
 def test_gradcheck(kernels: Kernels, shape: Shape) -> None:
     c = draw(shape)
     table = c.table.requires_grad_()
-    assert torch.autograd.gradcheck(lambda t, a: kernels.gather_sum(t, c.ids, a), (table, c.coef.requires_grad_()))
-    assert torch.autograd.gradcheck(lambda t, a: kernels.gather_dot(t, c.ids, a), (table, c.x.requires_grad_()))
+    # Along a random direction, where the slow mode moves every element by itself: twins have every gradient.
+    check = partial(torch.autograd.gradcheck, fast_mode=True)
+    assert check(lambda t, a: kernels.gather_sum(t, c.ids, a), (table, c.coef.requires_grad_()))
+    assert check(lambda t, a: kernels.gather_dot(t, c.ids, a), (table, c.x.requires_grad_()))
 
 
 def test_gradients_that_nobody_asked_for_are_not_made(kernels: Kernels) -> None:
@@ -389,9 +391,7 @@ def test_repeats_are_bit_identical(kernels: Kernels, dtype: torch.dtype) -> None
         assert x.grad is not None
         return [*outs, table.main_grad, coef.grad, x.grad]
 
-    first = run()
-    for again in (run(), run()):
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
 def test_every_row_at_once_adds_up(kernels: Kernels) -> None:
