@@ -153,6 +153,12 @@ class MemoryConfig(Config, ABC):
                 "normalises its rows or multiplies them with those of pre-values, which do not learn from there: choose "
                 "another kind, or one without pre-values (pre_value_dim: 0)"
             )
+        spans = self.placement.spans
+        if self.reads_once and spans is not None and any(span.is_skip for span in parse_spans(spans)):
+            raise ValueError(
+                f"model.memory.placement.spans is {spans}, but layers of kind {self.kind} read their tables together and "
+                "add where they weigh them: use model.memory.placement.blocks"
+            )
 
     def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
         """Refuse a model that this memory cannot stand in.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megamem.config import ModelConfig, MoEConfig
+from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.initial_variance import sigma_values
 from megamem.sharing import SharingConfig
@@ -193,3 +194,12 @@ def test_a_mixture_needs_a_block_to_stand_in() -> None:
     ):
         replace(model(position="instead"), moe=MoEConfig())
     replace(model(every=2, position="instead"), moe=MoEConfig())
+
+
+def test_layers_that_read_together_add_where_they_read() -> None:
+    tide = TideConfig(vocab_size=61)
+    with pytest.raises(
+        ValueError, match=r"placement\.spans is 0:1, but layers of kind tide read their tables together"
+    ):
+        replace(tide, placement=PlacementConfig(spans="0:1"))
+    replace(tide, placement=PlacementConfig(spans="1:1"))
