@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, Self
 from megamem.config_base import Config
 from megamem.sharing import SharingPlan
 from megamem.slots import BESIDE, INSERTED, INSTEAD, SKIP, Slot
-from megamem.spans import PlacementConfig, Span
+from megamem.spans import PlacementConfig, Span, parse_spans
 
 
 @dataclass(frozen=True)

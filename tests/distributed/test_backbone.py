@@ -14,10 +14,7 @@ from tiny_runs import VOCAB_SIZE, joined
 from torch import Tensor
 
 from megamem.config import ModelConfig
-from megamem.families.registry import FAMILIES
-from megamem.layers import product_key, tucker
 from megamem.model import MemoryGPTModel
-from megamem.norm import rms_normalise
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.engine.build import build_chunks
@@ -209,26 +206,3 @@ def test_initial_weights_have_the_deviation_that_was_asked_for(compared: dict[st
         expected = std / 2 if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else std
         # The smallest matrix has 480 elements, whose deviation has a standard error of 3 %.
         assert found == pytest.approx(expected, rel=0.12), key
-
-
-@pytest.mark.parametrize("kind", ["ultramem_v2", "memory_plus"])
-def test_a_memory_normalises_with_the_same_epsilon(run_ranks: Any, kind: Any) -> None:
-    memory = FAMILIES[kind].config(num_keys=8, key_dim=8, value_dim=24, top_k=2)
-    used: list[float] = []
-
-    def watching(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-        used.append(epsilon)
-        return rms_normalise(x, gain, epsilon)
-
-    def main() -> list[float]:
-        with joined(RunConfig()) as groups, pytest.MonkeyPatch.context() as patch:
-            chunk = built(replace(PLAIN, norm_epsilon=0.25, memory=memory), groups)
-            for module in (tucker, product_key):
-                patch.setattr(module, "rms_normalise", watching)
-            ids = torch.zeros(1, LENGTH, dtype=torch.int64)
-            chunk(ids, torch.arange(LENGTH).unsqueeze(0), None)
-            return used
-
-    (found,) = run_ranks(main, 1)
-    # Queries of two layers, and keys where a kind normalises those.
-    assert found == [0.25] * (4 if kind == "ultramem_v2" else 2)
