@@ -24,7 +24,7 @@ from pretrain.config.loader import to_dict, to_yaml
 from pretrain.config.position import tokens_of_run
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import dump_scalar, dump_yaml
-from pretrain.config.stages import StageEntry, load_config, load_stage, load_stages, to_entries
+from pretrain.config.stages import StageEntry, load_config, load_stages, read_run, stage_called, to_entries
 from pretrain.config.validate import advice, validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.equal_compute import Measure, active_measure, core_measure, flops_measure, solve_ffn_width
@@ -151,8 +151,8 @@ def run_show(args: argparse.Namespace) -> int:
         raise ConfigError("config show needs the path of a configuration, or --keys")
     if args.layers is not None and args.layers < 1:
         raise ConfigError(f"--layers is {args.layers}: it must be at least 1")
-    stages = load_stages(args.config, args.overrides)
-    config = stages[0] if args.stage is None else load_stage(args.config, args.overrides, args.stage)
+    stages = read_run(args.config, args.overrides, args.stage).stages()
+    config = stages[0] if args.stage is None else stage_called(stages, args.stage)
     if args.explain and args.stage is None and config.stage is not None:
         raise ConfigError("--explain goes through one configuration, and this run has stages: add --stage NAME")
     if args.layers is not None and config.model.memory is None:

@@ -18,7 +18,6 @@ from megamem.families.registry import FAMILIES
 from megamem.identity import Role
 from megamem.memory_config import MemoryConfig
 from pretrain.config.schema import RunConfig
-from pretrain.config.source import Node, node_at
 
 ELEMENT = "N"
 """Stands for the number of a list element in a key that is not about one of them: `data.datasets.N.path`."""
@@ -50,13 +49,6 @@ def fields_of(section: type[Config]) -> Mapping[str, FieldSpec]:
     return {**found, KIND: replace(found[KIND], owner=section, kind=Literal[tuple(variants)])}
 
 
-def variant_at(section: type[Config], node: Node) -> type[Config]:
-    """The variant of a section; the class itself where it has no variants, or none of the named kind."""
-    variants = variants_of(section)
-    kind = node.value.get(KIND) if isinstance(node.value, dict) else None
-    return variants.get(str(kind.value) if kind is not None else next(iter(variants), ""), section)
-
-
 def only_for(section: type[Config], name: str) -> str | None:
     """The variants of a section that have this key, in the words of a condition; None where all or none have it."""
     variants = variants_of(section)
@@ -75,19 +67,6 @@ def role_of(key: str, config: Config) -> Role | None:
             break
         role, section = field_specs(type(section))[name].role or role, getattr(section, name)
     return role
-
-
-def spec_at(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> FieldSpec | None:
-    """Specification of the value at a place in a tree; None for the whole tree."""
-    spec, section = None, root
-    for depth, step in enumerate(loc):
-        if isinstance(step, int):
-            assert spec is not None
-            spec = spec.element
-        else:
-            spec = fields_of(variant_at(section, node_at(tree, loc[:depth])))[step]
-        section = spec.section or section
-    return spec
 
 
 def all_keys(cls: type[Config], prefix: str = "") -> Iterator[str]:
@@ -223,20 +202,6 @@ def ineffective_fields(config: Any) -> list[Ineffective]:
                 at_default = getattr(owner, name) == field_specs(type(owner))[name].default()
                 found[rule.key] = Ineffective(rule.key, rule.reason, at_default)
     return list(found.values())
-
-
-def foreign_keys(cls: type[Config], node: Node, prefix: str = "") -> list[Ineffective]:
-    """Every key that is set in a section of one kind and that only sections of other kinds have."""
-    if not isinstance(node.value, dict):
-        return []
-    chosen, found = variant_at(cls, node), []
-    for name in node.value:
-        if name not in field_specs(chosen) and (reason := only_for(cls, name)):
-            found.append(Ineffective(f"{prefix}{name}", reason, at_default=False))
-    for name, spec in field_specs(chosen).items():
-        if spec.section is not None and not spec.is_list and name in node.value:
-            found += foreign_keys(spec.section, node.value[name], f"{prefix}{name}.")
-    return found
 
 
 def _in_section(owner: Any, prefix: str) -> Iterator[Ineffective]:

@@ -24,17 +24,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megamem.config_base import Config, FieldSpec
+from megamem.config_base import KIND, Config, FieldSpec, field_specs
 from pretrain.config.keys import (
     KINDS,
     Ineffective,
     all_keys,
     fields_of,
-    foreign_keys,
     ineffective_fields,
     nearest_keys,
-    spec_at,
-    variant_at,
+    only_for,
+    variants_of,
 )
 from pretrain.config.schema import RunConfig
 from pretrain.config.source import (
@@ -87,7 +86,7 @@ def from_dict(
     Options without effect stay: no user is present to mend them.
     """
     node = apply_overrides(without_former(from_plain(mapping, source, Layer.BASE), of_value=True), overrides)
-    return build(RunConfig, _without(node, foreign_keys(RunConfig, node)))
+    return build(RunConfig, _without(node, _foreign_keys(RunConfig, node)))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def settle(cls: type[T], node: Node, in_file: Node | None = None) -> tuple[T, di
     """
     dropped: dict[str, str] = {}
     while True:
-        foreign = foreign_keys(cls, node)
+        foreign = _foreign_keys(cls, node)
         config = build(cls, _without(node, foreign))
         silent = [*foreign, *ineffective_fields(config)]
         set_here = [(item, find(node, item.key.split("."))) for item in silent]
@@ -171,6 +170,20 @@ def settle(cls: type[T], node: Node, in_file: Node | None = None) -> tuple[T, di
         dropped |= {item.key: item.reason for item in inherited}
         # A dropped value may have been what kept another one in effect: look again.
         node = _without(node, inherited)
+
+
+def _foreign_keys(cls: type[Config], node: Node, prefix: str = "") -> list[Ineffective]:
+    """Every key that is set in a section of one kind and that only sections of other kinds have."""
+    if not isinstance(node.value, dict):
+        return []
+    chosen, found = _variant_at(cls, node), []
+    for name in node.value:
+        if name not in field_specs(chosen) and (reason := only_for(cls, name)):
+            found.append(Ineffective(f"{prefix}{name}", reason, at_default=False))
+    for name, spec in field_specs(chosen).items():
+        if spec.section is not None and not spec.is_list and name in node.value:
+            found += _foreign_keys(spec.section, node.value[name], f"{prefix}{name}.")
+    return found
 
 
 def _without(node: Node, items: Sequence[Ineffective]) -> Node:
@@ -262,7 +275,7 @@ def _problem(root: type[Config], tree: Node, error: ErrorDetails) -> str:
     if kind == "value_error":
         refusal = str(error["ctx"]["error"])
         return f"{node.origin}: {refusal}{_places(refusal, node)}"
-    spec = spec_at(root, tree, loc)
+    spec = _spec_at(root, tree, loc)
     if kind == "finite_number" or (kind == "float_type" and type(node.value) is int):
         problem = f"{str(node.value)[:40]}, expected a finite number"
     elif spec is not None and (broken := kind in _LIMITS and spec.broken_limit(node.value)):
@@ -297,9 +310,29 @@ def _unknown(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> str:
     close = nearest_keys(key, valid)
     if close:
         return f"unknown key {key}: did you mean {' or '.join(close)}?"
-    spec = spec_at(root, tree, loc[:-1])
+    spec = _spec_at(root, tree, loc[:-1])
     cls = root if spec is None or spec.section is None else spec.section
-    return f"unknown key {key}: {section} has {', '.join(fields_of(variant_at(cls, node_at(tree, loc[:-1]))))}"
+    return f"unknown key {key}: {section} has {', '.join(fields_of(_variant_at(cls, node_at(tree, loc[:-1]))))}"
+
+
+def _spec_at(root: type[Config], tree: Node, loc: tuple[str | int, ...]) -> FieldSpec | None:
+    """Specification of the value at a place in a tree; None for the whole tree."""
+    spec, section = None, root
+    for depth, step in enumerate(loc):
+        if isinstance(step, int):
+            assert spec is not None
+            spec = spec.element
+        else:
+            spec = fields_of(_variant_at(section, node_at(tree, loc[:depth])))[step]
+        section = spec.section or section
+    return spec
+
+
+def _variant_at(section: type[Config], node: Node) -> type[Config]:
+    """The variant of a section; the class itself where it has no variants, or none of the named kind."""
+    variants = variants_of(section)
+    kind = node.value.get(KIND) if isinstance(node.value, dict) else None
+    return variants.get(str(kind.value) if kind is not None else next(iter(variants), ""), section)
 
 
 def _is_null(node: Node) -> bool:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pretrain.checkpoint.newest import newest_complete
+from pretrain.config.loader import config_changes
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, DataError
 from pretrain.run.folder import RunFolder
-from pretrain.run.saved_run import starting_checkpoint
+from pretrain.run.saved_run import saved_config, starting_checkpoint
 from tools.metrics import Curves, curves, read_metrics
 from tools.ranks import run_on_ranks
 from tools.train import train_rank
@@ -116,14 +118,11 @@ def finished_steps(config: RunConfig, folder: RunFolder) -> int:
     Raises:
         CheckpointError: the folder holds a run of something else.
     """
-    from pretrain.checkpoint.newest import newest_complete
-    from pretrain.config.loader import config_changes, from_dict
-
     saved, _ = newest_complete(folder.checkpoints)
     if saved is None:
         return 0
-    before = from_dict(saved.config, f"the configuration in {saved.path}")
-    changes = [text for key, text in config_changes(before, config).items() if not key.startswith(_FREE_KEYS)]
+    differences = config_changes(saved_config(saved, None), config)
+    changes = [text for key, text in differences.items() if not key.startswith(_FREE_KEYS)]
     if changes:
         raise CheckpointError(
             f"{folder.path} holds a run of another comparison: {'; '.join(changes)}. Set it back, or use another "
