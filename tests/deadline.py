@@ -15,8 +15,13 @@ from parallel.ranks import current_ranks
 T = TypeVar("T")
 
 
-def launch_within(main: Callable[[], T], num_ranks: int, *, timeout_s: float, **options: Any) -> list[T]:
-    """`launch_ranks`. Ranks that are still there after `timeout_s` are killed, and the error notes where they stood."""
+def launch_within(
+    main: Callable[[], T], num_ranks: int, *, timeout_s: float, num_threads: int = 1, **options: Any
+) -> list[T]:
+    """`launch_ranks`. Ranks that are still there after `timeout_s` are killed, and the error notes where they stood.
+
+    Each has one thread, as several test processes share the cores: threads would wait for each other at every barrier.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -35,7 +40,7 @@ def launch_within(main: Callable[[], T], num_ranks: int, *, timeout_s: float, **
                     faulthandler.cancel_dump_traceback_later()
 
         try:
-            return launch_ranks(watched, num_ranks, **options)
+            return launch_ranks(watched, num_ranks, num_threads=num_threads, **options)
         except LaunchError as error:
             for path in sorted(folder.iterdir()):
                 if stacks := path.read_text(errors="replace"):

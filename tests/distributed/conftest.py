@@ -10,12 +10,10 @@ from typing import Protocol, TypeVar
 import pytest
 import torch
 
-from kernels.implementations import Implementation
-from kernels.select import select_kernels
-from megamem.families.registry import FAMILIES
 from parallel.launch import RanksInterrupted
 from parallel.ranks import current_ranks
 from tests.deadline import launch_within
+from tests.warm import import_kernels_and_layers
 
 T = TypeVar("T")
 
@@ -45,11 +43,7 @@ def run_ranks() -> RunRanks:
     """
     for module in WARM_MODULES:
         importlib.import_module(module)
-    for family in FAMILIES.values():
-        family.layer()
-    implementations: tuple[Implementation, ...] = ("auto", "torch", "naive")
-    for implementation in implementations:
-        select_kernels(implementation)
+    import_kernels_and_layers()
 
     def run(fn: Callable[[], T], num_ranks: int, timeout_s: float = 120) -> list[T]:
         def main() -> T:
@@ -71,7 +65,7 @@ def run_ranks() -> RunRanks:
             return result
 
         try:
-            return launch_within(main, num_ranks, timeout_s=timeout_s, num_threads=1)
+            return launch_within(main, num_ranks, timeout_s=timeout_s)
         except RanksInterrupted as interruption:
             # Ctrl-C is meant for the whole session, not for one test.
             raise KeyboardInterrupt from interruption

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from parallel import launch
 from tools.cli import main
 
 # Reached only when something hangs.
@@ -118,6 +120,12 @@ class Megamem(Protocol):
     def __call__(self, *args: object, before: Callable[[], None] | None = None) -> Result: ...
 
 
+class MadeOnce(Protocol):
+    """Type of the `made_once` fixture."""
+
+    def __call__(self, name: str, make: Callable[[Path], None]) -> Path: ...
+
+
 class Start(Protocol):
     """Type of the `start` fixture."""
 
@@ -156,6 +164,8 @@ def _become_command(argv: list[str], log: Path, before: Callable[[], None] | Non
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)  # type: ignore[misc]
         # PyTorch replaces its threads in the first call after a fork, and two threads that are first together fail.
         torch.set_num_threads(torch.get_num_threads())
+        # Several test processes share the cores: threads of a rank would wait for each other at every barrier.
+        launch.launch_ranks = partial(launch.launch_ranks, num_threads=1)
         if before is not None:
             before()
         code = main(argv)

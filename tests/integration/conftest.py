@@ -1,9 +1,10 @@
-"""Commands on tiny models: run in forks of this process, which has paid for the imports, on a corpus that is prepared
-once.
+"""Commands on tiny models: run in forks of this process, which has paid for the imports, on a corpus and from runs that
+are made once for all test processes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import shutil
@@ -14,33 +15,64 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import TINY, Command, Megamem, Result, Start, assert_no_orphans, start_command
+from commands import TINY, Command, MadeOnce, Megamem, Result, Start, assert_no_orphans, start_command
 from slurm_cluster import Cluster, missing_programs
 from slurm_site import Site
 
 from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import ByteTokenizer
+from tests.warm import import_kernels_and_layers
 from tools.ranks import import_engine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a cluster come first: they wait, while processes that got other files work."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_slurm"))
 
 
 @pytest.fixture(scope="session")
 def warm() -> None:
     """Everything imported that ranks need, before the first of them is forked."""
     import_engine()
+    import_kernels_and_layers()
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Path:
-    """A prepared data set of some of the standard library's sources."""
-    folder = tmp_path_factory.mktemp("corpus")
-    sources = folder / "sources"
-    sources.mkdir()
-    for path in sorted(Path(sysconfig.get_path("stdlib"), "json").glob("*.py")) + sorted(
-        Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py")
-    ):
-        shutil.copy(path, sources)
-    prepare([str(sources)], folder / "data", ByteTokenizer(), validation_fraction=0.05, num_workers=1)
-    return folder / "data"
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Folder that the first test process makes that asks for it, and all of them read. Copy it to change it."""
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Every worker has a folder in that of the session.
+        session = session.parent
+
+    def made(name: str, make: Callable[[Path], None]) -> Path:
+        folder, whole = session / f"once_{name}", session / f"once_{name}.whole"
+        with (session / f"once_{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.exists():
+                # Of a test process that failed to make it.
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                whole.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def corpus(made_once: MadeOnce, warm: None) -> Path:
+    """A prepared data set of some of the standard library's sources, a hundredth of which is held out."""
+
+    def make(folder: Path) -> None:
+        sources = folder / "sources"
+        sources.mkdir()
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        for path in (*sorted(stdlib.glob("json/*.py")), *sorted(stdlib.glob("[a-c]*.py"))):
+            shutil.copy(path, sources)
+        prepare([str(sources)], folder / "data", ByteTokenizer(), validation_fraction=0.01, num_workers=1)
+
+    return made_once("corpus", make) / "data"
 
 
 @pytest.fixture(scope="session")
@@ -85,9 +117,8 @@ def megamem(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Megamem:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
+def trained(made_once: MadeOnce, megamem: Megamem, config_file: Path) -> Path:
     """A run on one rank that has learnt something, of a model whose memory is large beside the rest."""
-    path = tmp_path_factory.mktemp("trained") / "run"
     options = (
         "model.num_layers=2",
         "model.ffn_hidden_size=32",
@@ -104,18 +135,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_f
         "train.micro_batch_size=16",
         "checkpoint.every_steps=80",
     )
-    result = megamem("train", config_file, "--run-dir", path, *options)
-    assert result.code == 0, result.output
-    return path
+    return made_once("trained", lambda folder: _train(megamem, config_file, folder / "run", *options)) / "run"
 
 
 @pytest.fixture(scope="session")
-def saved_run(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
-    """The tiny model on one rank with checkpoints of steps 3 and 6. Copy it to change it."""
-    path = tmp_path_factory.mktemp("saved") / "run"
-    result = megamem("train", config_file, "--run-dir", path, "train.num_steps=6", "checkpoint.every_steps=3")
+def saved_run(made_once: MadeOnce, megamem: Megamem, config_file: Path) -> Path:
+    """The tiny model on one rank with checkpoints of steps 3 and 6."""
+    options = ("train.num_steps=6", "checkpoint.every_steps=3")
+    return made_once("saved", lambda folder: _train(megamem, config_file, folder / "run", *options)) / "run"
+
+
+def _train(megamem: Megamem, config_file: Path, run: Path, *options: str) -> None:
+    result = megamem("train", config_file, "--run-dir", run, *options)
     assert result.code == 0, result.output
-    return path
 
 
 @pytest.fixture(scope="module")

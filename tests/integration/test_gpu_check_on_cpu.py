@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import Megamem
 
 from tools import cli
+from tools.gpu_check import command
 from tools.gpu_check.command import Check
 from tools.gpu_check.plan import Plan, Trial, full_plan, with_keys
 
@@ -47,8 +51,26 @@ def plan() -> Plan:
     )
 
 
+@pytest.fixture
+def in_forks(megamem: Megamem, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands of the check run in forks of this process, on the tests' texts, but for the one that is to be killed: on
+    one core all of them have one thread.
+    """
+
+    def run(*words: object) -> None:
+        result = megamem(*(corpus.parent / "sources" if word == "python-stdlib" else word for word in words))
+        if result.code:
+            raise RuntimeError(result.output)
+
+    monkeypatch.setattr(command, "megamem", run)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
 def test_everything_is_run_judged_and_written_down(
-    plan: Plan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    plan: Plan, in_forks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "page.md"
     check = Check(plan, output, num_gpus=2, minutes=10)

