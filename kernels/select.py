@@ -17,7 +17,6 @@ import torch
 
 from kernels.common import cpp
 from kernels.common.signatures import GatherDot, GatherSum
-from kernels.gather_pair.op import GatherPair
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
 from kernels.segment_accumulate.op import SegmentAccumulate
@@ -34,7 +33,6 @@ class Kernels:
 
     gather_sum: GatherSum
     gather_dot: GatherDot
-    gather_pair: GatherPair
     segment_accumulate: SegmentAccumulate
     tucker_topk: TuckerTopk
     product_topk: ProductTopk

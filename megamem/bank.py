@@ -7,15 +7,15 @@ B bins (sums per token).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
 from torch import Tensor, nn
 
-from kernels.gather_pair.operands import Activation
 from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
 from megamem.parameters import ONLY_COPY, Copy, ReducedOver, declare, mark_copy
@@ -80,6 +80,11 @@ class TableLookup(Protocol):
         ...
 
 
+def weighted(scores: Tensor, products: Tensor, activation: Literal["none", "gelu"]) -> Tensor:
+    """Coefficients of the values: scores [T, J, C] times the activated products [T, J] of the pre-values."""
+    return scores * (F.gelu(products) if activation == "gelu" else products).unsqueeze(2)
+
+
 @dataclass(frozen=True)
 class Columns:
     """The columns of each table that a rank holds: part number `part` of `num_parts` equal ones."""
@@ -122,7 +127,7 @@ class Bank(nn.Module):
         super().__init__()
         self.spec, self.fetched = spec, fetched
         self.kernels = kernels
-        self.activation: Activation = memory.lookup.activation
+        self.activation = memory.lookup.activation
         self.replica_rank, self.columns, self.copy = replica_rank, columns, copy
         for table in memory.tables if fetched is None else ():
             setattr(self, table.name, self._table(table, dtype, device))
@@ -147,18 +152,11 @@ class Bank(nn.Module):
         pre_values: str = "pre_values",
     ) -> Tensor:
         """See `TableLookup.read`."""
-        if pre_input is None:
-            return self.weighted_sum(values, rows, scores, bins, num_bins)
-        return self.kernels.gather_pair(
-            self.get_parameter(pre_values),
-            self.get_parameter(values),
-            rows,
-            pre_input,
-            scores,
-            self.activation,
-            bins,
-            num_bins,
-        )
+        coef = scores
+        if pre_input is not None:
+            products = self.kernels.gather_dot(self.get_parameter(pre_values), rows, pre_input).squeeze(2)
+            coef = weighted(scores, products, self.activation)
+        return self.weighted_sum(values, rows, coef, bins, num_bins)
 
     def weighted_sum(self, name: str, rows: Tensor, coef: Tensor, bins: Tensor | None, num_bins: int) -> Tensor:
         """`Kernels.gather_sum` of a table's columns on this rank, resident or fetched."""

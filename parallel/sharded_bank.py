@@ -14,9 +14,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from kernels.gather_pair.weighting import weighted
 from kernels.select import Kernels
-from megamem.bank import Bank, Columns
+from megamem.bank import Bank, Columns, weighted
 from megamem.memory_config import MemoryConfig
 from megamem.parameters import ONLY_COPY, Copy
 from megamem.sharing import BankSpec

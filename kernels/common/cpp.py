@@ -48,7 +48,7 @@ def cache_folder() -> Path:
 
 
 def source(op: str) -> Path:
-    """The C++ of an op, which may not exist: a pair is made of the gathers, and selections are PyTorch's."""
+    """The C++ of an op, which may not exist: selections are PyTorch's."""
     return _OPS / op / "cpu.cpp"
 
 

@@ -14,8 +14,6 @@ _WARP = 32
 _MAX_COLUMNS = 1024
 # Fewer programs than a GPU can keep in flight: then each takes more entries at once.
 _FEW_PROGRAMS = 256
-# Fewer entries than this do not pay for a program of their own, and a row of scratch.
-_MIN_SPLIT = 16
 
 
 @dataclass(frozen=True)
@@ -41,41 +39,18 @@ def columns_of(width: int) -> int:
     return columns
 
 
-def gather_tile(width: int, num_reads: int, num_programs: int, per_thread: int = _PER_THREAD) -> Tile:
+def gather_tile(width: int, num_reads: int, num_programs: int) -> Tile:
     """Tile of `gather_sum` and `gather_dot`.
 
     Args:
         width: of a column group.
         num_reads: J.
         num_programs: with one program per token and column group.
-        per_thread: elements of a tile.
     """
     columns = columns_of(width)
     num_warps = 8 if num_programs < _FEW_PROGRAMS else 4
-    entries = max(1, num_warps * _WARP * per_thread // columns)
+    entries = max(1, num_warps * _WARP * _PER_THREAD // columns)
     return Tile(min(entries, _power_of_two(num_reads)), columns, num_warps)
-
-
-def pair_tile(width: int, num_reads: int, num_programs: int) -> Tile:
-    """Tile of both halves of `gather_pair`, forward and backward; arguments as of `gather_tile`.
-
-    Half a tile: a program may have the rows of two column groups, or the bins of its entries, in registers as well.
-    """
-    return gather_tile(width, num_reads, num_programs, _PER_THREAD // 2)
-
-
-def split_length(num_tokens: int, num_reads: int) -> int:
-    """Entries of a token that one program of `gather_pair` takes: all, unless few tokens would leave a GPU idle."""
-    if num_tokens >= _FEW_PROGRAMS:
-        return num_reads
-    num_splits = -(-_FEW_PROGRAMS // max(1, num_tokens))
-    return max(_MIN_SPLIT, _power_of_two(-(-num_reads // num_splits)))
-
-
-def split_sum_tile(width: int) -> tuple[int, int]:
-    """Columns and warps of a program that adds up the splits of a token: 16 bytes of fp32 per thread."""
-    columns = min(256, columns_of(width))
-    return columns, max(1, columns // (4 * _WARP))
 
 
 def accumulate_tile(width: int) -> Tile:

@@ -15,7 +15,6 @@ from torch import Tensor
 from kernels.common.checks import check_contiguous
 from kernels.common.launch import on_device_of, sum_dtype
 from kernels.common.tiles import gather_tile
-from kernels.common.triton_rows import products_of_rows
 from kernels.gather_dot.op import empty_result
 
 
@@ -47,7 +46,20 @@ def gather_dot_kernel(
     b = row
     if B > 1:
         b = tl.load(bins + entry, mask=present, other=0)
-    products = products_of_rows(table, x, row, present, t, b, group, C, W, B, ENTRIES, COLUMNS, SUM)
+    PER_GROUP: tl.constexpr = W // C
+    products = tl.zeros([ENTRIES], SUM)
+    for start in range(0, PER_GROUP, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        in_row = columns < PER_GROUP
+        at = (row * W + group * PER_GROUP)[:, None] + columns[None, :]
+        mask = present[:, None] & in_row[None, :]
+        rows = tl.load(table + at, mask=mask, other=0).to(SUM)
+        if B > 1:
+            vector_at = ((t * B + b) * W + group * PER_GROUP)[:, None] + columns[None, :]
+            products += tl.sum(rows * tl.load(x + vector_at, mask=mask, other=0).to(SUM), axis=1)
+        else:
+            vector = tl.load(x + t * W + group * PER_GROUP + columns, mask=in_row, other=0).to(SUM)
+            products += tl.sum(rows * vector[None, :], axis=1)
     tl.store(out + entry * C + group, products.to(out.dtype.element_ty), mask=present)
 
 

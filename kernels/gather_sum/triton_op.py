@@ -16,7 +16,6 @@ from torch import Tensor
 from kernels.common.checks import check_contiguous
 from kernels.common.launch import on_device_of, sum_dtype
 from kernels.common.tiles import gather_tile
-from kernels.common.triton_rows import sum_of_rows
 from kernels.gather_sum.op import empty_result
 
 
@@ -37,7 +36,8 @@ def gather_sum_kernel(
 ):
     """out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c].
 
-    The grid is (T, B x C x column tiles).
+    The grid is (T, B x C x column tiles). Every element of a tile has a sum of its own in registers; these are added up
+    at the end.
     """
     PER_GROUP: tl.constexpr = W // C
     COLUMN_TILES: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
@@ -47,10 +47,19 @@ def gather_sum_kernel(
     b = tile // (COLUMN_TILES * C)
     columns = tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < PER_GROUP
-    total = sum_of_rows(
-        table, ids, coef, coef, bins, t, b, group, columns, in_row, 0, J, J, C, W, B, None, ENTRIES, COLUMNS, SUM
-    )
-    tl.store(out + (t * B + b) * W + group * PER_GROUP + columns, total.to(out.dtype.element_ty), mask=in_row)
+    sums = tl.zeros([ENTRIES, COLUMNS], SUM)
+    for start in range(0, J, ENTRIES):
+        j = start + tl.arange(0, ENTRIES)
+        present = j < J
+        entry = t * J + j
+        if B > 1:
+            present = present & (tl.load(bins + entry, mask=present, other=-1) == b)
+        row = tl.load(ids + entry, mask=present, other=0)
+        scale = tl.load(coef + entry * C + group, mask=present, other=0).to(SUM)
+        at = (row * W + group * PER_GROUP)[:, None] + columns[None, :]
+        sums += scale[:, None] * tl.load(table + at, mask=present[:, None] & in_row[None, :], other=0).to(SUM)
+    total = tl.sum(sums, axis=0).to(out.dtype.element_ty)
+    tl.store(out + (t * B + b) * W + group * PER_GROUP + columns, total, mask=in_row)
 
 
 @torch.library.custom_op("megamem::triton_gather_sum", mutates_args=())

@@ -15,7 +15,6 @@ from keys_table import MOE, Subject, Table, changed_names, last_parts, set_key, 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.gather_pair.operands import Pair
 from kernels.implementations import Implementation
 from kernels.select import implementation_of
 
@@ -431,10 +430,7 @@ def watched_kernels() -> Iterator[set[str]]:
         return call
 
     def load(op: str, name: Implementation) -> Any:
-        found = implementation_of(op, name)
-        if isinstance(found, Pair):
-            return Pair(*(watched(function, f"{name} {op}") for function in found))
-        return watched(found, f"{name} {op}")
+        return watched(implementation_of(op, name), f"{name} {op}")
 
     with patch("kernels.select.implementation_of", load):
         yield called
@@ -449,7 +445,7 @@ def kernels_of(subject: Subject) -> set[str]:
     return called
 
 
-_FORWARD = ("gather_pair", "shuffled_rows", "tucker_topk")
+_FORWARD = ("gather_dot", "gather_sum", "shuffled_rows", "tucker_topk")
 
 
 @TRAINING.key("train.kernels", "naive")

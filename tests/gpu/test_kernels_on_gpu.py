@@ -6,12 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gather_dot.naive import gather_dot
-from kernels.gather_pair.operands import PairOperands
-from kernels.gather_pair.weighting import pair_of_gathers
-from kernels.gather_sum.naive import gather_sum
 from kernels.implementations import Implementation, unavailable
-from kernels.parity import TOLERANCE, parity_problems
+from kernels.parity import parity_problems
 from kernels.select import Kernels, select_kernels
 
 
@@ -42,18 +38,9 @@ def test_offsets_past_two_to_the_31(kernels: Kernels, gpu: torch.device) -> None
     coef = torch.randn(64, 32, 1, device=gpu, generator=generator).bfloat16()
     x = torch.randn(64, width, device=gpu, generator=generator).bfloat16()
     far = ids + num_rows - 1000
-    pair = kernels.raw["gather_pair"]
     assert torch.equal(kernels.gather_sum(table, far, coef), kernels.gather_sum(last, ids, coef))
     assert torch.equal(kernels.gather_dot(table, far, x, 1), kernels.gather_dot(last, ids, x, 1))
-    of_far, of_near = PairOperands(table, table, far, x, coef, "gelu"), PairOperands(last, last, ids, x, coef, "gelu")
-    far_pair, far_products = pair.forward(of_far)
-    near_pair, near_products = pair.forward(of_near)
-    assert torch.equal(far_pair, near_pair)
-    assert torch.equal(far_products, near_products)
-    far_gradients = pair.gradients(of_far, far_products, x)
-    near_gradients = pair.gradients(of_near, near_products, x)
-    assert all(torch.equal(a, b) for a, b in zip(far_gradients, near_gradients, strict=True))
-    del table, of_far
+    del table
     far_sums = torch.zeros(num_rows, width, device=gpu)
     near_sums = torch.zeros(1000, width, device=gpu)
     kernels.segment_accumulate(far_sums, far, coef, x)
@@ -79,34 +66,6 @@ def test_repeats_are_bit_identical(kernels: Kernels, gpu: torch.device) -> None:
     assert all(torch.equal(run(), first) for _ in range(5))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_pair_reads_what_it_has_written(kernels: Kernels, gpu: torch.device, tokens: int, dtype: torch.dtype) -> None:
-    """Many programs at once, each of which reads products back that its other threads have written: any too early is
-    another sum.
-    """
-    generator = torch.Generator(gpu).manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, device=gpu, generator=generator).to(dtype)
-
-    pre_values, values = normal(2000, 320), normal(2000, 960)
-    ids = torch.randint(0, 2000, (tokens, 250), device=gpu, generator=generator)
-    x, scores, gradient = normal(tokens, 320), normal(tokens, 250, 2), normal(tokens, 960)
-    pair, twin = kernels.raw["gather_pair"], pair_of_gathers(gather_dot, gather_sum)
-    wide = [tensor.double() for tensor in (pre_values, values, x, scores, gradient)]
-    in_float64 = PairOperands(wide[0], wide[1], ids, wide[2], wide[3], "gelu")
-    expected, products = twin.forward(in_float64)
-    expected_gradients = twin.gradients(in_float64, products, wide[4])
-    operands = PairOperands(pre_values, values, ids, x, scores, "gelu")
-    for _ in range(5):
-        out, products = pair.forward(operands)
-        gradients = pair.gradients(operands, products, gradient)
-        for actual, reference in zip((out, *gradients), (expected, *expected_gradients), strict=True):
-            error = (actual.double() - reference).abs().max() / reference.abs().max()
-            assert error <= 2 * TOLERANCE[dtype]
-
-
 def test_nothing_waits_for_the_device(kernels: Kernels, gpu: torch.device) -> None:
     if kernels.implementations["segment_accumulate"] == "torch":
         pytest.skip("index_put_ of PyTorch may wait; the Triton kernels may not")
@@ -119,7 +78,6 @@ def test_nothing_waits_for_the_device(kernels: Kernels, gpu: torch.device) -> No
     def step() -> None:
         products = kernels.gather_dot(table, ids, x)
         kernels.gather_sum(table, ids, coef * products).sum().backward()
-        kernels.gather_pair(table, table, ids, x, coef, "gelu").sum().backward()
 
     step()
     torch.cuda.set_sync_debug_mode("error")

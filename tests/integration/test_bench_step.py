@@ -36,8 +36,8 @@ def test_a_memory_beside_its_pair(megamem: Megamem, config_file: Path) -> None:
     (whole,) = re.findall(r"^ +[\d.]+ ms +([\d.]+)%", parts)
     assert sum(shares(parts, 4)) == pytest.approx(float(whole), abs=1)
     printed = re.findall(r"^    ([a-z][a-z_ ]+?)  +", parts, re.MULTILINE)
-    # Whole tables are read in pairs, and nothing is exchanged.
-    assert printed == [part for part in Part if part not in ("exchange", "gather_dot", "gather_sum")]
+    # Tables are whole: nothing is exchanged.
+    assert printed == [part for part in Part if part != "exchange"]
     assert re.search(rf"1\.000x  {re.escape(str(config_file))}\n", end)
     assert "takes" in end.splitlines()[-1]
 
@@ -48,6 +48,4 @@ def test_tables_split_over_ranks_show_their_exchange(megamem: Megamem, config_fi
     assert result.code == 0, result.output
     whole, split = result.output.split("\n\n")[1:3]
     assert "exchange" not in whole
-    assert "gather_pair" in whole
-    assert "gather_pair" not in split
     assert re.search(r"^    exchange .* MB, [\d.e+-]+ GB/s$", split, re.MULTILINE)

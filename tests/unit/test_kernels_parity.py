@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.gather_pair.op import GatherPair
 from kernels.implementations import Implementation, unavailable
 from kernels.parity import parity_problems, selection_problems
 from kernels.select import select_kernels
@@ -45,20 +43,7 @@ def test_a_table_gradient_that_goes_nowhere_is_seen() -> None:
 
     problems = list(parity_problems(replace(good, gather_dot=detached), "cpu", torch.float32))
     assert problems
-    assert all("gather_dot" in problem and "main_grad of table 0 is off" in problem for problem in problems)
-
-
-def test_a_pair_without_its_activation_is_seen() -> None:
-    good = select_kernels("torch")
-    forgetful = partial(_without_activation, good.gather_pair)
-    problems = list(parity_problems(replace(good, gather_pair=forgetful), "cpu", torch.float32))
-    assert problems
-    assert all(problem.startswith("gather_pair") for problem in problems)
-
-
-def _without_activation(pair: GatherPair, *arguments: Any) -> Tensor:
-    pre_values, values, ids, x, scores, _, block, num_blocks = arguments
-    return pair(pre_values, values, ids, x, scores, "none", block, num_blocks)
+    assert all("gather_dot" in problem and "main_grad is off" in problem for problem in problems)
 
 
 def test_rows_of_another_shuffle_are_seen() -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kernels.common import cpp
 from kernels.gather_dot import naive as naive_dot
-from kernels.gather_pair import naive as naive_pair
 from kernels.gather_sum import naive as naive_sum
 from kernels.implementations import KernelUnavailableError, automatic, compiler, unavailable
 from kernels.select import OPS, assemble, implementation_of, resolve, select_kernels
@@ -55,7 +54,6 @@ def test_overrides_are_for_single_ops() -> None:
     assert mixed.gather_sum is naive_sum.gather_sum
     assert mixed.gather_dot is not naive_dot.gather_dot
     assert select_kernels("naive").gather_dot is naive_dot.gather_dot
-    assert select_kernels("torch", {"gather_pair": "naive"}).gather_pair is naive_pair.gather_pair
 
 
 @needs_compiler
@@ -85,7 +83,6 @@ FILES = {
     "op.py",
 }
 MAY_USE = {"kernels.common.checks", "kernels.common.hashing"}
-OF_PAIRS = {"operands.py", "weighting.py"}
 
 
 @pytest.mark.parametrize("op", [*OPS, "list_topk"])
@@ -93,8 +90,8 @@ def test_the_folder_of_an_op_looks_like_every_other(op: str) -> None:
     found = {path.name for path in (REPOSITORY / "kernels" / op).iterdir() if path.is_file()}
     optional = {"cpu.py", "cpu.cpp", "op.py" if op == "list_topk" else ""}
     assert found >= FILES - optional
-    assert found - FILES <= (OF_PAIRS if op == "gather_pair" else set())
-    if op in OPS and op != "gather_pair":
+    assert found <= FILES
+    if op in OPS:
         functions = [implementation_of(op, name) for name in ("naive", "torch")]
         # A custom op holds the function that it was made of.
         twin, in_torch = (inspect.signature(getattr(function, "_init_fn", function)) for function in functions)

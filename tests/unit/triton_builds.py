@@ -51,25 +51,16 @@ class Shape:
     groups: int = 1
     blocks: int = 1
     reads: int = 128
-    pre_width: int = 0
-    """Columns of the other table; 0 where there is no other."""
-    activation: str = "none"
 
 
-# Rows of the UltraMemV2 paper's models, with one and two cores; a shard of 24 columns; virtual blocks.
+# Rows of the UltraMemV2 paper's models, with one and two cores; a shard of 24 columns; virtual blocks; wider than a
+# tile.
 SHAPES = (
     Shape("bf16", 192, groups=2, reads=32),
     Shape("bf16", 288, groups=1, reads=768),
     Shape("bf16", 24, groups=1, reads=256),
     Shape("fp32", 192, groups=1, blocks=4, reads=32),
-)
-# Values and pre-values: of the 227M model, of the 120B one, of a PEER as wide as the 1B model; virtual blocks, and
-# widths that are no powers of two.
-PAIR_SHAPES = (
-    Shape("bf16", 192, groups=2, reads=32, pre_width=192),
-    Shape("bf16", 960, groups=2, reads=256, pre_width=320),
-    Shape("bf16", 2048, reads=128, pre_width=2048, activation="gelu"),
-    Shape("fp32", 288, blocks=4, reads=64, pre_width=96, activation="gelu"),
+    Shape("bf16", 2048, groups=1, reads=128),
 )
 
 
@@ -86,41 +77,6 @@ class Build:
     shared_bytes: int
     load_bits: dict[int, int]
     """Number of global loads in the machine code by their width in bits."""
-    constant_loads: int
-    """Those through the read-only path, which does not see what the kernel itself has written."""
-
-
-def pair_sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
-    """The kernels of a pair, likewise; `kernels/gather_pair/triton_op.py` launches them."""
-    import triton.language as tl
-
-    from kernels.common.tiles import split_sum_tile
-    from kernels.gather_pair.triton_op import (
-        gather_pair_gradients_kernel,
-        gather_pair_kernel,
-        launch_of,
-        sum_of_splits_kernel,
-    )
-
-    row, sums = f"*{shape.dtype}", "*fp32"
-    common = {"C": shape.groups, "P": shape.pre_width, "V": shape.width, "B": shape.blocks, "SUM": tl.float32}
-    common["ACTIVATION"] = shape.activation
-    read = {"pre_values": row, "values": row, "ids": "*i64", "scores": row, "bins": "*i64", "J": "i32", "SPLIT": "i32"}
-    for tokens in (1, 4096):
-        widths = (shape.pre_width, shape.width // shape.groups)
-        launch = launch_of(tokens, shape.reads, *widths)
-        # With several programs per token they write to scratch.
-        out = row if launch.num_splits == 1 else sums
-        constants = {**common, **launch.constants}
-        warps = constants.pop("num_warps")
-        yield gather_pair_kernel, {**read, "x": row, "products": sums, "out": out}, constants, warps
-        constants = {**common, **launch_of(tokens, shape.reads, *reversed(widths)).constants}
-        warps = constants.pop("num_warps")
-        written = {"grad_scores": row, "grad_products": sums, "coef": sums, "grad_x": out}
-        yield gather_pair_gradients_kernel, {**read, "products": sums, "grad_out": row, **written}, constants, warps
-    width = shape.blocks * shape.width
-    columns, warps = split_sum_tile(width)
-    yield sum_of_splits_kernel, {"splits": sums, "out": row, "S": "i32"}, {"W": width, "COLUMNS": columns}, warps
 
 
 def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
@@ -196,7 +152,6 @@ def inspect(compiled: Any, kernel: str, capability: int, shape: Shape, tool: Pat
         numbers["LOCAL"],
         compiled.metadata.shared,
         load_bits,
-        sum(".CONSTANT" in load for load in _LOADS.findall(code)),
     )
 
 
@@ -204,8 +159,8 @@ def main() -> None:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    for shape in (*SHAPES, *PAIR_SHAPES):
-        for kernel, types, constants, num_warps in pair_sources(shape) if shape.pre_width else sources(shape):
+    for shape in SHAPES:
+        for kernel, types, constants, num_warps in sources(shape):
             for capability in CAPABILITIES:
                 compiled = build(kernel, types, constants, num_warps, capability)
                 print(json.dumps(asdict(inspect(compiled, kernel.__name__, capability, shape, tool))), flush=True)

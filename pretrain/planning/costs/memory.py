@@ -281,21 +281,24 @@ def _core_kept(config: RunConfig, tokens: int) -> float:
 
 
 def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
-    """Ids (packed, of all ranks of the group), coefficients, projected inputs, products and sums of one lookup."""
+    """Ids (packed, of all ranks of the group), coefficients, projected inputs, products and sums of one lookup.
+
+    Without pre-values on whole tables the coefficients are the scores, which are the layer's own.
+    """
     memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
     assert memory is not None
     lookup, pre_width = memory.lookup, memory.width("pre_values")
     reads = tokens * lookup.rows
     sums = tokens * lookup.bins * memory.width("values") * element
-    if group == 1:
-        return (
-            reads * (_ID * (1 if lookup.bins == 1 else 2) + (4 if pre_width else 0))
-            + sums
-            + tokens * pre_width * element
-        )
-    packed = group * packed_bytes(reads, bank_rows * lookup.bins)
     coefficients = group * reads * coefficients_per_rank(lookup.scores, group) * element
-    return packed + coefficients + tokens * pre_width * element + (reads * element if pre_width else 0) + sums
+    if group > 1:
+        ids: float = group * packed_bytes(reads, bank_rows * lookup.bins)
+    else:
+        ids = reads * _ID * (1 if lookup.bins == 1 else 2)
+        coefficients = coefficients if pre_width else 0
+    # Products before their activation and after it.
+    products = reads * element * (1 if lookup.activation == "none" else 2) if pre_width else 0
+    return ids + coefficients + tokens * pre_width * element + products + sums
 
 
 def block_passing(

@@ -23,7 +23,6 @@ class Part(StrEnum):
     ROWS = "row ids"
     GATHER_DOT = "gather_dot"
     GATHER_SUM = "gather_sum"
-    GATHER_PAIR = "gather_pair"
     WEIGHTING = "weighting"
     EXCHANGE = "exchange"
     TABLE_GRADIENT = "table gradient"
@@ -73,7 +72,6 @@ def part_costs(config: RunConfig, num_ranks: int) -> dict[Part, Cost]:
         Part.SELECTION: Cost(num_bytes=forwards * tokens * layer_costs.selection_bytes),
         Part.GATHER_DOT: Cost(num_bytes=(forwards + 1) * reads * pre_width * element),
         Part.GATHER_SUM: Cost(num_bytes=(forwards + 1) * reads * (row_width - pre_width) * element),
-        Part.GATHER_PAIR: Cost(num_bytes=(forwards + 1) * reads * row_width * element),
         Part.TABLE_GRADIENT: Cost(num_bytes=2 * 4 * reads * row_width),
         Part.EXCHANGE: Cost(num_bytes=exchanged_bytes(config, num_ranks)),
         Part.ZEROING: Cost(num_bytes=4 * tables / (config.parallel.pipeline * config.parallel.memory)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import select
-from kernels.gather_pair.weighting import weighted
 from kernels.gather_sum import naive
 from kernels.implementations import KernelUnavailableError, describe
 from kernels.parity import parity_problems, selection_problems
@@ -42,20 +41,18 @@ class KernelShape:
         rows: R.
         width: W.
         reads: J.
-        pre_width: columns of the pre-values that are read by the same rows; 0 for split tables, which read no pairs.
     """
 
     rows: int
     width: int
     reads: int
-    pre_width: int
 
 
 # Shapes of UltraMemV2's paper (configs/ultramemv2): values of the 227M and 1B models, and a shard of the 120B model's.
 SHAPES = {
-    "227m": KernelShape(rows=648_000, width=192, reads=32, pre_width=192),
-    "1b": KernelShape(rows=2_437_632, width=768, reads=128, pre_width=384),
-    "shard": KernelShape(rows=8_000_000, width=24, reads=256, pre_width=0),
+    "227m": KernelShape(rows=648_000, width=192, reads=32),
+    "1b": KernelShape(rows=2_437_632, width=768, reads=128),
+    "shard": KernelShape(rows=8_000_000, width=24, reads=256),
 }
 
 
@@ -128,26 +125,17 @@ def _contenders(
     compile_naive: bool,
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
     """Operations to time, and the bytes that each must move."""
-    width, reads, pre_width = shape.width, shape.reads, shape.pre_width
+    width, reads = shape.width, shape.reads
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    def table_of(columns: int) -> Tensor:
-        table = torch.empty(shape.rows, columns, device=device, dtype=dtype).normal_(generator=generator)
-        parameter = torch.nn.Parameter(table)
-        parameter.main_grad = torch.zeros(shape.rows, columns, device=device)  # type: ignore[attr-defined]
-        return parameter
-
     def embedding_bag(parameter: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return F.embedding_bag(ids, parameter, per_sample_weights=weights, mode="sum")
 
-    def in_turn(pre_values: Tensor, values: Tensor, ids: Tensor, x: Tensor, scores: Tensor) -> Tensor:
-        products = kernels.gather_dot(pre_values, ids, x).squeeze(2)
-        return kernels.gather_sum(values, ids, weighted(scores, products, "none"))
-
-    table = table_of(width)
+    table = torch.nn.Parameter(torch.empty(shape.rows, width, device=device, dtype=dtype).normal_(generator=generator))
+    table.main_grad = torch.zeros(shape.rows, width, device=device)  # type: ignore[attr-defined]
     # The same weights, whose gradient is PyTorch's.
     dense = torch.nn.Parameter(table.detach())
     num_sets = min(_MAX_ID_SETS, 2 + _COLD_BYTES // (tokens * reads * width * table.element_size()))
@@ -161,40 +149,33 @@ def _contenders(
     timed: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
     num_bytes = {"copy": 2 * _COPY_BYTES}
 
-    def add(
-        name: str, op: Callable[..., Tensor], tables: Sequence[Tensor], *operands: Tensor, gradient: Tensor | None
-    ) -> None:
-        """An op on tables, ids and operands; and with its backward pass, given the gradient of its result."""
-        leaves = [operand.clone().requires_grad_() for operand in operands]
+    once, again = _least_bytes(tokens * reads, tokens, table.element_size(), width)
+
+    def add(name: str, op: Callable[..., Tensor], read: Tensor, operand: Tensor, *, gradient: Tensor | None) -> None:
+        """An op on a table, ids and an operand; and with its backward pass, given the gradient of its result."""
+        leaf = operand.clone().requires_grad_()
 
         def both() -> None:
-            out = op(*tables, next_ids().view(tokens, reads), *leaves)
-            for leaf in (*leaves, *tables):
-                leaf.grad = None
+            out = op(read, next_ids().view(tokens, reads), leaf)
+            leaf.grad = read.grad = None
             out.backward(gradient)
 
-        columns = sum(each.shape[1] for each in tables)
-        once, again = _least_bytes(tokens * reads, tokens, table.element_size(), columns)
-        timed[name], num_bytes[name] = torch.no_grad()(lambda: op(*tables, next_ids(), *operands)), once
+        timed[name], num_bytes[name] = torch.no_grad()(lambda: op(read, next_ids(), operand)), once
         if gradient is not None:
             in_both = f"{name}, forward and backward"
             timed[in_both], num_bytes[in_both] = both, once + again
 
-    add("gather_sum", kernels.gather_sum, [table], coef, gradient=grad_sum)
-    add("gather_sum, one coefficient", kernels.gather_sum, [table], one_coef.unsqueeze(2), gradient=None)
-    add("embedding_bag", embedding_bag, [dense], one_coef, gradient=grad_sum)
-    add("gather_dot", kernels.gather_dot, [table], x, gradient=grad_dot)
+    add("gather_sum", kernels.gather_sum, table, coef, gradient=grad_sum)
+    add("gather_sum, one coefficient", kernels.gather_sum, table, one_coef.unsqueeze(2), gradient=None)
+    add("embedding_bag", embedding_bag, dense, one_coef, gradient=grad_sum)
+    add("gather_dot", kernels.gather_dot, table, x, gradient=grad_dot)
     if compile_naive:
-        add("naive, compiled", torch.compile(naive.gather_sum), [dense], coef, gradient=grad_sum)
-    if pre_width:
-        tables, operands = [table_of(pre_width), table], [normal(tokens, pre_width), coef]
-        add("gather_pair", kernels.gather_pair, tables, *operands, gradient=grad_sum)
-        add("gather_dot, then gather_sum", in_turn, tables, *operands, gradient=grad_sum)
+        add("naive, compiled", torch.compile(naive.gather_sum), dense, coef, gradient=grad_sum)
     return timed, num_bytes
 
 
 def _least_bytes(entries: int, tokens: int, element: int, width: int) -> tuple[int, int]:
-    """Bytes that a gather must move in forward and in backward; `width` counts all tables read by the same ids."""
+    """Bytes that a gather must move in forward and in backward."""
     forward = entries * (width * element + 8 + element * _GROUPS) + tokens * width * element
     # Backward: the other gather, and reading and writing fp32 rows of the accumulator.
     return forward, forward + entries * (8 * width + 8) + tokens * width * element

@@ -221,7 +221,6 @@ class _Hooks:
             made,
             gather_sum=mark.differentiable(Part.GATHER_SUM, made.gather_sum),
             gather_dot=mark.differentiable(Part.GATHER_DOT, made.gather_dot),
-            gather_pair=mark.differentiable(Part.GATHER_PAIR, made.gather_pair),
             tucker_topk=mark.part(Part.SELECTION)(made.tucker_topk),
             product_topk=mark.part(Part.SELECTION)(made.product_topk),
         )
