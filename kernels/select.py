@@ -1,7 +1,7 @@
 """The memory kernels of a model, in the implementation that `train.kernels` names.
 
-An op is a folder and a field of `Kernels`. The files of its folder are found by their names (`_FILES`): see "Adding an
-op" in README.md.
+An op is a folder and a field of `Kernels`. Its implementations are found by their names (`implementation_of`): see
+"Adding an op" in README.md.
 """
 
 from __future__ import annotations
@@ -10,21 +10,16 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from kernels.common import cpp
-from kernels.common.signatures import GatherDot, GatherSum
+from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
-from kernels.segment_accumulate.op import SegmentAccumulate
 from kernels.shuffled_rows.op import ShuffledRows
 from kernels.tucker_topk.op import TuckerTopk
-
-# In every op's folder, the file with the function of the op's name.
-_FILES: Mapping[Implementation, str] = {"triton": "triton_op", "cpu": "cpu", "torch": "torch_ops", "naive": "naive"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Kernels:
 
 
 OPS = tuple(field.name for field in fields(Kernels) if field.name not in ("implementations", "raw"))
-"""The name of every op: its folder, its field of `Kernels`, and the function in each of its files."""
+"""The name of every op: its folder, its field of `Kernels`, and its functions."""
 
 
 def select_kernels(
@@ -87,7 +82,7 @@ def resolve(
     for op in OPS:
         name = overrides.get(op, implementation)
         name = automatic(device_type) if name == "auto" else name
-        if name == "cpu" and find_spec(f"kernels.{op}.cpu") is None:
+        if name == "cpu" and not cpp.source(op).exists():
             if overrides.get(op) == "cpu":
                 raise KernelUnavailableError(f"{op}: there is no C++ implementation: use auto or torch")
             name = "torch"
@@ -97,9 +92,11 @@ def resolve(
 
 def implementation_of(op: str, name: Implementation) -> Any:
     """The op as one implementation has it, without autograd; compiled if it is in C++."""
-    if name == "cpu" and cpp.source(op).exists():
+    if name == "cpu":
         cpp.library(op)
-    return getattr(import_module(f"kernels.{op}.{_FILES[name]}"), op)
+    if name in ("cpu", "torch"):
+        return getattr(import_module(f"kernels.{op}.op"), f"{name}_{op}")
+    return getattr(import_module(f"kernels.{op}.{'naive' if name == 'naive' else 'triton_op'}"), op)
 
 
 def assemble(chosen: Mapping[str, Implementation], raw: Mapping[str, Any]) -> Kernels:

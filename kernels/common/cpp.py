@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.common.checks import check_contiguous
+from kernels.common.tables import check_contiguous
 from kernels.implementations import KernelUnavailableError, compiler
 
 _OPS = Path(__file__).parents[1]

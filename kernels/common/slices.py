@@ -1,8 +1,11 @@
-"""Splitting a pass over tokens so that its temporaries stay in cache."""
+"""Slices of tokens, so that temporaries stay in cache, and the vectors that a slice's entries meet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import torch
+from torch import Tensor
 
 # 2^18 fp32 elements are 1 MiB, about one core's share of cache.
 _SLICE_ELEMENTS = 1 << 18
@@ -12,3 +15,10 @@ def token_slices(num_tokens: int, elements_per_token: int) -> Iterator[slice]:
     """Slices of [0, num_tokens) that hold about 2^18 elements each."""
     step = max(1, _SLICE_ELEMENTS // max(1, elements_per_token))
     return (slice(start, start + step) for start in range(0, num_tokens, step))
+
+
+def vectors_of_entries(x: Tensor, bins: Tensor, width: int) -> Tensor:
+    """x[t, bins[t, j]] with x [T, B W] seen as [T, B, W]: [T, J, W]."""
+    x = x.reshape(x.shape[0], -1, width)
+    token = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return x[token, bins]

@@ -1,4 +1,7 @@
-"""`gather_dot`: the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
+"""`gather_dot`: the autograd op of one implementation, and the function in PyTorch and in C++.
+
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.autograd import apply_gather, table_gradient
-from kernels.common.signatures import GatherDot, GatherSum
-from kernels.segment_accumulate.op import SegmentAccumulate
+from kernels.common import cpp
+from kernels.common.slices import token_slices, vectors_of_entries
+from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
 
 
 def empty_result(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
@@ -57,3 +60,36 @@ class _GatherDot(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_table = table_gradient(table, ids, coef, x, bins, accumulate=ctx.accumulate)
         return grad_table, None, grad_x, *(None,) * 5
+
+
+def torch_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
+    """The function of `kernels.gather_dot.naive.gather_dot` by batched products, without gradients."""
+    num_tokens, num_rows_read = ids.shape
+    per_group = (num_groups, table.shape[1] // num_groups)
+    out = x.new_empty(num_tokens, num_rows_read, num_groups)
+    for tokens in token_slices(num_tokens, num_rows_read * table.shape[1]):
+        rows = table[ids[tokens]].view(-1, num_rows_read, *per_group)
+        if bins is None:
+            vectors = x[tokens].reshape(rows.shape[0], 1, *per_group)
+            out[tokens] = (rows.transpose(1, 2) @ vectors.permute(0, 2, 3, 1)).squeeze(-1).transpose(1, 2)
+        else:
+            vectors = vectors_of_entries(x[tokens], bins[tokens], table.shape[1]).view(rows.shape)
+            # In bf16 every product would be rounded before it is added.
+            out[tokens] = (rows * vectors.to(torch.promote_types(vectors.dtype, torch.float32))).sum(-1)
+    return out
+
+
+@torch.library.custom_op("megamem::cpu_gather_dot", mutates_args=())
+def cpu_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
+    """The same in C++, as a custom op: `torch.compile` takes it as it is."""
+    cpp.check_rows(table, ids)
+    dtype, width = x.dtype, table.shape[1]
+    types, x = cpp.types_of(table, x)
+    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
+    out = empty_result(table, ids, x, num_groups)
+    sizes = (*ids.shape, num_groups, width, x.shape[1] // width)
+    cpp.call("gather_dot", "gather_dot", types, table, ids, x, bins, out, *sizes)
+    return out.to(dtype)
+
+
+cpu_gather_dot.register_fake(empty_result)

@@ -1,15 +1,18 @@
-"""`gather_sum`: the autograd op, whose table gradients go straight into Megatron's `main_grad`."""
+"""`gather_sum`: the autograd op of one implementation, and the function in PyTorch and in C++.
+
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.common.autograd import apply_gather, table_gradient
-from kernels.common.signatures import GatherDot, GatherSum
-from kernels.segment_accumulate.op import SegmentAccumulate
+from kernels.common import cpp
+from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate, apply_gather, table_gradient
 
 
 def empty_result(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
@@ -56,3 +59,59 @@ class _GatherSum(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_table = table_gradient(table, ids, coef, grad_out, bins, accumulate=ctx.accumulate)
         return grad_table, None, grad_coef, *(None,) * 5
+
+
+def torch_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
+    """The function of `kernels.gather_sum.naive.gather_sum` by bags of `embedding_bag`, without gradients."""
+    num_tokens, num_rows_read, num_groups = coef.shape
+    if bins is None:
+        starts = torch.arange(num_tokens * num_groups, device=ids.device) * num_rows_read
+    else:
+        ids, coef, starts = _sorted_by_bin(ids, coef, bins, num_bins)
+    # Column group c of row i is row i C + c of the table seen as [rows x C, W / C].
+    group = torch.arange(num_groups, device=ids.device).view(1, num_groups, 1)
+    group_ids = (ids.unsqueeze(1) * num_groups + group).flatten()
+    weights = coef.transpose(1, 2).flatten()
+    columns = table.view(table.shape[0] * num_groups, -1)
+    # One bag per (token, group, bin), of any length.
+    out = F.embedding_bag(group_ids, columns, offsets=starts.flatten(), per_sample_weights=weights, mode="sum")
+    by_group = out.view(num_tokens, num_groups, num_bins, columns.shape[1])
+    return by_group.transpose(1, 2).reshape(num_tokens, num_bins * table.shape[1])
+
+
+def _sorted_by_bin(ids: Tensor, coef: Tensor, bins: Tensor, num_bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A token's entries in the order of their bins, and where each bin starts.
+
+    No shape depends on the data, so nothing waits for a device.
+
+    Args:
+        ids: [T, J].
+        coef: [T, J, C].
+        bins: [T, J], int64 in [0, B).
+        num_bins: B.
+
+    Returns:
+        ids [T, J] and coef [T, J, C] reordered; the position [T, C, B] of each bin's first entry, counted over
+        [T, C, J].
+    """
+    num_tokens, num_rows_read, num_groups = coef.shape
+    bins, order = bins.sort(dim=1, stable=True)
+    coef = coef.gather(1, order.unsqueeze(2).expand(-1, -1, num_groups))
+    every = torch.arange(num_bins, device=ids.device).expand(num_tokens, -1).contiguous()
+    before = torch.searchsorted(bins, every)
+    first = torch.arange(num_tokens * num_groups, device=ids.device) * num_rows_read
+    return ids.gather(1, order), coef, before.unsqueeze(1) + first.view(num_tokens, num_groups, 1)
+
+
+@torch.library.custom_op("megamem::cpu_gather_sum", mutates_args=())
+def cpu_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
+    """The same in C++, as a custom op: `torch.compile` takes it as it is."""
+    cpp.check_rows(table, ids)
+    types, coef = cpp.types_of(table, coef)
+    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
+    out = empty_result(table, ids, coef, bins, num_bins)
+    cpp.call("gather_sum", "gather_sum", types, table, ids, coef, bins, out, *coef.shape, table.shape[1], num_bins)
+    return out
+
+
+cpu_gather_sum.register_fake(empty_result)

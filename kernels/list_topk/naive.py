@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.common.checks import check_top_k
-
 
 def list_topk(scores: Tensor, top_k: int) -> Tensor:
     """Positions of the K best entries of each list, best first.
@@ -29,3 +27,9 @@ def list_topk(scores: Tensor, top_k: int) -> Tensor:
     """
     check_top_k(top_k, scores.shape[-1])
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+
+
+def check_top_k(top_k: int, num_entries: int) -> None:
+    """Raises ValueError where K is not in [1, N]."""
+    if not 1 <= top_k <= num_entries:
+        raise ValueError(f"top_k is {top_k}, but the list has {num_entries} entries: keep at least 1 and at most all")

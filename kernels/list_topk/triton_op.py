@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_top_k
 from kernels.common.launch import on_device_of
+from kernels.list_topk.naive import check_top_k
 
 # Below every key, also that of -inf.
 PADDING: tl.constexpr = tl.constexpr(-(2**31))

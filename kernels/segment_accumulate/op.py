@@ -1,15 +1,108 @@
-"""`segment_accumulate`: its signature. It has no gradient: it makes those of tables (`table_gradient`)."""
+"""`segment_accumulate` in PyTorch and in C++, and the sort that the tables read by the same ids share.
+
+Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
+from kernels.common import cpp
+from kernels.common.slices import token_slices, vectors_of_entries
 
-class SegmentAccumulate(Protocol):
-    """See `kernels.segment_accumulate.naive`. Accumulators are contiguous; every run gives the same bits."""
+Order: TypeAlias = tuple[Tensor, Tensor]
+_ATTRIBUTE = "_megamem_row_order"
+# Buckets of entries by row: enough that the pages of one bucket's rows stay in the TLB, few enough that their counters
+# stay in cache.
+_MAX_BUCKETS_LOG2 = 12
 
-    def __call__(
-        self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, bins: Tensor | None = None
-    ) -> None: ...
+
+def shared_order(ids: Tensor, num_rows: int, sort: Callable[[Tensor, int], Order]) -> Order:
+    """`sort(ids, num_rows)`, or what it returned when it was last called for this tensor.
+
+    Values and pre-values are read by one tensor of ids, and the backward pass of each wants them sorted. The result is
+    kept on that tensor, so it lives as long as the graph that needs it; a tensor written to in between is sorted again.
+    `torch.compile` merges equal calls itself, so nothing is kept while it traces.
+
+    Args:
+        ids: [T, J].
+        num_rows: of the table.
+        sort: returns two tensors that depend on its arguments alone.
+    """
+    if torch.compiler.is_compiling():
+        return sort(ids, num_rows)
+    key = (sort, num_rows, ids._version)
+    known = getattr(ids, _ATTRIBUTE, None)
+    if known is None or known[0] != key:
+        known = (key, sort(ids, num_rows))
+        setattr(ids, _ATTRIBUTE, known)
+    order: Order = known[1]
+    return order
+
+
+def torch_segment_accumulate(
+    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None
+) -> None:
+    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, with its bits on the CPU."""
+    num_tokens, num_rows_read, num_groups = coef.shape
+    width = accumulator.shape[1]
+    for tokens in token_slices(num_tokens, num_rows_read * width):
+        vectors = vec[tokens] if bins is None else vectors_of_entries(vec[tokens], bins[tokens], width)
+        vectors = vectors.to(accumulator.dtype).view(vectors.shape[0], -1, num_groups, width // num_groups)
+        terms = (coef[tokens].to(accumulator.dtype).unsqueeze(3) * vectors).reshape(-1, width)
+        rows = ids[tokens].reshape(-1)
+        if accumulator.is_cuda:
+            # index_add_ uses atomics there, whose order changes from run to run; index_put_ sorts first.
+            accumulator.index_put_((rows,), terms, accumulate=True)
+        else:
+            accumulator.index_add_(0, rows, terms)
+
+
+def _buckets(num_rows: int) -> tuple[int, int]:
+    """The number of buckets, and the low bits that the rows of one may differ in."""
+    shift = max(0, (num_rows - 1).bit_length() - _MAX_BUCKETS_LOG2)
+    return ((num_rows - 1) >> shift) + 1, shift
+
+
+@torch.library.custom_op("megamem::cpu_bucket_order", mutates_args=())
+def _bucket_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    ids = ids.contiguous()
+    num_buckets, shift = _buckets(num_rows)
+    order = torch.empty(ids.numel(), dtype=torch.int32)
+    starts = torch.empty(num_buckets + 1, dtype=torch.int64)
+    cpp.call("segment_accumulate", "bucket_order", ids, order, starts, ids.numel(), num_buckets, shift)
+    return order, starts
+
+
+@_bucket_order.register_fake
+def _(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(_buckets(num_rows)[0] + 1)
+
+
+@torch.library.custom_op("megamem::cpu_segment_accumulate", mutates_args=("accumulator",))
+def _accumulate_buckets(
+    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None, order: Tensor, starts: Tensor
+) -> None:
+    cpp.check_rows(accumulator, ids)
+    types, vec = cpp.types_of(accumulator, vec)
+    coef = coef.to(vec.dtype).contiguous()
+    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
+    width = accumulator.shape[1]
+    sizes = (starts.numel() - 1, ids.numel(), ids.shape[1], coef.shape[2], width, vec.shape[1] // width)
+    cpp.call(
+        "segment_accumulate", "segment_accumulate", types, accumulator, ids, coef, vec, bins, order, starts, *sizes
+    )
+
+
+def cpu_segment_accumulate(
+    accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None
+) -> None:
+    """The same in C++, as custom ops: `torch.compile` takes them as they are."""
+    if ids.numel() == 0:
+        return
+    order, starts = shared_order(ids, accumulator.shape[0], _bucket_order)
+    _accumulate_buckets(accumulator, ids, coef, vec, bins, order, starts)

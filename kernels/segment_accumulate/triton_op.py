@@ -25,10 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_contiguous
-from kernels.common.launch import on_device_of, sum_dtype
-from kernels.common.row_order import shared_order
-from kernels.common.tiles import accumulate_tile, run_length
+from kernels.common.launch import accumulate_tile, on_device_of, run_length, sum_dtype
+from kernels.common.tables import check_contiguous
+from kernels.segment_accumulate.op import shared_order
 
 
 @triton.jit(do_not_specialize=["num_items", "J", "stride", "reach_before", "reach"])

@@ -1,11 +1,16 @@
-"""`shuffled_rows`: its signature. It has no gradient, as numbers of rows have none."""
+"""`shuffled_rows`: its signature, and the function in PyTorch and in C++. Numbers of rows have no gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from kernels.common import cpp
+from kernels.common.slices import token_slices
+from kernels.shuffled_rows import naive
 
 
 class ShuffledRows(Protocol):
@@ -68,3 +73,42 @@ def reciprocal(divisor: int) -> int:
     of 64-bit numbers are one or two instructions, divisions dozens.
     """
     return min(2**63 // divisor, 2**63 - 1)
+
+
+def torch_shuffled_rows(
+    entries: Tensor,
+    num_keys: int,
+    round_keys: Sequence[int],
+    num_rows: int,
+    first_row: int,
+    num_bank_rows: int,
+    with_blocks: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The function of `kernels.shuffled_rows.naive.shuffled_rows`, in slices of entries."""
+    where = (num_keys, round_keys, num_rows, first_row, num_bank_rows, with_blocks)
+    flat = entries.flatten()
+    rows, blocks = empty_result(flat, *where)
+    # Half a dozen temporaries of 8 bytes per entry.
+    for part in token_slices(len(flat), 16):
+        rows[part], of_part = naive.shuffled_rows(flat[part], *where)
+        if of_part is not None:
+            blocks[part] = of_part
+    return rows.view(entries.shape), blocks.view(entries.shape) if with_blocks else None
+
+
+@torch.library.custom_op("megamem::cpu_shuffled_rows", mutates_args=(), schema=SCHEMA)
+def _in_cpp(*operands: Any) -> tuple[Tensor, Tensor]:
+    o = RowOperands(*operands)
+    entries = o.entries.contiguous()
+    rows, blocks = empty_result(*o)
+    sizes = (o.num_keys, reciprocal(o.num_keys), o.num_rows, reciprocal(o.num_rows), o.first_row, o.num_bank_rows)
+    cpp.call(
+        *("shuffled_rows", "shuffled_rows", entries, rows, blocks if o.with_blocks else None, entries.numel()),
+        *(*sizes, *o.round_keys),
+    )
+    return rows, blocks
+
+
+_in_cpp.register_fake(empty_result)
+cpu_shuffled_rows = from_custom_op(_in_cpp)
+"""The same in C++, as a custom op: `torch.compile` takes it as it is."""

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels.kept_scores import kept_scores
-from kernels.product_topk.op import ProductTopk
-from kernels.product_topk.torch_ops import product_topk
+from kernels.product_topk.op import ProductTopk, torch_product_topk
 from megamem.retrieval.retrieved import Retrieved
 
 
 def retrieve(
-    row_scores: Tensor, column_scores: Tensor, *, row_top_k: int, top_k: int, select: ProductTopk = product_topk
+    row_scores: Tensor, column_scores: Tensor, *, row_top_k: int, top_k: int, select: ProductTopk = torch_product_topk
 ) -> Retrieved:
     """Top-K of the sums of a row and a column score, softmaxed within a head.
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.kept_scores import kept_scores
-from kernels.tucker_topk.op import TuckerTopk
-from kernels.tucker_topk.torch_ops import tucker_topk
+from kernels.tucker_topk.op import TuckerTopk, torch_tucker_topk
 from megamem.retrieval.retrieved import Retrieved
 
 
@@ -24,7 +23,7 @@ def retrieve(
     *,
     row_top_k: int,
     top_k: int,
-    select: TuckerTopk = tucker_topk,
+    select: TuckerTopk = torch_tucker_topk,
 ) -> Retrieved:
     """Two-stage top-K on the Tucker-scored grid.
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.common.autograd import table_gradient
+from kernels.common.tables import table_gradient
 from kernels.gather_dot import naive as naive_dot
 from kernels.gather_sum import naive as naive_sum
 from kernels.implementations import Implementation, unavailable
@@ -453,7 +453,7 @@ def sorts_from_now_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list
     name = kernels.implementations["segment_accumulate"]
     if name == "torch":
         pytest.skip("PyTorch's index_add_ sorts nothing")
-    function = "triton_op.sort_by_row" if name == "triton" else "cpu._bucket_order"
+    function = "triton_op.sort_by_row" if name == "triton" else "op._bucket_order"
     target = f"kernels.segment_accumulate.{function}"
     module, attribute = target.rsplit(".", 1)
     original = getattr(importlib.import_module(module), attribute)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.segment_accumulate import naive as naive_accumulate
-from kernels.segment_accumulate.torch_ops import segment_accumulate
+from kernels.segment_accumulate.op import torch_segment_accumulate
 from kernels.select import Kernels, select_kernels
 
 # Largest error over the largest element of the reference.
@@ -121,7 +121,9 @@ def test_gathers_compute_what_the_release_computes(
     assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
-@pytest.mark.parametrize("accumulate", [segment_accumulate, naive_accumulate.segment_accumulate], ids=["op", "naive"])
+@pytest.mark.parametrize(
+    "accumulate", [torch_segment_accumulate, naive_accumulate.segment_accumulate], ids=["op", "naive"]
+)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_the_released_scatter_is_an_accumulation(golden_dir: Path, accumulate: Any, dtype: torch.dtype) -> None:
     """out[b, group[b, k]] += values[b, k]: every entry a token of its own, rows (b, group)."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.implementations import Implementation, KernelUnavailableError, unavailable
 from kernels.list_topk import naive as naive_list
-from kernels.list_topk import torch_ops as list_selection
+from kernels.list_topk.op import torch_list_topk
 from kernels.product_topk import naive as naive_product
 from kernels.select import implementation_of, select_kernels
 from kernels.tucker_topk import naive as naive_tucker
@@ -154,7 +154,7 @@ def test_the_order_is_what_it_says(scores: list[float], fraction: float) -> None
     top_k = 1 + round(fraction * (len(scores) - 1))
     expected = sorted(range(len(scores)), key=lambda position: before(scores[position], position))[:top_k]
     assert naive_list.list_topk(torch.tensor(scores), top_k).tolist() == expected
-    assert list_selection.list_topk(torch.tensor(scores).view(1, -1), top_k).tolist() == [expected]
+    assert torch_list_topk(torch.tensor(scores).view(1, -1), top_k).tolist() == [expected]
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -166,7 +166,7 @@ def test_the_order_is_what_it_says(scores: list[float], fraction: float) -> None
 )
 def test_long_lists_are_selected_in_groups(entries: int, top_k: int, levels: float, seed: int) -> None:
     scores = Case(3, 2, entries, 1, 1, rank=1, levels=levels, seed=seed).scores()[0][..., 0]
-    assert torch.equal(list_selection.list_topk(scores, top_k), naive_list.list_topk(scores, top_k))
+    assert torch.equal(torch_list_topk(scores, top_k), naive_list.list_topk(scores, top_k))
 
 
 def test_the_twins_are_brute_force() -> None:

@@ -83,7 +83,7 @@ def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
     """Each kernel with the types of its arguments, its constants and its warps, as their `triton_op.py` launch it."""
     import triton.language as tl
 
-    from kernels.common.tiles import accumulate_tile, gather_tile, run_length
+    from kernels.common.launch import accumulate_tile, gather_tile, run_length
     from kernels.gather_dot.triton_op import gather_dot_kernel
     from kernels.gather_sum.triton_op import gather_sum_kernel
     from kernels.segment_accumulate.triton_op import segment_accumulate_kernel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.select import Kernels, implementation_of
-from kernels.tucker_topk.torch_ops import gather_keys
+from kernels.tucker_topk.op import gather_keys
 
 SCORES = "key scores"
 

@@ -1,16 +1,46 @@
-"""Shared parts of the gathers' autograd ops: calls under `torch.compile`, and the gradients of tables.
+"""Signatures of the ops on tables, and what their autograd shares: the gradients of tables.
+
+The signatures stand together because the backward pass of a gather calls the other two ops.
 
 Legend: T tokens, J rows read per token, C column groups, W columns (C divides W), B bins.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.segment_accumulate.op import SegmentAccumulate
+
+class GatherDot(Protocol):
+    """See `kernels.gather_dot.naive.gather_dot`. Tables are contiguous; sums are in fp32 (fp64 for fp64 tables)."""
+
+    def __call__(
+        self, table: Tensor, ids: Tensor, x: Tensor, /, num_groups: int = 1, bins: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class GatherSum(Protocol):
+    """See `kernels.gather_sum.naive.gather_sum`. Tables are contiguous; sums are in fp32 (fp64 for fp64 tables)."""
+
+    def __call__(
+        self, table: Tensor, ids: Tensor, coef: Tensor, /, bins: Tensor | None = None, num_bins: int = 1
+    ) -> Tensor: ...
+
+
+class SegmentAccumulate(Protocol):
+    """See `kernels.segment_accumulate.naive`. Accumulators are contiguous; every run gives the same bits."""
+
+    def __call__(
+        self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, bins: Tensor | None = None
+    ) -> None: ...
+
+
+def check_contiguous(rows: Tensor) -> None:
+    """Raises ValueError for a table that is not contiguous."""
+    if not rows.is_contiguous():
+        raise ValueError(f"the table's strides are {rows.stride()}: the memory kernels need contiguous rows")
 
 
 def apply_gather(gather: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -10,12 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.common.checks import check_top_k
+from kernels.list_topk.naive import check_top_k
 
 _LARGEST = 2**31 - 1
 
 
-def list_topk(scores: Tensor, top_k: int) -> Tensor:
+def torch_list_topk(scores: Tensor, top_k: int) -> Tensor:
     """The function of `kernels.list_topk.naive.list_topk`.
 
     `topk` leaves the order of equal scores undefined. So one entry more than asked for is selected: if all K + 1 scores
