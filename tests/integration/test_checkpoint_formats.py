@@ -89,8 +89,10 @@ def test_a_run_begins_from_weights_alone_with_fresh_moments(
     assert steps(half)[0]["loss"] == steps(saved_run)[3]["loss"]
     after, before = tensors(checkpoint(half, 4)), tensors(checkpoint(saved_run, 3))
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    moments = after[f"optimizer.state.exp_avg_sq.{name}"]
-    assert 0 < float(moments.max()) < 0.5 * float(before[f"optimizer.state.exp_avg_sq.{name}"].max())
+    fresh, kept = (state[f"optimizer.state.exp_avg_sq.{name}"] for state in (after, before))
+    assert fresh.any()
+    # A step leaves 0.95 of kept ones, whatever it adds.
+    assert (fresh < 0.9 * kept).any()
     torch.testing.assert_close(after[f"optimizer.state.param.{name}"], before[f"optimizer.state.param.{name}"])
 
 
