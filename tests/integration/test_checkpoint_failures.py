@@ -19,8 +19,12 @@ from commands import Megamem, checkpoint, last_step, steps
 import pretrain.checkpoint.folder as folders
 from pretrain.checkpoint.hashes import record
 from pretrain.checkpoint.newest import newest_complete
+from pretrain.config.stages import load_config
+from pretrain.engine.session import session
+from pretrain.train.run import agreed_checkpoint
+from tests.deadline import launch_within
 
-FOUR = ("parallel.tensor=2", "parallel.pipeline=2")
+TWO = ("parallel.pipeline=2",)
 
 
 def limit_files(num_bytes: int) -> None:
@@ -57,9 +61,9 @@ def full_at_the_end_of_saving() -> None:
 
 @pytest.fixture(scope="module")
 def five_steps(tmp_path_factory: pytest.TempPathFactory, megamem: Megamem, config_file: Path) -> Path:
-    """A run of four ranks with one checkpoint. Copy it to go on."""
+    """A run of two ranks with one checkpoint. Copy it to go on."""
     path = tmp_path_factory.mktemp("five") / "run"
-    result = megamem("train", config_file, *FOUR, "--run-dir", path, "train.num_steps=5")
+    result = megamem("train", config_file, *TWO, "--run-dir", path, "train.num_steps=5")
     assert result.code == 0, result.output
     return path
 
@@ -71,7 +75,7 @@ def test_disk_full_while_saving(
     megamem: Megamem, config_file: Path, five_steps: Path, tmp_path: Path, fill: Callable[[], None]
 ) -> None:
     run = Path(shutil.copytree(five_steps, tmp_path / "run"))
-    command = ("train", config_file, *FOUR, "--run-dir", run, "train.num_steps=8", "checkpoint.every_steps=7")
+    command = ("train", config_file, *TWO, "--run-dir", run, "train.num_steps=8", "checkpoint.every_steps=7")
     result = megamem(*command, before=fill)
     assert result.code == 4, result.output
     message = result.output[result.output.rindex("megamem: error:") :]
@@ -94,7 +98,7 @@ def test_disk_full_while_writing_in_the_background(
     """Every rank hears of it from a step, and the run ends before its last one."""
     run = Path(shutil.copytree(five_steps, tmp_path / "run"))
     options = ("train.num_steps=300", "checkpoint.every_steps=7", "checkpoint.asynchronous=true")
-    result = megamem("train", config_file, *FOUR, "--run-dir", run, *options, before=full_for_all)
+    result = megamem("train", config_file, *TWO, "--run-dir", run, *options, before=full_for_all)
     assert result.code == 4, result.output
     message = result.output[result.output.rindex("megamem: error:") :]
     assert "cannot be written" in message
@@ -116,7 +120,7 @@ def read_only_from_now_on() -> None:
 
 def test_a_folder_that_cannot_be_written(megamem: Megamem, config_file: Path, five_steps: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(five_steps, tmp_path / "run"))
-    command = ("train", config_file, *FOUR, "--run-dir", run, "train.num_steps=7")
+    command = ("train", config_file, *TWO, "--run-dir", run, "train.num_steps=7")
     result = megamem(*command, before=read_only_from_now_on)
     assert result.code == 4, result.output
     assert "Read-only file system" in result.output
@@ -206,10 +210,32 @@ DAMAGES = (
 )
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_every_damage_is_found_before_a_run_goes_on(
+    config_file: Path, saved_run: Path, tmp_path: Path, warm: None
+) -> None:
+    """One rank looks at all of them, as it does when it starts."""
+    runs = {damage.__name__: Path(shutil.copytree(saved_run, tmp_path / damage.__name__)) for damage in DAMAGES}
+    for damage in DAMAGES:
+        damage(checkpoint(runs[damage.__name__], 6))
+    config = load_config(config_file)
+
+    def look() -> dict[str, tuple[Path | None, list[str]]]:
+        with session(config):
+            found = {name: agreed_checkpoint(run / "checkpoints", check_hashes=True) for name, run in runs.items()}
+        return {name: (saved and saved.path, problems) for name, (saved, problems) in found.items()}
+
+    (found,) = launch_within(look, 1, timeout_s=120)
+    for name, (path, problems) in found.items():
+        assert path == checkpoint(runs[name], 3), name
+        (problem,) = problems
+        assert str(checkpoint(runs[name], 6)) in problem
+
+
+@pytest.mark.parametrize("damage", [index_out_of_the_folder, flipped("__0_2.distcp")], ids=lambda it: it.__name__)
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     megamem: Megamem, config_file: Path, saved_run: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
+    """Hashes may be right or not; of the moments, as of all that a run needs."""
     run = Path(shutil.copytree(saved_run, tmp_path / "run"))
     damage(checkpoint(run, 6))
     result = megamem("train", config_file, "--run-dir", run, "train.num_steps=5")

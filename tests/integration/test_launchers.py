@@ -125,13 +125,3 @@ def test_a_number_of_ranks_that_contradicts_the_launcher(config_file: Path, tmp_
     result = megamem("train", config_file, "--nproc", 2, "--run-dir", tmp_path / "run", before=as_torchrun_does)
     assert result.code == 2, result.output
     assert "--nproc is 2, but 1 ranks were started already" in result.output
-
-
-def test_the_program_itself(config_file: Path, tmp_path: Path) -> None:
-    program = (sys.executable, "-m", "tools.cli")
-    code, output = run_program(*program, "train", config_file, "--run-dir", tmp_path / "run", "train.num_steps=3")
-    assert code == 0, output
-    assert "run folder:" in output
-    code, output = run_program(*program, "train", config_file, "train.num_stepz=2")
-    assert code == 2
-    assert "train.num_steps" in output

@@ -1,4 +1,4 @@
-"""Files that a run leaves behind: metrics, trackers' files, and the same numbers when it is run again."""
+"""Files that a run leaves behind: metrics, trackers' files, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import Megamem, assert_same_tensors, checkpoint, evaluations, rows, steps
-
-ON_FOUR = ("parallel.tensor=2", "parallel.pipeline=2")
+from commands import Megamem, evaluations, rows, steps
 
 
 @pytest.fixture(scope="module")
@@ -135,33 +133,6 @@ def test_what_a_run_says_of_itself(megamem: Megamem, config_file: Path, corpus: 
     assert prompt is not None
     (words,) = shlex.split(prompt[1])
     assert any(words.split()[0] in path.read_text() for path in (corpus.parent / "sources").iterdir())
-
-
-def test_two_runs_are_identical(run: Path, megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
-    assert megamem("train", config_file, "--run-dir", tmp_path / "again").code == 0
-    assert steps(tmp_path / "again") == steps(run)
-    assert evaluations(tmp_path / "again") == evaluations(run)
-    assert_same_tensors(checkpoint(tmp_path / "again", 20), checkpoint(run, 20))
-
-
-def test_two_runs_on_four_ranks_are_identical(megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
-    short = ("train.num_steps=6", "checkpoint.every_steps=0")
-    for name in ("one", "two"):
-        result = megamem("train", config_file, *ON_FOUR, *short, "--run-dir", tmp_path / name)
-        assert result.code == 0, result.output
-    assert steps(tmp_path / "one") == steps(tmp_path / "two")
-    assert_same_tensors(checkpoint(tmp_path / "one", 6), checkpoint(tmp_path / "two", 6))
-
-
-def test_data_parallel_ranks_share_the_batch(run: Path, megamem: Megamem, config_file: Path, tmp_path: Path) -> None:
-    """`--nproc 2` without a layout is data parallelism: the numbers of one rank, to rounding."""
-    result = megamem("train", config_file, "--nproc", 2, "--run-dir", tmp_path / "run", "train.micro_batch_size=2")
-    assert result.code == 0, result.output
-    assert "data 2" in result.output
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in steps(tmp_path / "run")] == pytest.approx(
-            [row[key] for row in steps(run)], rel=1e-5
-        )
 
 
 EVERY_SO_MANY = (

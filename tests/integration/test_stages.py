@@ -26,7 +26,7 @@ from pretrain.train.callback import Callback, Row
 from pretrain.train.callbacks import default_callbacks
 from pretrain.train.run import Run
 
-NUM_KILLS = int(os.environ.get("MEGAMEM_KILLS", "5"))
+NUM_KILLS = int(os.environ.get("MEGAMEM_KILLS", "3"))
 """Kills of the run that is killed; the suite's are the first of them."""
 ENDS = (6, 10, 14)
 

@@ -19,6 +19,8 @@ from commands import Megamem, checkpoint, steps
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in_te"
 TE = "model.implementation=transformer_engine"
+# Of `saved_run`, which is trained without it.
+SHORT = ("train.num_steps=6", "checkpoint.every_steps=3")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None, reason="the real Transformer Engine is installed here"
@@ -49,19 +51,11 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def local(config_file: Path, tmp_path_factory: pytest.TempPathFactory, megamem: Megamem) -> Path:
-    """A run of 20 steps without Transformer Engine."""
-    folder = tmp_path_factory.mktemp("local") / "run"
-    assert megamem("train", config_file, "--nproc", 1, "--run-dir", folder).code == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def halfway(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten steps with it, on two tensor-parallel ranks."""
+    """Three steps with it, and the rows of six, on two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("te") / "run"
-    with_stand_in(folder, config_file, TE, "parallel.tensor=2", "--nproc", 2)
-    shutil.rmtree(checkpoint(folder, 20))
+    with_stand_in(folder, config_file, TE, *SHORT, "parallel.tensor=2", "--nproc", 2)
+    shutil.rmtree(checkpoint(folder, 6))
     return folder
 
 
@@ -79,28 +73,28 @@ def test_its_modules_are_in_every_slot(halfway: Path) -> None:
     assert made == {name: 2 * number for name, number in expected.items()}
 
 
-def test_names_in_a_checkpoint_are_those_of_the_other(local: Path, halfway: Path) -> None:
+def test_names_in_a_checkpoint_are_those_of_the_other(saved_run: Path, halfway: Path) -> None:
     """Its modules have extra states, which hold nothing and are left out."""
-    assert entries(halfway, 10) == entries(local, 10)
+    assert entries(halfway, 3) == entries(saved_run, 3)
 
 
-def test_the_same_losses_on_tensor_parallel_ranks(local: Path, halfway: Path) -> None:
-    assert losses(halfway) == pytest.approx(losses(local), rel=1e-5)
+def test_the_same_losses_on_tensor_parallel_ranks(saved_run: Path, halfway: Path) -> None:
+    assert losses(halfway) == pytest.approx(losses(saved_run), rel=1e-5)
 
 
 def test_the_other_implementation_goes_on(
-    local: Path, halfway: Path, config_file: Path, tmp_path: Path, megamem: Megamem
+    saved_run: Path, halfway: Path, config_file: Path, tmp_path: Path, megamem: Megamem
 ) -> None:
     shutil.copytree(halfway, tmp_path / "run")
-    result = megamem("train", config_file, "--nproc", 1, "--run-dir", tmp_path / "run")
+    result = megamem("train", config_file, *SHORT, "--nproc", 1, "--run-dir", tmp_path / "run")
     assert result.code == 0, result.output
     assert "model.implementation: transformer_engine -> local" in result.output
-    assert losses(tmp_path / "run")[10:] == pytest.approx(losses(local)[10:], rel=1e-5)
+    assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)
 
 
-def test_it_goes_on_with_a_run_of_the_other(local: Path, config_file: Path, tmp_path: Path) -> None:
-    shutil.copytree(local, tmp_path / "run")
-    shutil.rmtree(checkpoint(tmp_path / "run", 20))
-    output = with_stand_in(tmp_path / "run", config_file, TE, "--nproc", 1)
+def test_it_goes_on_with_a_run_of_the_other(saved_run: Path, config_file: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_run, tmp_path / "run")
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    output = with_stand_in(tmp_path / "run", config_file, TE, *SHORT, "--nproc", 1)
     assert "model.implementation: local -> transformer_engine" in output
-    assert losses(tmp_path / "run")[10:] == pytest.approx(losses(local)[10:], rel=1e-5)
+    assert losses(tmp_path / "run")[3:] == pytest.approx(losses(saved_run)[3:], rel=1e-5)
