@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +20,9 @@ from slurm.records import AttemptFolder, JobsFolder
 # Reached only when something hangs.
 _DEADLINE_S = 240.0
 
+ON_CPU = {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"}
+"""Entry of the `environment` of every profile."""
+
 
 def profile(shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
     """Profile of the tests' cluster."""
@@ -31,9 +36,7 @@ def profile(shared: Sequence[Path], **changes: Any) -> dict[str, Any]:
         "time": "10",
         "lead_s": 60,
         "check": None,
-        "environment": [
-            {"name": "CUDA_VISIBLE_DEVICES", "value": "", "reason": "these runs are of CPUs"},
-        ],
+        "environment": [ON_CPU],
         **changes,
     }
 
@@ -57,6 +60,18 @@ class Site:
         result = self.command("submit", config or self.config_file, "--cluster", path, *arguments)
         assert result.code == expect, result.output
         return result.output
+
+    def with_an_srun_that_fails_once(self) -> list[dict[str, str]]:
+        """`environment` of a profile: the first srun fails, as it does where the controller does not answer in time."""
+        srun, failed = self.folder / "bin" / "srun", shlex.quote(str(self.folder / "failed"))
+        srun.parent.mkdir()
+        srun.write_text(
+            f"#!/bin/bash\nif [[ ! -e {failed} ]]; then touch {failed}; echo 'srun: error: it is busy' >&2; exit 1; fi\n"
+            f'exec {shutil.which("srun")} "$@"\n'
+        )
+        srun.chmod(0o755)
+        path = f"{srun.parent}:{os.environ['PATH']}"
+        return [ON_CPU, {"name": "PATH", "value": path, "reason": "an srun that fails once"}]
 
     @property
     def job(self) -> str:
