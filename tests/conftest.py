@@ -14,6 +14,8 @@ def pytest_configure(config: pytest.Config) -> None:
     without threads.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     from parallel.devices import keep_cuda_out_of_this_process
 
     # Ranks are forked from this process.

@@ -189,7 +189,7 @@ class Reports(dict[str, list[Any]]):
                 return [of_all_stages(with_blocks(LAUNCHED[name], number), 8)[0] for number in (2, 4)]
             return of_all_stages(REAL, 2) if name == "real" else of_all_stages((CONFIGS | TRAINED)[name], WORLD)
 
-        (self[name],) = launch_within(main, 1, timeout_s=280)
+        (self[name],) = launch_within(main, 1, timeout_s=280, num_threads=1)
         return self[name]
 
 
@@ -343,7 +343,7 @@ def allocations_of_a_real_step() -> tuple[int, int]:
 def test_a_real_rank_allocates_what_a_dry_one_does(reports: dict[str, list[Any]]) -> None:
     (report,), (stage,) = reports["real"], stage_bytes(REAL, 2)
     assert isinstance(stage, StageBytes)
-    for held, peak in launch_within(allocations_of_a_real_step, 2, timeout_s=120):
+    for held, peak in launch_within(allocations_of_a_real_step, 2, timeout_s=120, num_threads=1):
         assert held == pytest.approx(report.held.total, rel=0.02)
         assert held == pytest.approx(stage.held, rel=0.02)
         assert peak == pytest.approx(report.peak_of_step.total, rel=0.1)

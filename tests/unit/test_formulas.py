@@ -188,7 +188,7 @@ def built_models(
                     counts[name] = BuiltModel(_by_part(chunk), *passed)
             return counts
 
-    return launch_within(main, 1, timeout_s=300)[0]
+    return launch_within(main, 1, timeout_s=300, num_threads=1)[0]
 
 
 def _count_forward(chunk: Any) -> tuple[float, float, float]:

@@ -84,7 +84,7 @@ def test_a_rank_of_it_is_dry_run() -> None:
         (report,), stage = dry_run(config, 64, [0]), stage_bytes(config, 64)[0]
         return report.held.total, stage.held, report.activation_bytes, stage.activations
 
-    ((held, predicted_held, activations, predicted),) = launch_within(main, 1, timeout_s=280)
+    ((held, predicted_held, activations, predicted),) = launch_within(main, 1, timeout_s=280, num_threads=1)
     assert predicted_held == pytest.approx(held, rel=0.02)
     assert predicted == pytest.approx(activations, rel=0.1)
 
