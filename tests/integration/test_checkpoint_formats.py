@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_checkpoint
 import yaml
 from commands import TINY, Megamem, checkpoint, steps, tensors
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tools.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +141,90 @@ def test_what_a_format_cannot_hold_is_refused(megamem: Megamem, saved_run: Path,
         assert result.code == 2, result.output
         assert text in result.output
         assert not list(tmp_path.iterdir())
+
+
+MAIN, SIZES = "optimizer.state.param.", ("tensor", "pipeline", "virtual_pipeline", "memory")
+SINGULAR_VECTORS = ("tucker_core_u", "tucker_core_v", ".u", ".v")
+# Every two values of two options meet in one of them, as far as they go together.
+CONVERSIONS = (
+    "megatron-dist --dtype bf16 --with-optimizer --tensor 2 --pipeline 2 --max-file-size 64KiB",
+    "megatron-dist --dtype bf16 --weights-only --pipeline 2 --virtual-pipeline 2 --memory 2",
+    "megatron-dist --dtype fp32 --pipeline 4 --max-file-size 64KiB",
+    "megatron-dist --weights-only --tensor 2 --memory 2 --max-file-size 64KiB",
+    "megatron-dist --with-optimizer --memory 2 --pipeline 2",
+    "huggingface --dtype bf16 --max-file-size 64KiB",
+    "huggingface --dtype fp32 --weights-only",
+    "released --dtype bf16 --weights-only --max-file-size 64KiB",
+    "released --dtype fp32",
+)
+
+
+def elements(tensor: torch.Tensor) -> bytes:
+    """The numbers of a tensor in their order, by which it is known under any name and shape."""
+    return tensor.flatten().float().sort().values.numpy().tobytes()
+
+
+@pytest.mark.parametrize("options", CONVERSIONS)
+def test_other_readers_find_what_two_options_ask_for(saved_run: Path, tmp_path: Path, options: str) -> None:
+    """Numbers of the run's checkpoint, in the dtype that was asked for, by the readers of PyTorch and safetensors."""
+    words = options.split()
+    asked = dict(zip(words, [*words[1:], ""], strict=True))
+    dtype = torch.bfloat16 if asked.get("--dtype") == "bf16" else torch.float32
+    out = tmp_path / 'it\'s "gemacht", für #1'
+    assert main(["checkpoint", "convert", str(saved_run), str(out), "--format", *words]) == 0
+    original = tensors(checkpoint(saved_run, 6))
+    weights = {name.removeprefix(MAIN): main for name, main in original.items() if name.startswith(MAIN)}
+    match words[0]:
+        case "megatron-dist":
+            check_layout(out, asked)
+            found = tensors(checkpoint(out, 6))
+            state = {name for name in original if name.startswith("optimizer.state.")}
+            assert {name for name in found if name in state} == (set() if "--weights-only" in words else state)
+            assert all(torch.equal(found[name], original[name]) for name in found.keys() & original.keys())
+            found = {name: tensor for name, tensor in found.items() if name not in original}
+            assert found.keys() == (weights.keys() if "--weights-only" in words else set())
+            assert all(torch.equal(found[name], weights[name].to(dtype)) for name in found)
+            files = list(checkpoint(out, 6).glob("*.distcp"))
+        case "huggingface":
+            files = sorted(out.glob("*.safetensors"))
+            found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            if len(files) > 1:
+                index = json.loads((out / "model.safetensors.index.json").read_text())
+                assert {name: (out / file) for name, file in index["weight_map"].items()} == {
+                    name: file for file in files for name in load_file(file)
+                }
+            assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        case _:
+            files = [out / "model.pt"]
+            found = torch.load(files[0], weights_only=True)
+    # Singular vectors are computed anew from cores, in fp32.
+    weighing = {name for name, tensor in found.items() if tensor.is_floating_point()}
+    assert {found[name].dtype for name in weighing if not name.endswith(SINGULAR_VECTORS)} <= {dtype}
+    if words[0] != "megatron-dist":
+        there = {elements(tensor) for tensor in found.values()}
+        # Those that no format cuts or pads; releases have the tables of all banks in one.
+        whole = [main for name, main in weights.items() if name.endswith(("proj.weight", "fc2.weight"))]
+        for table in ("values", "pre_values"):
+            banks = [main for name, main in weights.items() if name.endswith(f".{table}")]
+            whole += [torch.cat(banks)] if words[0] == "released" else banks
+        assert len(whole) >= 10
+        assert all(elements(main.to(dtype)) in there for main in whole)
+    if words[0] != "released":
+        assert (len(files) > 2) == ("--max-file-size" in asked)
+
+
+def check_layout(run: Path, asked: dict[str, str]) -> None:
+    """A conversion's configuration, and the parts in which its index has a table and a projection."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    sizes = {name: int(asked.get(f"--{name.replace('_', '-')}", 1)) for name in SIZES}
+    assert {name: config["parallel"].get(name, 1) for name in SIZES} == sizes
+    assert config["train"].get("precision", "fp32") == asked.get("--dtype", "fp32")
+    index = torch_checkpoint.FileSystemReader(checkpoint(run, 6)).read_metadata().state_dict_metadata
+    prefix = "" if "--weights-only" in asked else MAIN
+    for name, parts in (
+        ("banks.0.values", sizes["memory"]),
+        ("decoder.layers.0.self_attention.linear_proj.weight", sizes["tensor"]),
+    ):
+        entry = index[prefix + name]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert {chunk.sizes[1] for chunk in entry.chunks} == {entry.size[1] // parts}

@@ -177,6 +177,21 @@ def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) 
 
 
 @pytest.mark.parametrize(
+    ("top_k", "top_p", "num_kept"),
+    [(None, 0.5, 2), (None, 0.75, 3), (None, 0.25, 1), (3, 1.0, 3), (2, 0.5, 1), (None, 1.0, 4)],
+)
+def test_equals_are_cut_where_their_sum_is_exact(top_k: int | None, top_p: float, num_kept: int) -> None:
+    """Four ids of a quarter each, whose sums are not rounded: none is kept once those before it have `top_p`."""
+    equals = (3, 1, 6, 9)
+    row = [0.0 if token in equals else -math.inf for token in range(VOCAB_SIZE)]
+    sampling = Sampling(temperature=1.0, top_p=top_p, seed=3, top_k=top_k)
+    options: dict[str, Any] = {"sampling": sampling, "eod": PADDED_SIZE - 1, "context_tokens": 1}
+    drawn = set(run(Bigrams([row] * PADDED_SIZE), max_tokens=100, **options))
+    assert len(drawn) == num_kept
+    assert drawn <= set(equals)
+
+
+@pytest.mark.parametrize(
     ("stops", "pieces", "text"),
     [
         ([], ["a", "b", "ü", "c"], "abüc"),
