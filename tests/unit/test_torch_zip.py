@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.checkpoint.store.lazy_tensor import LazyTensor
+from pretrain.checkpoint.store.lazy_tensor import LazyTensor, fits
 from pretrain.checkpoint.store.tensors import Region, TensorInfo
 from pretrain.checkpoint.store.torch_pickle import Inert
 from pretrain.checkpoint.store.torch_zip import open_zip
@@ -377,3 +377,20 @@ def test_storages_beyond_four_gibibytes(tmp_path: Path, monkeypatch: pytest.Monk
         assert loaded[name].equal(expected)
         assert lazy[name].read().equal(expected)
         assert lazy[name].start % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "first", "stored", "is_inside"),
+    [
+        ((), (), 2, 3, True),
+        ((), (), 3, 3, False),
+        ((1,), (1,), 3, 3, False),
+        ((2, 3), (3, 1), 1, 7, True),
+        ((2, 3), (3, 1), 2, 7, False),
+        ((0, 3), (3, 1), 9, 3, True),
+    ],
+)
+def test_a_tensor_ends_where_its_storage_does(
+    shape: tuple[int, ...], strides: tuple[int, ...], first: int, stored: int, is_inside: bool
+) -> None:
+    assert fits(shape, strides, first, stored) == is_inside
