@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from kernels.implementations import Implementation
-from kernels.select import select_kernels
-from megamem.families.registry import FAMILIES
-
 
 def import_kernels_and_layers() -> None:
     """Import the layers of all families, and register the kernels with torch."""
+    # Not at the top of the file, which conftest.py files import: Triton has to find that it is to interpret.
+    from kernels.implementations import Implementation
+    from kernels.select import select_kernels
+    from megamem.families.registry import FAMILIES
+
     for family in FAMILIES.values():
         family.layer()
     implementations: tuple[Implementation, ...] = ("auto", "torch", "naive")
