@@ -134,15 +134,9 @@ def per_step(found: Profile) -> Counter[Range]:
     return Counter({where: number // NUM_STEPS for where, number in found.intervals.entries.items()})
 
 
-def passes(reads: int, *, has_pre: bool = True, paired: bool = True, recomputed: bool = False) -> Counter[Range]:
-    """Entries into the parts of `reads` lookups per step; `paired` if they read values and pre-values in one."""
-    gathers = (
-        {Part.GATHER_PAIR}
-        if has_pre and paired
-        else {Part.GATHER_SUM, Part.GATHER_DOT}
-        if has_pre
-        else {Part.GATHER_SUM}
-    )
+def passes(reads: int, *, has_pre: bool = True, recomputed: bool = False) -> Counter[Range]:
+    """Entries into the parts of `reads` lookups per step."""
+    gathers = {Part.GATHER_SUM, Part.GATHER_DOT} if has_pre else {Part.GATHER_SUM}
     forward = {Part.KEYS, Part.SELECTION, Part.SCORES, Part.ROWS, Part.WEIGHTING, Part.OTHER} | gathers
     backward = forward - {Part.SELECTION, Part.ROWS}
     counts = Counter({Range(Phase.FORWARD, part): reads for part in forward})
@@ -177,8 +171,8 @@ def of_passes(counts: Counter[Range]) -> Counter[Range]:
         ("balance loss", passes(8)),
         ("offloaded", passes(8)),
         # A microbatch per rank.
-        ("memory 2", passes(4, paired=False)),
-        ("tensor 2", passes(8, paired=False)),
+        ("memory 2", passes(4)),
+        ("tensor 2", passes(8)),
         # Half of the layers.
         ("pipeline 2", passes(4)),
         # Twice the microbatches.
@@ -293,7 +287,6 @@ def test_bytes_of_tables() -> None:
     reads = 128 * 4 * 4
     assert costs[Part.GATHER_SUM].num_bytes == 2 * reads * 16 * 4
     assert costs[Part.GATHER_DOT].num_bytes == 2 * reads * 8 * 4
-    assert costs[Part.GATHER_PAIR].num_bytes == 2 * reads * (16 + 8) * 4
     assert costs[Part.TABLE_GRADIENT].num_bytes == reads * 24 * 8
     elements = 2 * (2 * 144) * 24
     assert costs[Part.TABLE_STEP].num_bytes == elements * 28
