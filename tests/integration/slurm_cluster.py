@@ -268,8 +268,11 @@ def _can_unshare() -> bool:
 
 
 def _free_ports(number: int) -> int:
-    """The first of so many ports in a row that nobody uses."""
-    for first in range(21000 + os.getpid() % 5000, 32000, number):
+    """The first of so many ports in a row that nobody uses.
+
+    Test processes that start clusters at once have numbers of processes in a row: each looks at ports of its own first.
+    """
+    for first in range(21000 + os.getpid() * number % 9000, 32000, number):
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + number):
