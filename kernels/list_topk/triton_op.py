@@ -225,7 +225,8 @@ def sort_candidates_kernel(
     kept = (lists < num_lists) & (places < TOP_K)
     from_list = stage_ids + lists.to(tl.int64) * ROW_TOP_K
     to_list = retrieved + lists.to(tl.int64) * TOP_K + places
-    side = num_lists.to(tl.int64)
+    # Triton makes a Python number of an argument of 1: of a single list, which has no `.to`.
+    side = tl.cast(num_lists, tl.int64)
     tl.store(to_list, tl.load(from_list + positions // ROW_TOP_K, mask=kept), mask=kept)
     columns = tl.load(from_list + side * ROW_TOP_K + positions % ROW_TOP_K, mask=kept)
     tl.store(to_list + side * TOP_K, columns, mask=kept)

@@ -2,8 +2,8 @@
 tests.unit.topk_builds`.
 
 A process of its own, because Triton decides at import whether it compiles or interprets. The kernels are built with the
-very arguments that the launchers pass for tensors of the papers' shapes (on the meta device). Prints one JSON object
-per build.
+very arguments that the launchers pass for tensors of the papers' shapes (on the meta device), and at a small shape with
+each number as 1. Prints one JSON object per build.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TYPES = {torch.float32: "*fp32", torch.int64: "*i64"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One retrieval: its selection, keys per side, heads, rows kept and entries retrieved; and the GPUs it can be built
-    for.
+    """One retrieval: its selection, keys per side, heads, rows kept and entries retrieved; the GPUs it can be built for;
+    and its tokens.
     """
 
     selection: str
@@ -38,6 +38,7 @@ class Shape:
     row_top_k: int
     top_k: int
     of_capabilities: tuple[int, ...]
+    num_tokens: int = 4096
 
     @property
     def capabilities(self) -> tuple[int, ...]:
@@ -51,6 +52,9 @@ SHAPES = (
     Shape("tucker_topk", 4781, 1, 128, 256, (90,)),
     Shape("tucker_topk", 964, 1, 94, 94, (90,)),
     Shape("product_topk", 1656, 2, 128, 256, ALL_CAPABILITIES),
+    # A token that is generated, with one head. Triton makes a constant of an argument of 1.
+    Shape("tucker_topk", 64, 1, 16, 32, (90,), num_tokens=1),
+    Shape("product_topk", 64, 1, 16, 32, (90,), num_tokens=1),
 )
 
 
@@ -78,7 +82,7 @@ class Recorder:
         return launch
 
 
-def launches(shape: Shape, num_tokens: int = 4096) -> Iterator[Launch]:
+def launches(shape: Shape) -> Iterator[Launch]:
     """Every kernel that a retrieval launches, with its arguments."""
     from kernels.list_topk import triton_op as lists
     from kernels.product_topk import triton_op as product
@@ -90,17 +94,25 @@ def launches(shape: Shape, num_tokens: int = 4096) -> Iterator[Launch]:
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 setattr(module, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, recorded))
-    scores = torch.empty(2, 2, num_tokens, shape.heads, shape.keys, device="meta")
+    scores = torch.empty(2, 2, shape.num_tokens, shape.heads, shape.keys, device="meta")
     rows, columns = scores.permute(0, 2, 3, 4, 1).unbind(0)
     if shape.selection == "tucker_topk":
         core = torch.empty(shape.heads, 2, 2, device="meta")
         tucker.tucker_topk._init_fn(rows, columns, core, core[:, 0], core[:, 1], shape.row_top_k, shape.top_k)
-        entries = torch.empty(num_tokens, shape.heads * shape.top_k, dtype=torch.int64, device="meta")
+        entries = torch.empty(shape.num_tokens, shape.heads * shape.top_k, dtype=torch.int64, device="meta")
         window = (shape.keys**2, 0, shape.keys**2)
         shuffled._shuffled_rows._init_fn(entries, shape.keys, (2**62, 2**62 + 1, 5, 2**63 - 1), *window, True)
     else:
         product.product_topk._init_fn(rows[..., 0], columns[..., 0], shape.row_top_k, shape.top_k)
     yield from recorded
+
+
+def with_ones(launch: Launch) -> Iterator[Launch]:
+    """The launch with each of its numbers as 1, which the compiler is told as a constant."""
+    for parameter in launch.kernel.params:
+        value = launch.values[parameter.name]
+        if not parameter.is_constexpr and isinstance(value, int) and value != 1:
+            yield launch._replace(values={**launch.values, parameter.name: 1})
 
 
 def build(launch: Launch, capability: int) -> Any:
@@ -151,6 +163,8 @@ def main() -> None:
                 report = {"kernel": launch.kernel.__name__, "capability": capability, "shape": asdict(shape), **found}
                 json.dump(report, sys.stdout)
                 print()
+            for of_ones in with_ones(launch) if shape.num_tokens == 1 else ():
+                build(of_ones, CAPABILITIES[0])
 
 
 if __name__ == "__main__":

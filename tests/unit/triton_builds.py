@@ -55,10 +55,11 @@ class Shape:
 
 # Rows of the UltraMemV2 paper's models, with one and two cores; a shard of 24 columns; virtual blocks; wider than a
 # tile.
+NARROW = Shape("bf16", 24, groups=1, reads=256)
 SHAPES = (
     Shape("bf16", 192, groups=2, reads=32),
     Shape("bf16", 288, groups=1, reads=768),
-    Shape("bf16", 24, groups=1, reads=256),
+    NARROW,
     Shape("fp32", 192, groups=1, blocks=4, reads=32),
     Shape("bf16", 2048, groups=1, reads=128),
 )
@@ -164,6 +165,11 @@ def main() -> None:
             for capability in CAPABILITIES:
                 compiled = build(kernel, types, constants, num_warps, capability)
                 print(json.dumps(asdict(inspect(compiled, kernel.__name__, capability, shape, tool))), flush=True)
+    for kernel, types, constants, num_warps in sources(NARROW):
+        for name in (name for name, kind in types.items() if not kind.startswith("*")):
+            # As Triton specialises it at a launch: a constant, with no type.
+            others = {other: kind for other, kind in types.items() if other != name}
+            build(kernel, others, {**constants, name: 1}, num_warps, CAPABILITIES[0])
 
 
 if __name__ == "__main__":
