@@ -86,9 +86,14 @@ def held_out_microbatches(
 
 
 def on_device(batches: Iterator[Sample], device: torch.device) -> Iterator[Sample]:
-    """Batches moved to where the model computes, with the bounds of their documents in host memory."""
+    """Batches moved to where the model computes, with the bounds of their documents in host memory.
+
+    To a GPU they go by way of page-locked memory: a copy from other memory may wait for all that its stream has to do.
+    PyTorch's allocator keeps such memory, and hands a piece out again only once its copy has been made.
+    """
     for batch in batches:
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        staged = {name: tensor.pin_memory() if device.type == "cuda" else tensor for name, tensor in batch.items()}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in staged.items()}
         yield {**moved, DOCUMENT_BOUNDS: document_bounds(batch["position_ids"])}
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.data.loader import held_out_microbatches, microbatches
+from pretrain.data.loader import held_out_microbatches, microbatches, on_device
 from pretrain.errors import DataError
 
 ROOT = Path(__file__).parents[3]
@@ -153,3 +153,27 @@ def test_readers_end_with_a_parent_that_was_killed():
     while any(is_running(pid) for pid in readers):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("device", "steps"), [("cuda", ["pinned", "sent"]), ("cpu", ["sent"])])
+def test_batches_reach_a_gpu_by_page_locked_memory(
+    monkeypatch: pytest.MonkeyPatch, device: str, steps: list[str]
+) -> None:
+    """A stand-in for the GPU: what is called, in its order, with tensors that stay where they are."""
+    seen = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append("pinned")
+        return tensor.clone()
+
+    def to(tensor: torch.Tensor, where: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        assert (where.type, non_blocking) == (device, True)
+        seen.append("sent")
+        return tensor
+
+    batch = {"position_ids": torch.arange(4).expand(2, 4).contiguous()}
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    (moved,) = on_device(iter([batch]), torch.device(device))
+    assert seen == steps
+    assert torch.equal(moved["position_ids"], batch["position_ids"])
