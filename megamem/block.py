@@ -37,6 +37,23 @@ class MemorySite(nn.Module):
         """Let the memory read for `no_token` [0, 1, D] and take part in the exchanges of those that have some."""
 
 
+class CoreSite(MegatronModule, MemorySite):
+    """An attention core with a memory behind its heads; what leaves it, a subclass's `forward` says."""
+
+    def __init__(
+        self, config: TransformerConfig, *, make_core: Callable[..., nn.Module], site: Site, **megatron: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.core = make_core(config=config, **megatron)
+        self.memory = site.make_memory()
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self._shape_of_token = (heads, config.kv_channels)
+
+    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
+        """See `MemorySite.serve`."""
+        self.memory(no_token.new_empty(0, 1, *self._shape_of_token), inputs)
+
+
 def edit_ffn(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
     """Put the memory beside the feed-forward, or in its place."""
     around = {"make_ffn": parts.make_ffn, "site": site, "side_stream": parts.side_stream}

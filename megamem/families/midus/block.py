@@ -16,9 +16,9 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import Tensor, nn
+from torch import Tensor
 
-from megamem.block import MemorySite, edit_ffn
+from megamem.block import CoreSite, edit_ffn
 from megamem.inputs import Inputs
 from megamem.parts import Parts, Site
 
@@ -44,21 +44,12 @@ def edit_projected(block: TransformerLayerSubmodules, site: Site, parts: Parts) 
     block.self_attn_bda = without_stream
 
 
-class CoreWithMemory(MegatronModule, MemorySite):
+class CoreWithMemory(CoreSite):
     """An attention core with a memory behind its heads, which is all that leaves it (`BEHIND_HEADS`).
 
     With `train.recompute: selective` it is recomputed with the core; the inputs are then in the closure that Megatron
     recomputes, one per call.
     """
-
-    def __init__(
-        self, config: TransformerConfig, *, make_core: Callable[..., nn.Module], site: Site, **megatron: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.core = make_core(config=config, **megatron)
-        self.memory = site.make_memory()
-        heads = config.num_attention_heads // config.tensor_model_parallel_size
-        self._shape_of_token = (heads, config.kv_channels)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, attention_bias: Inputs, **megatron: Any
@@ -69,10 +60,6 @@ class CoreWithMemory(MegatronModule, MemorySite):
             return torch.zeros_like(heads)
         out: Tensor = self.memory(heads.unflatten(2, (query.shape[2], -1)), attention_bias).flatten(2)
         return out
-
-    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
-        """See `MemorySite.serve`."""
-        self.memory(no_token.new_empty(0, 1, *self._shape_of_token), inputs)
 
 
 class HeadsToTokens(MegatronModule):

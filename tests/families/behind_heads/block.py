@@ -5,16 +5,13 @@ Legend: s tokens of a sequence on this rank, b sequences, n query heads of this 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import Tensor, nn
+from torch import Tensor
 
-from megamem.block import MemorySite
+from megamem.block import CoreSite
 from megamem.inputs import Inputs
 from megamem.parts import Parts, Site
 
@@ -25,17 +22,8 @@ def edit(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> None:
     attention.submodules.core_attention = partial(HeadsWithMemory, make_core=parts.core, site=site)
 
 
-class HeadsWithMemory(MegatronModule, MemorySite):
+class HeadsWithMemory(CoreSite):
     """An attention core whose memory adds to its heads."""
-
-    def __init__(
-        self, config: TransformerConfig, *, make_core: Callable[..., nn.Module], site: Site, **megatron: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.core = make_core(config=config, **megatron)
-        self.memory = site.make_memory()
-        heads = config.num_attention_heads // config.tensor_model_parallel_size
-        self._shape_of_token = (heads, config.kv_channels)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, attention_bias: Inputs, **megatron: Any
@@ -45,7 +33,3 @@ class HeadsWithMemory(MegatronModule, MemorySite):
         if not self.memory_enabled:
             return heads
         return heads + self.memory(heads.unflatten(2, (query.shape[2], -1)), attention_bias).flatten(2)
-
-    def serve(self, no_token: Tensor, inputs: Inputs) -> None:
-        """See `MemorySite.serve`."""
-        self.memory(no_token.new_empty(0, 1, *self._shape_of_token), inputs)
