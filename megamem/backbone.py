@@ -101,10 +101,7 @@ def _layer(block: TransformerLayerSubmodules, site: Site | None, joins: tuple[bo
         return ModuleSpec(module=TransformerLayer, submodules=block)
     return ModuleSpec(
         module=MemoryBlock,
-        params={
-            "site": site,
-            "joins": joins,
-        },
+        params={"site": site, "joins": joins},
         submodules=block,
     )
 

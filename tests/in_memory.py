@@ -13,14 +13,14 @@ class InMemory:
     """A `TensorReader` of tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._held = tensors
+        self.held = tensors
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(tuple(each.shape), each.dtype) for name, each in self._held.items()}
+        return {name: TensorInfo(tuple(each.shape), each.dtype) for name, each in self.held.items()}
 
     def read(self, region: Region) -> Tensor:
-        return part_of(self._held[region.name], region).clone()
+        return part_of(self.held[region.name], region).clone()
 
 
 def part_of(tensor: Tensor, region: Region) -> Tensor:

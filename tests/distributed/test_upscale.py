@@ -25,7 +25,8 @@ from pretrain.errors import CheckpointError, ConfigError
 from pretrain.growth.plan import grown_blocks
 from pretrain.growth.upscale import Grown, upscale
 from tests.distributed.tiny_runs import SHARED, VOCAB_SIZE, joined, on, tiny_run
-from tests.whole_tensors import WholeTensors, whole_tensors
+from tests.in_memory import InMemory
+from tests.whole_tensors import whole_tensors
 
 DENSE = replace(SHARED, model=replace(SHARED.model, memory=None, num_layers=4))
 KEYS = [
@@ -280,7 +281,7 @@ def test_what_cannot_be_grown_is_refused(base: Path, grown: Mapping[str, OpenedC
     with pytest.raises(ConfigError, match=r"model\.memory\.num_heads is 2, but hidden_size = 32 is made of 4 heads"):
         upscale(opened, blocks, [*KEYS, "model.memory.num_heads=2"], name="grown")
     lacking = replace(
-        opened, reader=WholeTensors({"decoder.final_layernorm.weight": torch.ones(32)}), config=DENSE, saved=None
+        opened, reader=InMemory({"decoder.final_layernorm.weight": torch.ones(32)}), config=DENSE, saved=None
     )
     with pytest.raises(CheckpointError, match=r"decoder\.layers\.0\."):
         upscale(lacking, blocks, KEYS, name="grown")

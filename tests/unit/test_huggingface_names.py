@@ -32,7 +32,7 @@ from pretrain.convert.huggingface.names import pairs
 from pretrain.convert.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
 from pretrain.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from pretrain.errors import CheckpointError, DataError
-from tests.whole_tensors import WholeTensors
+from tests.in_memory import InMemory
 
 VOCAB_SIZE, PADDED = 61, 64
 BASE = ModelConfig(
@@ -107,14 +107,14 @@ def all_of(reader: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_pairs_go_both_ways_bit_for_bit(name: str) -> None:
-    model, ours = MODELS[name], WholeTensors(native(MODELS[name]))
+    model, ours = MODELS[name], InMemory(native(MODELS[name]))
     found = pairs(model, vocab_size=VOCAB_SIZE, tensors=ours.tensors)
     there = PairedReader(inverted(found), ours)
     # Every element is somewhere, once.
     assert sum(pair.ours.numel for pair in found) == sum(pair.theirs.numel for pair in found)
     padding = (PADDED - VOCAB_SIZE) * model.hidden_size * (1 if model.tied_embeddings else 2)
     assert sum(pair.ours.numel for pair in found) == sum(t.numel() for t in ours.held.values()) - padding
-    theirs = WholeTensors(all_of(there))
+    theirs = InMemory(all_of(there))
     padded = dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), (PADDED, model.hidden_size))
     back = Padded(PairedReader(found, theirs), padded)
     assert back.tensors == ours.tensors
@@ -122,7 +122,7 @@ def test_pairs_go_both_ways_bit_for_bit(name: str) -> None:
 
 
 def test_any_region_is_that_of_the_whole() -> None:
-    model, ours = MODELS["dense"], WholeTensors(native(MODELS["dense"]))
+    model, ours = MODELS["dense"], InMemory(native(MODELS["dense"]))
     found = inverted(pairs(model, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
     reader = PairedReader(found, ours)
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -137,7 +137,7 @@ def test_rows_are_where_megatron_has_them() -> None:
     held = native(BASE)
     qkv = held["decoder.layers.0.self_attention.linear_qkv.weight"]
     fc1 = held["decoder.layers.0.mlp.linear_fc1.weight"]
-    ours = WholeTensors(held)
+    ours = InMemory(held)
     found = inverted(pairs(BASE, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
     theirs = all_of(PairedReader(found, ours))
     heads = qkv.view(2, 4, 6, 16)
@@ -153,7 +153,7 @@ def test_rows_are_where_megatron_has_them() -> None:
 def test_a_checkpoint_without_a_weight_is_refused() -> None:
     held = native(BASE)
     del held["decoder.layers.1.mlp.linear_fc2.weight"]
-    ours = WholeTensors(held)
+    ours = InMemory(held)
     found = inverted(pairs(BASE, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
     with pytest.raises(CheckpointError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight is missing"):
         PairedReader(found, ours)
@@ -338,7 +338,7 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
 def folder(tmp_path: Path, bpe: Any) -> Path:
     """A small Llama's, without a line of transformers."""
     model = MODELS["dense, untied, no qk_norm"]
-    ours = WholeTensors(native(model))
+    ours = InMemory(native(model))
     found = inverted(pairs(model, vocab_size=VOCAB_SIZE, tensors=ours.tensors))
     path = tmp_path / "llama"
     path.mkdir()
@@ -426,7 +426,7 @@ def test_a_configuration_that_is_too_large_is_not_read(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["moe", "memory", "memory instead"])
 def test_an_exported_model_of_ours_opens_as_what_it_was(tmp_path: Path, name: str) -> None:
     config = RunConfig(seed=7, model=MODELS[name])
-    ours = WholeTensors(native(MODELS[name]))
+    ours = InMemory(native(MODELS[name]))
     export(config, ours, tmp_path, tokenizer=ByteTokenizer(), vocab_size=VOCAB_SIZE, figures=Figures(1, 2))
     opened = open_folder(tmp_path)
     assert (opened.config.seed, opened.model) == (7, replace(MODELS[name], vocab_size=VOCAB_SIZE))
@@ -442,7 +442,7 @@ def test_an_exported_model_that_does_not_say_what_it_was_is_refused(change: Any)
 
 def test_an_exported_model_larger_than_its_weights_is_refused(tmp_path: Path) -> None:
     config = RunConfig(model=MODELS["moe"])
-    ours = WholeTensors(native(MODELS["moe"]))
+    ours = InMemory(native(MODELS["moe"]))
     export(config, ours, tmp_path, tokenizer=ByteTokenizer(), vocab_size=VOCAB_SIZE, figures=Figures(1, 2))
     content = json.loads((tmp_path / "config.json").read_text())
     content["native"]["model"]["moe"]["num_experts"] = 10**12
