@@ -89,17 +89,21 @@ def test_a_chain_of_stages_is_that_run_whatever_happens_to_its_jobs(
     assert "srun: error: it is busy" in links[0].log_of(first).read_text()
     # Its script is told to stop, or lost too, or sees its ranks fail first.
     assert causes[1][0] in (Cause.LOST, Cause.CRASHED, Cause.STOPPED)
+    # Until Slurm knows that the node is dead it may give it once more, and a second failure in a row waits as a new job.
+    given_again = causes[1][1:-1]
+    assert set(given_again) <= {Cause.LOST, Cause.CRASHED, Cause.NOT_STARTED}
     assert [causes[1][-1], causes[2]] == [Cause.FINISHED, [Cause.FINISHED]]
     assert [link.attempt_folders()[-1].attempt().num_nodes for link in links] == [2, 2, 1]
-    assert len(links[1].job_ids()) == len(links[2].job_ids()) == 1
+    assert len(links[1].job_ids()) <= 1 + len(given_again)
+    assert len(links[2].job_ids()) == 1
     assert steps(site.run) == steps(straight)
     assert_same_tensors(checkpoint(site.run, 70), checkpoint(straight, 70))
     told = [json.loads(line) for line in site.command("status", site.run, "--attempts", "--json").output.splitlines()]
-    assert [row["stage"] for row in told] == ["first"] * 3 + ["second"] * 2 + ["third"]
-    # All but the one that no rank began.
-    assert all(row["start_s"] > 0 for row in told[1:])
+    assert [row["stage"] for row in told] == ["first"] * 3 + ["second"] * len(causes[1]) + ["third"]
+    # All but the one that no rank began, and those on the dead node.
+    assert all(row["start_s"] > 0 for row in (*told[1:4], *told[-2:]))
     # Those that followed a failure; a save was never more than four steps ago, and the next step may not have been told.
-    for failed, following in ((told[1], told[2]), (told[3], told[4])):
+    for failed, following in ((told[1], told[2]), (told[3], told[-2])):
         assert failed["lost_steps"] in range(5)
         assert following["down_s"] >= following["start_s"]
     refused = site.submit(*chain, config=staged_file, ranks_per_node=1, expect=2)
