@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megamem.config import ModelConfig
-from megamem.slots import Slot
+from megamem.slots import BESIDE, Slot
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class BlockPlan:
     def has_ffn(self) -> bool:
         """True if it has a feed-forward, and the norm before it."""
         return self.slot is None or self.slot.has_ffn
+
+    @property
+    def is_beside_ffn(self) -> bool:
+        """True if memory and feed-forward need nothing of each other, and are added where both are done."""
+        return self.slot == BESIDE
 
     @property
     def num_norms(self) -> int:
@@ -65,6 +70,13 @@ def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
         span.read: BlockPlan(memory.slot_of(span), index, memory.has_layer_norm)
         for index, span in enumerate(model.memory_spans)
     }
+
+
+def reads_beside_ffn(model: ModelConfig) -> bool:
+    """Tell whether a memory of the model reads its tables while a feed-forward runs."""
+    if model.memory is None or model.memory.reads_once:
+        return False
+    return any(plan.is_beside_ffn for plan in plan_blocks(model).values())
 
 
 def count_blocks(model: ModelConfig) -> Iterator[tuple[int, BlockPlan]]:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megamem.inputs import Inputs
 
+HIGH_PRIORITY = -1
+"""Priority of a CUDA stream whose kernels' blocks are placed before those of other streams that wait."""
+
 
 class SideStream:
     """Starts a branch of a block and hands out what joins it.

@@ -15,13 +15,24 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The name since torch 2.9, and the one before, which is still read."""
 
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+"""Hardware queues of a GPU, which CUDA maps streams to; without the variable it takes eight."""
+
+
 def settle_environment(
-    *, tensor: int, context: int, deterministic: bool, environ: MutableMapping[str, str] = os.environ
+    *,
+    tensor: int,
+    context: int,
+    memory_beside: bool,
+    deterministic: bool,
+    environ: MutableMapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Set what is not set yet.
 
     Args:
         tensor, context: sizes of these axes.
+        memory_beside: whether memories run on a stream of their own, beside feed-forwards.
         deterministic: see `parallel.determinism`; what the libraries below PyTorch need for it.
         environ: the environment of this process.
 
@@ -29,11 +40,13 @@ def settle_environment(
         The variables that were set, by name.
     """
     settled: dict[str, str] = {}
-    if tensor > 1 or context > 1:
-        # One hardware queue: kernels start in the order in which they were launched, so that a collective which was
-        # launched first is not held up by the product that it is meant to run beside. Without these collectives more
-        # queues are better: copies and exchanges of the tables run beside the rest.
-        settled["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if memory_beside:
+        # With one queue kernels start in the order of their launch: a memory, launched whole before the feed-forward,
+        # would run whole before it. The order that collectives need comes from priorities (`parallel.groups`).
+        settled[QUEUES] = str(MOST_QUEUES)
+    elif tensor > 1 or context > 1:
+        # A collective that was launched first is not held up by the product that it is meant to run beside.
+        settled[QUEUES] = "1"
     if not any(name in environ for name in ALLOCATOR_VARIABLES):
         # Tables and their gradients are few and large beside activations of changing sizes: fixed segments fragment.
         settled[ALLOCATOR_VARIABLES[1]] = "expandable_segments:True"

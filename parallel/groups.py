@@ -25,6 +25,11 @@ from parallel.devices import gpu_of
 from parallel.failure_watch import failures_shared
 from parallel.ranks import RankEnvironment, said_by_variables_alone
 
+_FIRST = ("tp", "cp", "dp_cp", "ep_dp")
+"""Megatron's names of groups whose collectives run beside products: tensor, context, and both kinds of replicas.
+
+Their kernels' blocks are placed before those of products that wait for a multiprocessor, so a collective that was
+launched first is not put off to the end of the product beside it (docs/decisions.md)."""
 _SILENT_WAIT_S = 20.0
 """Ranks of a busy cluster come to their meeting within so long."""
 
@@ -162,6 +167,7 @@ def initialise_groups(
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, round(timeout_minutes)),
             create_gloo_process_groups=False,
+            high_priority_stream_groups=list(_FIRST) if dist.get_backend() == "nccl" else None,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from parallel.environment import settle_environment
+from pretrain.config.overlap import queues_of
 from pretrain.config.schema import RunConfig
 from slurm.profile import ClusterConfig
 from slurm.quoting import comment, directive, log_folder, quoted_word, shell_word
 from slurm.records import JobsFolder, Submission
 
 _REASONS = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "kernels start in the order of their launch: collectives of this layout run beside products",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues: docs/decisions.md says how many this layout gets",
     "PYTORCH_CUDA_ALLOC_CONF": "tables are few and large: fixed segments would fragment",
     "CUBLAS_WORKSPACE_CONFIG": "train.deterministic",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "train.deterministic",
@@ -168,12 +169,7 @@ def _environment(stages: Sequence[RunConfig], profile: ClusterConfig) -> Iterato
     given = {entry.name for entry in profile.environment}
     settled: dict[str, str] = dict.fromkeys(("TRITON_CACHE_DIR",), "")
     if profile.gpus_per_node:
-        settle_environment(
-            tensor=max(config.parallel.tensor for config in stages),
-            context=max(config.parallel.context for config in stages),
-            deterministic=stages[0].train.deterministic,
-            environ=settled,
-        )
+        settle_environment(**queues_of(stages), deterministic=stages[0].train.deterministic, environ=settled)
     for name, value in settled.items():
         if name in _REASONS and name not in given:
             yield f"export {name}={shell_word(name, value)}  {comment(name, _REASONS[name])}"

@@ -24,7 +24,7 @@ from kernels.select import Kernels, select_kernels
 from megamem.initialisation import initialise
 from megamem.model import MemoryGPTModel
 from megamem.parameters import Copy, GroupName, ReducedOver, declare, is_declared
-from megamem.side_stream import SideStream
+from megamem.side_stream import HIGH_PRIORITY, SideStream
 from megamem.trained_part import TrainedPart
 from parallel.context_ways import attention_core
 from parallel.groups import ParallelGroups
@@ -32,6 +32,7 @@ from parallel.layout import padded_size
 from parallel.pipeline_layout import chunks_of_stage
 from parallel.sharded_bank import FetchRows, make_bank
 from pretrain.config.context_ways import context_way
+from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
 from pretrain.engine.weight_gathering import wait_before_memories
@@ -133,9 +134,14 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
 
 
 def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
-    """A CUDA stream for lookups in split tables; none on the CPU, where work is done when a call returns."""
-    beside = groups.device.type == "cuda" and config.parallel.memory > 1 and config.parallel.overlap_memory
-    return SideStream(torch.cuda.Stream(groups.device) if beside else None)
+    """A CUDA stream for lookups in split tables; none on the CPU, where work is done when a call returns.
+
+    A memory is a chain of short kernels that wait for each other and for other ranks, a feed-forward a few long
+    products. So the chain's next kernel gets the first multiprocessor that is free, and the products fill its gaps.
+    """
+    if groups.device.type != "cuda" or not memory_runs_beside(config):
+        return SideStream(None)
+    return SideStream(torch.cuda.Stream(groups.device, priority=HIGH_PRIORITY))
 
 
 def _declare_megatron(chunk: MemoryGPTModel) -> None:

@@ -10,6 +10,7 @@ from parallel.devices import why_gpus_are_unusable
 from parallel.environment import settle_environment
 from parallel.groups import ParallelGroups, close_groups, initialise_groups, meeting, parallel_context
 from parallel.ranks import current_ranks
+from pretrain.config.overlap import queues_of
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.errors import ConfigError
@@ -32,12 +33,7 @@ def session(config: RunConfig, *later: RunConfig) -> Iterator[ParallelGroups]:
     if ranks is None:
         raise RuntimeError("this process is not a rank: start it with torchrun, srun or parallel.launch.launch_ranks")
     # Before anybody asks for the GPU, which is next.
-    layouts = [each.parallel for each in (config, *later)]
-    settle_environment(
-        tensor=max(each.tensor for each in layouts),
-        context=max(each.context for each in layouts),
-        deterministic=deterministic,
-    )
+    settle_environment(**queues_of((config, *later)), deterministic=deterministic)
     with ExitStack() as stack:
         store = stack.enter_context(meeting(ranks, timeout_minutes=layout.timeout_minutes))
         if reason := why_gpus_are_unusable():

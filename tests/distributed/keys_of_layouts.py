@@ -199,7 +199,9 @@ def _(base: Subject, second: Subject) -> None:
     """The memory of a block starts before its feed-forward runs on a GPU, or after it."""
     for subject, overlaps in ((base, True), (second, False)):
         groups = replace(subject.groups, device=torch.device("cuda", 0))
-        (model,) = build_unset_chunks(subject.config, groups, vocab_size=VOCAB_SIZE)
+        with patch("torch.cuda.Stream") as stream:
+            (model,) = build_unset_chunks(subject.config, groups, vocab_size=VOCAB_SIZE)
+        assert [call.kwargs for call in stream.mock_calls] == [{"priority": -1}] * overlaps
         branch = MagicMock()
         join = model.decoder.layers[0].mlp.side_stream.start(branch, MagicMock(), MagicMock())
         assert branch.call_count == overlaps

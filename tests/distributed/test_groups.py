@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from itertools import pairwise
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -66,6 +68,22 @@ def test_the_other_groups_do_not_depend_on_it(by_size: Any, memory: int) -> None
         assert groups["tp_cp"] == list(range(place, place + 4))
         assert groups["dp_cp"] == list(range(stage + tensor, stage + STAGE, 2))
         assert groups["tp_dp_cp"] == list(range(stage, stage + STAGE))
+
+
+@pytest.mark.parametrize(("backend", "first"), [("nccl", ["tp", "cp", "dp_cp", "ep_dp"]), ("gloo", None)])
+def test_collectives_beside_products_go_first_on_a_gpu(
+    backend: str, first: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = MagicMock()
+    monkeypatch.setattr("parallel.groups.dist.get_backend", lambda: backend)
+    monkeypatch.setattr("parallel.groups.parallel_state", state)
+    monkeypatch.setattr("parallel.groups.tensor_parallel", MagicMock())
+    monkeypatch.setattr("parallel.groups.ProcessGroupCollection", MagicMock())
+    initialise_groups(ParallelSizes(tensor=2), device=torch.device("cpu"), timeout_minutes=1, seed=1)
+    assert state.initialize_model_parallel.call_args.kwargs["high_priority_stream_groups"] == first
+    # Megatron ignores a name that it does not know.
+    makes_groups = inspect.getsource(parallel_state.initialize_model_parallel)
+    assert all(f'get_nccl_options("{name}"' in makes_groups for name in first or ())
 
 
 def test_axes_of_the_same_ranks_share_a_group_of_gloos(run_ranks: Any) -> None:

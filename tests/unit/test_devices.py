@@ -25,7 +25,9 @@ from parallel.devices import (
 )
 from parallel.environment import local_cache_folder, settle_environment
 from parallel.ranks import RankEnvironment
+from pretrain.config.overlap import queues_of
 from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config
 from pretrain.engine.session import session
 from pretrain.errors import ConfigError
 from tools.train import described_gpu
@@ -217,11 +219,35 @@ def test_gpus_that_only_cuda_can_count_are_hidden_from_imports(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
-def test_one_queue_only_where_collectives_run_beside_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SPLIT, APART = "parallel.memory=2", "parallel.overlap_memory=false"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "queues"),
+    [
+        ([], None),
+        (["parallel.tensor=2"], "1"),
+        (["parallel.context=2"], "1"),
+        # The memory's kernels are launched before the feed-forward's: one queue would run them one after the other.
+        ([SPLIT], "32"),
+        ([SPLIT, "parallel.tensor=2"], "32"),
+        ([SPLIT, "parallel.context=2"], "32"),
+        ([SPLIT, "parallel.tensor=2", APART], "1"),
+        ([SPLIT, "parallel.pipeline=2", APART], None),
+        ([SPLIT, "parallel.tensor=2", "model.memory.placement.position=instead"], "1"),
+        ([SPLIT, "parallel.tensor=2", "model.memory.placement.spans=0:1"], "1"),
+        (["parallel.tensor=2", "model.memory=null"], "1"),
+    ],
+)
+def test_every_layout_has_the_queues_that_its_overlap_needs(
+    overrides: list[str], queues: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment_module.tempfile, "gettempdir", lambda: str(tmp_path))
-    for sizes, queues in (((1, 1), None), ((2, 1), "1"), ((1, 2), "1")):
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    # A process that trains several stages has what one of them needs.
+    for configs in ([config], [load_config(ROOT / "configs" / "quickstart_dense.yaml"), config]):
         environ: dict[str, str] = {}
-        settled = settle_environment(tensor=sizes[0], context=sizes[1], deterministic=False, environ=environ)
+        settled = settle_environment(**queues_of(configs), deterministic=False, environ=environ)
         assert environ == settled
         assert environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
         assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
@@ -230,7 +256,7 @@ def test_one_queue_only_where_collectives_run_beside_products(tmp_path: Path, mo
 
 def test_what_a_deterministic_run_needs() -> None:
     environ: dict[str, str] = {}
-    settle_environment(tensor=1, context=1, deterministic=True, environ=environ)
+    settle_environment(**queues_of([RunConfig()]), deterministic=True, environ=environ)
     assert (environ["CUBLAS_WORKSPACE_CONFIG"], environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"]) == (":4096:8", "0")
 
 
@@ -244,7 +270,7 @@ def test_what_is_set_stays(allocator: str) -> None:
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1",
     }
     before = dict(environ)
-    assert settle_environment(tensor=2, context=1, deterministic=True, environ=environ) == {}
+    assert settle_environment(tensor=2, context=1, memory_beside=True, deterministic=True, environ=environ) == {}
     assert environ == before
 
 
@@ -260,4 +286,6 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: 
     folder.symlink_to(tmp_path / "theirs")
     assert local_cache_folder() is None
     environ: dict[str, str] = {}
-    assert "TRITON_CACHE_DIR" not in settle_environment(tensor=1, context=1, deterministic=False, environ=environ)
+    assert "TRITON_CACHE_DIR" not in settle_environment(
+        **queues_of([RunConfig()]), deterministic=False, environ=environ
+    )

@@ -105,6 +105,8 @@ def test_what_the_layout_needs_is_set_before_python_starts() -> None:
         assert script.index(f"export {name}") < start
     own = replace(gpus, environment=(VariableEntry("CUDA_DEVICE_MAX_CONNECTIONS", "tried", "8"),))
     assert rendered(own, config).count("CUDA_DEVICE_MAX_CONNECTIONS=") == 1
+    split = replace(config, parallel=replace(config.parallel, memory=2))
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32 " in rendered(gpus, split)
 
 
 # Keys that no line of the script says: what they do is held elsewhere.
