@@ -64,6 +64,11 @@ class ParallelGroups:
     device: torch.device
 
     @property
+    def on_gpu(self) -> bool:
+        """True if this rank computes on a GPU, or on what stands for one."""
+        return self.device.type != "cpu"
+
+    @property
     def rank(self) -> int:
         return dist.get_rank()
 

@@ -92,7 +92,7 @@ def on_device(batches: Iterator[Sample], device: torch.device) -> Iterator[Sampl
     PyTorch's allocator keeps such memory, and hands a piece out again only once its copy has been made.
     """
     for batch in batches:
-        staged = {name: tensor.pin_memory() if device.type == "cuda" else tensor for name, tensor in batch.items()}
+        staged = {name: tensor if device.type == "cpu" else tensor.pin_memory() for name, tensor in batch.items()}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in staged.items()}
         yield {**moved, DOCUMENT_BOUNDS: document_bounds(batch["position_ids"])}
 

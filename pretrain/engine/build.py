@@ -86,8 +86,8 @@ def build_unset_chunks(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     dtype = dtype or parameter_dtype(config)
-    megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.device.type == "cuda")
-    kernels = kernels or memory_kernels(config, groups.device.type)
+    megatron_config = transformer_config(config, dtype=dtype, on_gpu=groups.on_gpu)
+    kernels = kernels or memory_kernels(config, on_gpu=groups.on_gpu)
     side_stream = _side_stream(config, groups)
     chunks: list[MemoryGPTModel] = []
     of_stage = chunks_of_stage(run_chunks(config), pipeline=layout.pipeline, pipeline_rank=groups.pipeline_rank)
@@ -119,7 +119,7 @@ def build_unset_chunks(
     return chunks
 
 
-def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
+def memory_kernels(config: RunConfig, *, on_gpu: bool) -> Kernels:
     """The memory kernels that the configuration asks for, compiled if need be.
 
     Raises:
@@ -128,7 +128,7 @@ def memory_kernels(config: RunConfig, device_type: str) -> Kernels:
     # Without a memory nothing reads a table: nothing to compile.
     kernels = "torch" if config.model.memory is None else config.train.kernels
     try:
-        return select_kernels(kernels, device_type=device_type)
+        return select_kernels(kernels, device_type="cuda" if on_gpu else "cpu")
     except KernelUnavailableError as error:
         raise ConfigError(f"train.kernels is {kernels}: {error}") from error
 
@@ -139,7 +139,7 @@ def _side_stream(config: RunConfig, groups: ParallelGroups) -> SideStream:
     A memory is a chain of short kernels that wait for each other and for other ranks, a feed-forward a few long
     products. So the chain's next kernel gets the first multiprocessor that is free, and the products fill its gaps.
     """
-    if groups.device.type != "cuda" or not memory_runs_beside(config):
+    if not groups.on_gpu or not memory_runs_beside(config):
         return SideStream(None)
     return SideStream(torch.cuda.Stream(groups.device, priority=HIGH_PRIORITY))
 

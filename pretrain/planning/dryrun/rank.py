@@ -1,7 +1,8 @@
 """The real rank of a real run, built and stepped once on tensors without data.
 
 Parallel state, model chunks, DDP, optimizer and schedule are those of a run; see `pretrain.planning.dryrun.world` for what is
-not. Kernels are the Triton ones, which a run on GPUs uses: their custom ops say what they allocate.
+not. Kernels are the Triton ones, which a run on GPUs uses: their custom ops say what they allocate. All else takes the
+CPU's branches, or with `as_gpu` a GPU's (`pretrain.planning.dryrun.gpu`).
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import repeat
+from unittest.mock import patch
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from kernels.select import OPS, Kernels, assemble, implementation_of
-from megamem.documents import DOCUMENT_BOUNDS, document_bounds
+from megamem.documents import document_bounds
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
+from pretrain.data.loader import on_device
 from pretrain.engine.build import build_unset_chunks, unwrap, wrap_chunks
 from pretrain.engine.megatron import parallel_sizes
 from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.engine.step import Batch, train_step
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
+from pretrain.planning.dryrun.gpu import StandInGpu
+from pretrain.planning.dryrun.host_traffic import Finding, HostTraffic
 from pretrain.planning.dryrun.parts import MemoryPart
 from pretrain.planning.dryrun.recorder import Collective, Recorder, Snapshot
 from pretrain.planning.dryrun.world import fake_rank, without_data
@@ -47,6 +53,7 @@ class RankReport:
         num_host_reads: values that the host reads in that step.
         num_kernels: that the step launches, about.
         num_microbatches: of that step.
+        traffic: between host and GPU in that step, if the rank was run as on one.
     """
 
     rank: int
@@ -61,6 +68,7 @@ class RankReport:
     num_host_reads: int
     num_kernels: int
     num_microbatches: int
+    traffic: tuple[Finding, ...] = ()
 
     @property
     def activation_bytes(self) -> int:
@@ -68,11 +76,12 @@ class RankReport:
         return self.peak_of_step.total - self.held.total
 
 
-def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int]) -> Iterator[RankReport]:
+def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu: bool = False) -> Iterator[RankReport]:
     """One step of each of these ranks, one after the other, in this process.
 
     Args:
         config: valid on `world_size` ranks, with `model.vocab_size`.
+        as_gpu: take a GPU's branches, and watch what passes between it and the host.
 
     Raises:
         ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
@@ -87,8 +96,9 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int]) -> Iterato
         with warnings.catch_warnings():
             # Megatron warns about optional packages.
             warnings.simplefilter("ignore")
-            with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed) as groups:
-                report = _step_of(config, groups)
+            gpu = StandInGpu() if as_gpu else None
+            with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed, gpu=gpu) as groups:
+                report = _step_of(config, groups, gpu)
         # Models and optimizers are cycles, and hold groups.
         gc.collect()
         yield report
@@ -99,12 +109,11 @@ def first_ranks_of_stages(config: RunConfig, world_size: int) -> range:
     return range(0, world_size, world_size // config.parallel.pipeline)
 
 
-def _step_of(config: RunConfig, groups: ParallelGroups) -> RankReport:
+def _step_of(config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None) -> RankReport:
     train = config.train
     num_microbatches = train.global_batch_size // (train.micro_batch_size * groups.data_size)
     # Whole sequences of one document, known to the host.
-    positions = torch.arange(train.sequence_length).expand(train.micro_batch_size, -1)
-    bounds = document_bounds(positions)
+    bounds = document_bounds(torch.arange(train.sequence_length).expand(train.micro_batch_size, -1))
     moe = config.model.moe
     with without_data(groups, experts_per_token=moe.top_k if moe is not None else 0) as recorder:
         chunks, optimizer = _build(config, groups)
@@ -116,15 +125,21 @@ def _step_of(config: RunConfig, groups: ParallelGroups) -> RankReport:
         recorder.restart_peak()
         recorder.collectives.clear()
         recorder.num_host_reads = recorder.num_kernels = 0
-        train_step(
-            chunks,
-            optimizer,
-            [repeat({**_batch(config), DOCUMENT_BOUNDS: bounds}) for _ in chunks],
-            groups,
-            num_microbatches=num_microbatches,
-            micro_batch_size=train.micro_batch_size,
-            sequence_length=train.sequence_length,
-        )
+        batches = [on_device(repeat(_batch(config)), groups.device) for _ in chunks]
+        watch = HostTraffic(gpu) if gpu is not None else None
+        with (
+            patch("pretrain.data.loader.document_bounds", lambda _: bounds),
+            watch.watching() if watch is not None else nullcontext(),
+        ):
+            train_step(
+                chunks,
+                optimizer,
+                batches,
+                groups,
+                num_microbatches=num_microbatches,
+                micro_batch_size=train.micro_batch_size,
+                sequence_length=train.sequence_length,
+            )
         tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
         return RankReport(
             rank=groups.rank,
@@ -139,6 +154,7 @@ def _step_of(config: RunConfig, groups: ParallelGroups) -> RankReport:
             num_host_reads=recorder.num_host_reads,
             num_kernels=recorder.num_kernels,
             num_microbatches=num_microbatches,
+            traffic=watch.findings() if watch is not None else (),
         )
 
 
@@ -146,7 +162,9 @@ def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedD
     """Build chunks and optimizer as a run does, with all the state that a run has from its first update on."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
-    bare = build_unset_chunks(config, groups, vocab_size=vocab_size, kernels=_gpu_kernels())
+    # A GPU's are chosen as a launch chooses them.
+    kernels = None if groups.on_gpu else _gpu_kernels()
+    bare = build_unset_chunks(config, groups, vocab_size=vocab_size, kernels=kernels)
     for chunk in bare:
         chunk.weights_are_set = True
     chunks = wrap_chunks(bare, config, groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelGroups, ParallelSizes, initialise_groups
 from pretrain.planning.dryrun.experts import DISPATCHER, balanced
+from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu
 from pretrain.planning.dryrun.recorder import Recorder
 
 
@@ -69,7 +70,9 @@ def names_of_groups(groups: ParallelGroups) -> dict[str, str]:
 
 
 @contextmanager
-def fake_rank(rank: int, world_size: int, sizes: ParallelSizes, *, seed: int) -> Iterator[ParallelGroups]:
+def fake_rank(
+    rank: int, world_size: int, sizes: ParallelSizes, *, seed: int, gpu: StandInGpu | None = None
+) -> Iterator[ParallelGroups]:
     """One rank's groups in a world of so many, in a process without any world; until the block ends.
 
     Args:
@@ -77,14 +80,25 @@ def fake_rank(rank: int, world_size: int, sizes: ParallelSizes, *, seed: int) ->
         world_size: ranks in all.
         sizes: the layout, which must fit.
         seed: of Megatron's random states.
+        gpu: the rank's; None: it computes on the CPU.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with cuda_on_cpu():
-            yield initialise_groups(sizes, device=torch.device("cpu"), timeout_minutes=1, seed=seed)
+        with cuda_on_cpu(), _replaced({} if gpu is None else gpu.redirections()):
+            device = torch.device("cpu") if gpu is None else DEVICE
+            yield initialise_groups(sizes, device=device, timeout_minutes=1, seed=seed)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _replaced(answers: Mapping[str, Any]) -> Iterator[None]:
+    """Put these in the places of what they are named for."""
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch(name, answer))
+        yield
 
 
 @contextmanager
@@ -95,8 +109,6 @@ def without_data(groups: ParallelGroups, *, experts_per_token: int = 0) -> Itera
     Args:
         experts_per_token: of a mixture, whose every token is sent to as many.
     """
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        for name, answer in _ANSWERS.items():
-            stack.enter_context(patch(name, answer))
-        yield stack.enter_context(Recorder(names_of_groups(groups), experts_per_token=experts_per_token).recording())
+    recorder = Recorder(names_of_groups(groups), experts_per_token=experts_per_token)
+    with FakeTensorMode(allow_non_fake_inputs=True), _replaced(_ANSWERS), recorder.recording():
+        yield recorder
