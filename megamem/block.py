@@ -58,7 +58,7 @@ def edit_ffn(block: TransformerLayerSubmodules, site: Site, parts: Parts) -> Non
     """Put the memory beside the feed-forward, or in its place."""
     around = {"make_ffn": parts.make_ffn, "site": site, "side_stream": parts.side_stream}
     block.mlp = ModuleSpec(module=FfnWithMemory, params=around)
-    if site.plan.is_inserted:
+    if site.plan.num_norms < 2:
         block.pre_mlp_layernorm = IdentityOp
 
 
@@ -159,8 +159,7 @@ class MemoryBlock(TransformerLayer):
             return self._with_arrivals(self._forward_post_mlp(self.mlp(normal), hidden), context, ())
         if self.config.sequence_parallel:
             inputs = inputs.share(self.tp_group)
-        # An inserted block adds what its memory reads, and not what its attention says.
-        stream = hidden_states if self.plan.is_inserted else hidden
+        stream = hidden if self.plan.adds_attention else hidden_states
         out = self._forward_post_mlp(self.mlp(normal, inputs), stream)
         if self.reads_once:
             return out, context

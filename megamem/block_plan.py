@@ -27,9 +27,9 @@ class BlockPlan:
     has_layer_norm: bool = False
 
     @property
-    def is_inserted(self) -> bool:
-        """True if its memory is all that it adds to the residual stream."""
-        return self.slot is not None and self.slot.is_inserted
+    def adds_attention(self) -> bool:
+        """True if its attention's output joins the residual stream; else its memory is all that it adds."""
+        return self.slot is None or not self.slot.is_inserted
 
     @property
     def has_ffn(self) -> bool:
@@ -43,8 +43,8 @@ class BlockPlan:
 
     @property
     def num_norms(self) -> int:
-        """Norms of hidden states: before attention, and before what follows unless the block is inserted."""
-        return 1 if self.is_inserted else 2
+        """Norms of hidden states: before attention, and before what follows where attention's output is added."""
+        return 2 if self.adds_attention else 1
 
     @property
     def has_output_projection(self) -> bool:

@@ -153,17 +153,17 @@ class ModelConfig(Config):
                     "which leaves no feed-forward for model.moe: use position: beside, or fewer blocks"
                 )
             self.memory.check(
-                hidden_size=self.hidden_size, num_memory_layers=self.num_memory_layers, has_experts=self.moe is not None
+                Backbone(
+                    hidden_size=self.hidden_size,
+                    num_heads=self.num_attention_heads,
+                    query_groups=self.query_groups,
+                    head_dim=self.attention_head_dim,
+                    latent_dim=None if self.latent_attention is None else self.latent_attention.latent_dim,
+                    vocab_size=self.vocab_size,
+                    num_memory_layers=self.num_memory_layers,
+                    has_experts=self.moe is not None,
+                )
             )
-            backbone = Backbone(
-                hidden_size=self.hidden_size,
-                num_heads=self.num_attention_heads,
-                query_groups=self.query_groups,
-                head_dim=self.attention_head_dim,
-                latent_dim=None if self.latent_attention is None else self.latent_attention.latent_dim,
-                vocab_size=self.vocab_size,
-            )
-            self.memory.check_backbone(backbone)
 
     def _check_latents(self, latent: LatentAttentionConfig) -> None:
         if latent.rotary_dim % 2 or latent.rotary_dim >= self.attention_head_dim:

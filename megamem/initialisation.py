@@ -91,11 +91,8 @@ def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfi
 
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
-    """Standard deviation of a bank's tables, given sigma_s of the layers that calibrate theirs (else empty).
-
-    Inserted blocks begin with values of zeros, and so as the identity (MIDUS, section 2.1).
-    """
-    if memory.is_inserted:
+    """Standard deviation of a bank's tables, given sigma_s of the layers that calibrate theirs (else empty)."""
+    if memory.starts_at_zero:
         return 0.0
     root_mean_square = float(torch.tensor(sigma_s, dtype=torch.float64).square().mean().sqrt()) if sigma_s else None
     return family_of(memory).table_std(memory, model, root_mean_square)

@@ -87,7 +87,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Backbone:
-    """Sizes of the surrounding model that a memory may have to fit.
+    """The surrounding model, as far as a memory may have to fit it.
 
     Attributes:
         hidden_size: of the residual stream.
@@ -96,6 +96,8 @@ class Backbone:
         head_dim: columns of a head.
         latent_dim: width of attention's latents; None: it has none.
         vocab_size: token ids; None: as many as the tokenizer has.
+        num_memory_layers: layers of the memory.
+        has_experts: whether feed-forwards are mixtures of experts.
     """
 
     hidden_size: int
@@ -104,6 +106,8 @@ class Backbone:
     head_dim: int
     latent_dim: int | None
     vocab_size: int | None
+    num_memory_layers: int
+    has_experts: bool
 
 
 class Scoring(Enum):
@@ -160,15 +164,8 @@ class MemoryConfig(Config, ABC):
                 "add where they weigh them: use model.memory.placement.blocks"
             )
 
-    def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
-        """Refuse a model that this memory cannot stand in.
-
-        Raises:
-            ValueError: with key, value and fix.
-        """
-
-    def check_backbone(self, backbone: Backbone) -> None:
-        """Refuse a backbone that this memory does not fit.
+    def check(self, backbone: Backbone) -> None:
+        """Refuse a model that this memory does not fit.
 
         Raises:
             ValueError: with key, value and fix.
@@ -177,13 +174,6 @@ class MemoryConfig(Config, ABC):
     def sized(self, vocab_size: int) -> Self:
         """This memory for so many token ids, where its tables' sizes are left to them."""
         return self
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a tokenizer with ids that this memory cannot read.
-
-        Raises:
-            ValueError: with key, value and fix.
-        """
 
     @property
     def tensor_sizes(self) -> Mapping[str, int]:
@@ -210,9 +200,20 @@ class MemoryConfig(Config, ABC):
         return self.placement.spans is None and self.placement.position == "inserted"
 
     @property
+    def starts_at_zero(self) -> bool:
+        """True if the memories add nothing at first: inserted blocks begin with values of zeros, and so as the identity
+        (MIDUS, section 2.1)."""
+        return self.is_inserted
+
+    @property
+    def placement_keys(self) -> tuple[str, ...]:
+        """Keys of `placement` that are read, besides those that name blocks."""
+        return (*(("spans", "position") if self.slot is None else ()), *(("norm",) if self.is_inserted else ()))
+
+    @property
     def has_layer_norm(self) -> bool:
         """True if LayerNorm stands before the attention of its blocks."""
-        return self.is_inserted and self.placement.norm == "layer"
+        return "norm" in self.placement_keys and self.placement.norm == "layer"
 
     @property
     @abstractmethod

@@ -88,10 +88,10 @@ class TuckerLayer(RetrievalLayer):
         heads, rank, keys = memory.num_heads, memory.tucker_rank, self.num_keys
         queries = F.linear(x, self.query_proj).view(x.shape[0], memory.num_queries, memory.key_dim)
         queries = rms_normalise(queries, self.query_norm, self.epsilon)
-        if memory.query_mode == "single":
+        if memory.query == "single":
             queries = queries.repeat_interleave(rank, dim=1)
         normal_keys = rms_normalise(self.keys.transpose(3, 4), self.keys_norm, self.epsilon)
-        if memory.query_mode == "per_head":
+        if memory.query == "per_head":
             # One product per (side, head): [2H, T, d] x [2H, d, N R].
             by_side_and_head = normal_keys.transpose(0, 1).reshape(2 * heads, keys * rank, memory.key_dim)
             products = torch.bmm(queries.transpose(0, 1), by_side_and_head.transpose(1, 2))

@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from megamem.config_base import EffectiveWhen, LossWeight
 from megamem.identity import Role
-from megamem.memory_config import Lookup, LossWeights, MemoryConfig, Observed, Scoring, Table
+from megamem.memory_config import Backbone, Lookup, LossWeights, MemoryConfig, Observed, Scoring, Table
 from megamem.sharing import LayerView, SharingConfig, SharingPlan, plan_grids
 
 Initialisation = Literal["paper", "matched", "released"]
@@ -61,8 +61,8 @@ class RetrievalConfig(MemoryConfig):
                 f"raise row_top_k_limit to at least {math.isqrt(self.top_k - 1) + 1}"
             )
 
-    def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
-        self.sharing.check(num_memory_layers)
+    def check(self, backbone: Backbone) -> None:
+        self.sharing.check(backbone.num_memory_layers)
 
     @property
     @abstractmethod
@@ -105,7 +105,10 @@ class RetrievalConfig(MemoryConfig):
 
 @dataclass(frozen=True)
 class TuckerConfig(RetrievalConfig):
-    """Retrieval by Tucker-decomposed scores (TDQKR; UltraMem and UltraMemV2), always with a value projection."""
+    """Retrieval by Tucker-decomposed scores (TDQKR; UltraMem and UltraMemV2), always with a value projection.
+
+    Queries, value blocks and pre-values are fields of a family in which they are chosen, and properties of another.
+    """
 
     scoring: ClassVar[Scoring | None] = Scoring.TUCKER
     """By scores of a grid's entries that are decomposed."""
@@ -145,18 +148,33 @@ class TuckerConfig(RetrievalConfig):
                 "core weights its own slice of the values"
             )
 
-    def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
-        super().check(hidden_size=hidden_size, num_memory_layers=num_memory_layers, has_experts=has_experts)
-        if has_experts and self.initialisation == "matched":
+    def check(self, backbone: Backbone) -> None:
+        super().check(backbone)
+        if backbone.has_experts and self.initialisation == "matched":
             raise ValueError(
                 "model.memory.initialisation is matched, which is to the variance of a dense SwiGLU, but model.moe is "
                 "set: use paper or released"
             )
 
     @property
-    def query_mode(self) -> Literal["per_rank", "per_head", "single"]:
+    @abstractmethod
+    def query(self) -> Literal["per_rank", "per_head", "single"]:
         """Sharing of queries: each Tucker rank or each head has its own, or all have the same."""
-        return "single"
+
+    @property
+    @abstractmethod
+    def value_blocks(self) -> Literal["summed", "projected"]:
+        """Value projections: one for all virtual blocks, or one for each."""
+
+    @property
+    def pre_value_dim(self) -> int:
+        """P: columns of the pre-value table; 0: there is none."""
+        return 0
+
+    @property
+    def pre_value_activation(self) -> Literal["none", "gelu"]:
+        """Activation of the pre-value products."""
+        return "none"
 
     @property
     def num_queries(self) -> int:
@@ -166,8 +184,8 @@ class TuckerConfig(RetrievalConfig):
     def query_shape(self) -> tuple[int, int]:
         """Queries per side: of heads, and of Tucker ranks; 1 where all have the same."""
         return (
-            self.num_heads if self.query_mode == "per_head" else 1,
-            self.tucker_rank if self.query_mode == "per_rank" else 1,
+            self.num_heads if self.query == "per_head" else 1,
+            self.tucker_rank if self.query == "per_rank" else 1,
         )
 
     @property
@@ -175,16 +193,28 @@ class TuckerConfig(RetrievalConfig):
         return self.key_expansion if self.key_expansion is not None else self.default_expansion
 
     @property
-    @abstractmethod
     def num_value_projections(self) -> int:
-        """B: virtual blocks with a value projection each."""
+        """B: virtual blocks with a value projection each; 1 if all have the same."""
+        return self.expansion**2 if self.value_blocks == "projected" else 1
 
     def num_key_vectors(self, view: LayerView) -> int:
         return self.tucker_rank * super().num_key_vectors(view)
 
     @property
+    def tables(self) -> tuple[Table, ...]:
+        values = Table("values", self.value_dim, "value_dim")
+        if self.pre_value_dim == 0:
+            return (values,)
+        return values, Table("pre_values", self.pre_value_dim, "pre_value_dim", group="pre_values")
+
+    @property
     def lookup(self) -> Lookup:
-        return Lookup(self.num_heads * self.top_k, scores=self.num_cores, bins=self.num_value_projections)
+        return Lookup(
+            rows=self.num_heads * self.top_k,
+            scores=self.num_cores,
+            bins=self.num_value_projections,
+            activation=self.pre_value_activation,
+        )
 
     @property
     def initialised_by(self) -> str:
@@ -217,12 +247,12 @@ class ProductKeyConfig(RetrievalConfig):
     biases: bool = False
     """Biases in every projection of the layer, as in Meta's release."""
 
-    def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
-        super().check(hidden_size=hidden_size, num_memory_layers=num_memory_layers, has_experts=has_experts)
-        if not self.has_value_projection and self.value_dim != hidden_size:
+    def check(self, backbone: Backbone) -> None:
+        super().check(backbone)
+        if not self.has_value_projection and self.value_dim != backbone.hidden_size:
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, but kind {self.kind} has no value projection: set it to "
-                f"hidden_size = {hidden_size}" + self.width_advice
+                f"hidden_size = {backbone.hidden_size}" + self.width_advice
             )
 
     @property

@@ -63,8 +63,7 @@ def product_key_distribution(name: str, memory: ProductKeyConfig, model: ModelCo
         case "query_bias" | "output_gate_bias":
             return symmetric(width**-0.5)
         case "value_bias":
-            # An inserted block adds nothing at first.
-            return Constant(0.0) if memory.is_inserted else symmetric(memory.value_dim**-0.5)
+            return Constant(0.0) if memory.starts_at_zero else symmetric(memory.value_dim**-0.5)
     raise AssertionError(f"no initial distribution is defined for the memory's {name}")
 
 

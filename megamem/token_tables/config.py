@@ -56,14 +56,11 @@ class TokenTableConfig(MemoryConfig):
     def sized(self, vocab_size: int) -> Self:
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
-    def check_backbone(self, backbone: Backbone) -> None:
-        if backbone.vocab_size is not None:
-            self.check_vocabulary(backbone.vocab_size)
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        if self.vocab_size is not None and vocab_size > self.vocab_size:
+    def check(self, backbone: Backbone) -> None:
+        num_ids = backbone.vocab_size
+        if self.vocab_size is not None and num_ids is not None and num_ids > self.vocab_size:
             raise ValueError(
-                f"model.memory.vocab_size is {self.vocab_size}, but there are {vocab_size} token ids, and each has rows of "
+                f"model.memory.vocab_size is {self.vocab_size}, but there are {num_ids} token ids, and each has rows of "
                 "its own: set model.memory.vocab_size: null, and it follows"
             )
 
@@ -108,8 +105,8 @@ class MixedValuesConfig(TokenTableConfig):
     def lookup(self) -> Lookup:
         return Lookup(self.rows_per_token, scores=self.num_gate_heads)
 
-    def check_backbone(self, backbone: Backbone) -> None:
-        super().check_backbone(backbone)
+    def check(self, backbone: Backbone) -> None:
+        super().check(backbone)
         query_groups, head_dim, latent_dim = backbone.query_groups, backbone.head_dim, backbone.latent_dim
         if self.mixed_into == "latents" and latent_dim is None:
             raise ValueError(

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -133,12 +134,8 @@ def _has_split_parameters(run: RunConfig) -> bool:
     return run.model.memory is not None or run.model.moe is not None
 
 
-def _is_placed_around_ffn(run: RunConfig) -> bool:
-    return run.model.memory is None or run.model.memory.slot is None
-
-
-def _is_inserted(run: RunConfig) -> bool:
-    return run.model.memory is None or run.model.memory.is_inserted
+def _reads_placement(key: str, run: RunConfig) -> bool:
+    return run.model.memory is None or key in run.model.memory.placement_keys
 
 
 def _has_pre_values(run: RunConfig) -> bool:
@@ -174,10 +171,13 @@ RUN_RULES: tuple[CrossRule, ...] = (
     ),
     CrossRule("optimizer.pre_value_lr_multiplier", _has_pre_values, "model.memory has pre-values"),
     *(
-        CrossRule(f"model.memory.placement.{key}", _is_placed_around_ffn, "model.memory stands around the feed-forward")
-        for key in ("spans", "position")
+        CrossRule(f"model.memory.placement.{key}", partial(_reads_placement, key), f"model.memory stands {where}")
+        for key, where in (
+            ("spans", "around the feed-forward"),
+            ("position", "around the feed-forward"),
+            ("norm", "in inserted blocks"),
+        )
     ),
-    CrossRule("model.memory.placement.norm", _is_inserted, "model.memory stands in inserted blocks"),
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from kernels.implementations import unavailable
+from megamem.block_plan import count_blocks
 from parallel.devices import num_visible_gpus
 from pretrain.config.layout_rules import layout_problems
 from pretrain.config.loader import join_problems
@@ -119,7 +120,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 def _inserted_blocks(config: RunConfig) -> Iterator[str]:
     """A block, at least, that the others are inserted beside."""
     model = config.model
-    if model.memory is not None and model.memory.is_inserted and model.num_memory_layers == model.num_layers:
+    if model.memory is not None and not any(number and plan.adds_attention for number, plan in count_blocks(model)):
         what = f"kind is {model.memory.kind}" if model.memory.slot is not None else "placement.position is inserted"
         some = list(range(1, model.num_layers, 2)) or [0]
         yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megamem.config import ModelConfig
@@ -123,11 +123,10 @@ def model_vocab_size(model: ModelConfig, tokenizer: Tokenizer) -> int:
         ConfigError: model.vocab_size is set and smaller than the tokenizer's, or a memory has no rows for some ids.
     """
     if model.vocab_size is None:
-        if model.memory is not None:
-            try:
-                model.memory.check_vocabulary(tokenizer.vocab_size)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
+        try:
+            replace(model, vocab_size=tokenizer.vocab_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         return tokenizer.vocab_size
     if model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(

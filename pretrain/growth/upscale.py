@@ -119,7 +119,7 @@ def grown_config(
         placed.append("model.memory.placement.position=inserted")
         config = from_dict(plain, origin, [*overrides, *placed])
     memory = config.model.memory
-    if memory is not None and not memory.is_inserted:
+    if memory is not None and any(plan.adds_attention for plan in plan_blocks(config.model).values()):
         raise ConfigError(
             f"model.memory.kind is {memory.kind}, whose memories do not stand in blocks of their own: only those are "
             "inserted (docs/upscale.md says which)"

@@ -269,7 +269,7 @@ def test_keys_are_counted_with_their_expansion() -> None:
 def test_the_layer_of_ultramem_is_v2_with_what_its_kind_fixes() -> None:
     memory = KINDS["ultramem"]
     assert isinstance(memory, UltraMemConfig)
-    assert (memory.expansion, memory.lookup.bins, memory.width("pre_values"), memory.query_mode) == (
+    assert (memory.expansion, memory.lookup.bins, memory.width("pre_values"), memory.query) == (
         2,
         4,
         0,

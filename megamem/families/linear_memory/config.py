@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megamem.memory_config import Lookup, MemoryConfig, Observed, Scoring, Table
+from megamem.memory_config import Backbone, Lookup, MemoryConfig, Observed, Scoring, Table
 from megamem.sharing import SharingPlan, private_banks
 
 
@@ -39,11 +39,11 @@ class LinearConfig(MemoryConfig):
                 "num_rows or lower top_k"
             )
 
-    def check(self, *, hidden_size: int, num_memory_layers: int, has_experts: bool) -> None:
-        if self.value_dim != hidden_size:
+    def check(self, backbone: Backbone) -> None:
+        if self.value_dim != backbone.hidden_size:
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, but kind {self.kind} has no value projection: set it to "
-                f"hidden_size = {hidden_size}"
+                f"hidden_size = {backbone.hidden_size}"
             )
 
     @property

@@ -88,7 +88,7 @@ class MidusConfig(MemoryConfig):
                 "num_keys or lower top_k"
             )
 
-    def check_backbone(self, backbone: Backbone) -> None:
+    def check(self, backbone: Backbone) -> None:
         hidden_size, head_dim = backbone.hidden_size, backbone.head_dim
         if backbone.num_heads * head_dim != hidden_size:
             raise ValueError(

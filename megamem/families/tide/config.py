@@ -45,8 +45,8 @@ class TideConfig(TokenTableConfig):
     def plan(self, num_layers: int) -> SharingPlan:
         return common_bank(self.num_rows, num_layers, on_every_stage=True)
 
-    def check_backbone(self, backbone: Backbone) -> None:
-        super().check_backbone(backbone)
+    def check(self, backbone: Backbone) -> None:
+        super().check(backbone)
         if self.value_dim != backbone.hidden_size:
             raise ValueError(
                 f"model.memory.value_dim is {self.value_dim}, but rows are added to a residual stream of "

@@ -26,9 +26,9 @@ class UltraMemConfig(TuckerConfig):
     released."""
 
     @property
-    def query_mode(self) -> Literal["per_rank", "per_head", "single"]:
+    def query(self) -> Literal["per_rank", "per_head", "single"]:
         return "per_head" if self.queries_per_head else "single"
 
     @property
-    def num_value_projections(self) -> int:
-        return self.expansion**2
+    def value_blocks(self) -> Literal["summed", "projected"]:
+        return "projected"

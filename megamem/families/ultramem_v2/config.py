@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt
 
 from megamem.config_base import Advice, EffectiveWhen
-from megamem.memory_config import Lookup, Table
 from megamem.retrieval.config import TuckerConfig
 
 
@@ -33,24 +32,3 @@ class UltraMemV2Config(TuckerConfig):
         Literal["none", "gelu"], EffectiveWhen(lambda c: c.pre_value_dim > 0, "pre_value_dim is above 0")
     ] = "none"
     """Activation of the pre-value products: none is Eq. 15, gelu is Eq. 13 (as always in PEER)."""
-
-    @property
-    def query_mode(self) -> Literal["per_rank", "per_head", "single"]:
-        return self.query
-
-    @property
-    def num_value_projections(self) -> int:
-        return self.expansion**2 if self.value_blocks == "projected" else 1
-
-    @property
-    def tables(self) -> tuple[Table, ...]:
-        pre_values = (
-            (Table("pre_values", self.pre_value_dim, "pre_value_dim", group="pre_values"),)
-            if self.pre_value_dim
-            else ()
-        )
-        return (*super().tables, *pre_values)
-
-    @property
-    def lookup(self) -> Lookup:
-        return replace(super().lookup, activation=self.pre_value_activation)

@@ -111,7 +111,8 @@ def exported_config(
             "AutoConfig": "configuration_megamem.MegamemConfig",
             "AutoModelForCausalLM": f"modeling_megamem.{OWN}",
         },
-        **({"backbone": _backbone(model)} if any(plan.is_inserted for plan in plan_blocks(model).values()) else {}),
+        # Without the blocks whose attention adds nothing, it may be a model that transformers knows.
+        **({} if all(plan.adds_attention for plan in plan_blocks(model).values()) else {"backbone": _backbone(model)}),
         "qk_norm": model.qk_norm,
         "moe": moe,
         "memory": _memory(model, seed, tensors),
@@ -157,7 +158,7 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
     num_heads = layers[0]["weights"]["keys"][0]
     return {
         "scoring": scoring.value,
-        "queries": memory.query_mode if isinstance(memory, TuckerConfig) else None,
+        "queries": memory.query if isinstance(memory, TuckerConfig) else None,
         "num_heads": num_heads,
         "row_top_k": memory.row_top_k if isinstance(memory, RetrievalConfig) else memory.lookup.rows // num_heads,
         "top_k": memory.lookup.rows // num_heads,

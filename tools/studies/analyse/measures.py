@@ -169,7 +169,7 @@ def measure_heads(run: Analysed) -> None:
 
     with _restored(run) as ((model,), held_out, groups):
         found = head_importance(model, held_out, groups, micro_batch_size=run.config.train.micro_batch_size)
-        inserted = [block for block, plan in plan_blocks(run.config.model).items() if plan.is_inserted]
+        inserted = [block for block, plan in plan_blocks(run.config.model).items() if not plan.adds_attention]
         of_readings = {
             reading: {
                 "scores": scores.tolist(),
