@@ -21,13 +21,12 @@ from torch.distributed import ProcessGroup
 
 from kernels.select import select_kernels
 from megamem.bank import Bank, TableLookup
-from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
 from megamem.distributions import Normal
 from megamem.families.registry import family_of
 from megamem.initialisation import distribution_of, table_std
 from megamem.inputs import Inputs
-from megamem.layers.layer import MemoryLayer
+from megamem.layers.layer import MemoryLayer, ScoreCalibration
 from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill, normal_rows
 from megamem.sharing import BankSpec

@@ -115,7 +115,7 @@ class AuxiliaryLosses:
             out: [T, D].
             cores: [C, H, R, R], or None in layers without.
             num_sequences: b, a multiple of `balance_sequences`.
-            stage_scores, stage_ids: see `megamem.retrieval.retrieved.Retrieved`.
+            stage_scores, stage_ids: see `megamem.layers.retrieval.Retrieved`.
         """
         num_tokens = out.shape[0]
         values = torch.zeros_like(self.sums)

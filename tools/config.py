@@ -15,7 +15,7 @@ from typing import Any
 
 from megamem.config import ModelConfig
 from megamem.config_base import Config, field_specs
-from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance
+from megamem.retrieval.initial import paper_ffn_variance, swiglu_ffn_variance
 from parallel.pipeline_layout import ModelChunk, chunks_of_stage, model_chunks
 from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_costs
 from pretrain.config.describe import FieldDoc, describe_fields

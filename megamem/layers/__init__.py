@@ -1,1 +1,1 @@
-"""Memory layers: what all have in common, and what those share that retrieve in one way."""
+"""Memory layers: what all have in common, and the retrieval of those that score keys."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from kernels.select import Kernels
 from megamem.bank import TableLookup
-from megamem.calibration import ScoreCalibration
 from megamem.config import ModelConfig
 from megamem.inputs import Inputs
 from megamem.losses import AuxiliaryLosses, begin_losses
@@ -24,6 +24,19 @@ from megamem.memory_config import MemoryConfig
 from megamem.parameters import ReducedOver, declare, parameter_device
 from megamem.sharing import LayerView
 from megamem.usage import LayerUsage
+
+
+@dataclass(frozen=True)
+class ScoreCalibration:
+    """Statistics of the retrieved scores that initialisation needs.
+
+    Attributes:
+        gain: of the query norm and of the key norm, at which the mean retrieved score of a core is 1.
+        sigma_s: standard deviation of the retrieved scores of a core at that gain.
+    """
+
+    gain: float
+    sigma_s: float
 
 
 class MemoryLayer(MegatronModule):

@@ -1,12 +1,15 @@
-"""Common base of the layers that retrieve from a grid of keys.
+"""Common base of the layers that retrieve from a grid of keys, and what a retrieval gives them.
 
-Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, H heads, K retrieved, J = H K, C
-scores per entry, V value dim, P pre-value dim, B bins: sums per token, each with a projection of its own (mostly 1).
+Legend: s sequence length and b sequences of this rank, T = s b tokens, D hidden size, H heads, N keys per side, M rows
+(and columns) kept by the first stage, K retrieved, J = H K, C scores per entry (Tucker cores), V value dim, P pre-value
+dim, B bins: sums per token, each with a projection of its own (mostly 1).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +17,25 @@ from torch import Tensor
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
 from megamem.retrieval.config import RetrievalConfig
-from megamem.retrieval.retrieved import Retrieved
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """Entries that one layer retrieved for T tokens.
+
+    Attributes:
+        entries: [T, H, K], int64 positions row x N + column of the N x N grid, best first within a head.
+        scores: [T, H, K, C], the weights of the entries. Tucker: the score of each core; they sum to what the selection
+            ordered by. Product keys: the softmax of the summed scores within a head, C = 1.
+        stage_ids: [2, T, H, M], int64 rows and columns kept by the first stage, best first.
+        stage_scores: what the first stage ranked rows and columns by, [2, T, H, N]; differentiable, for the balance
+            loss. Computed when called, because nothing else needs them.
+    """
+
+    entries: Tensor
+    scores: Tensor
+    stage_ids: Tensor
+    stage_scores: Callable[[], Tensor]
 
 
 class RetrievalLayer(MemoryLayer):

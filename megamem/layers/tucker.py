@@ -1,7 +1,10 @@
-"""Memory layers with Tucker-decomposed retrieval: UltraMem and UltraMemV2 (UltraMemV2, sections 2 and 3; Eq. 6-9, 12).
+"""Tucker-decomposed query-key retrieval (TDQKR), its calibration, and the memory layers with it.
 
-Legend: T tokens of this rank, D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, K retrieved,
-V value dim, M rows of the layer's window, e key expansion, B virtual blocks with a value projection each (e^2 or 1).
+UltraMem and UltraMemV2 (UltraMemV2, sections 2 and 3; Eq. 6-9, 12, 16).
+
+Legend: T tokens of this rank, D hidden size, H heads, N keys per side, d key dim, R Tucker rank, C cores, M rows (and
+columns) kept by the first stage, K retrieved, V value dim, W rows of the layer's window, e key expansion, B virtual
+blocks with a value projection each (e^2 or 1).
 """
 
 from __future__ import annotations
@@ -14,22 +17,95 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.calibration import ScoreCalibration, calibrate_scores
+from kernels.kept_scores import kept_scores
+from kernels.tucker_topk.op import TuckerTopk, torch_tucker_topk
 from megamem.config import ModelConfig
-from megamem.initial_variance import memory_variance
-from megamem.layers.retrieval import RetrievalLayer
+from megamem.distributions import Normal
+from megamem.layers.layer import ScoreCalibration
+from megamem.layers.retrieval import RetrievalLayer, Retrieved
 from megamem.norm import rms_normalise
+from megamem.random_fill import fill
 from megamem.retrieval.config import TuckerConfig
-from megamem.retrieval.retrieved import Retrieved
-from megamem.retrieval.tucker import leading_singular_vectors, retrieve
+from megamem.retrieval.initial import memory_variance
 from megamem.shuffle import KeyedShuffle, random_permutation
+
+# Tokens that retrieve in a calibration.
+_SAMPLE_TOKENS = 128
+
+
+def retrieve(
+    row_scores: Tensor,
+    column_scores: Tensor,
+    cores: Tensor,
+    u: Tensor,
+    v: Tensor,
+    *,
+    row_top_k: int,
+    top_k: int,
+    select: TuckerTopk = torch_tucker_topk,
+) -> Retrieved:
+    """Two-stage top-K on the Tucker-scored grid.
+
+    Stage 1 ranks rows by <u, S_row> and columns by <v, S_col>, the rank-1 approximation of the summed core, and keeps M
+    of each. Stage 2 scores the M x M candidates exactly, s_c(i, j) = S_row[i] C_c S_col[j], and keeps the K with the
+    largest sum over cores. Gradients flow through the scores of the kept entries only.
+
+    Args:
+        row_scores: [T, H, N, R].
+        column_scores: [T, H, N, R].
+        cores: [C, H, R, R].
+        u: [H, R], leading left singular vector of the summed core.
+        v: [H, R], leading right one.
+        row_top_k: M.
+        top_k: K <= M^2.
+        select: the selection, which also settles what comes first among equal scores.
+    """
+    num_keys = row_scores.shape[2]
+    with torch.no_grad():
+        stage_ids, entries = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
+        rows, columns = entries.unbind(0)
+    scores = torch.einsum(
+        "thkr,chrs,thks->thkc", kept_scores(row_scores, rows), cores, kept_scores(column_scores, columns)
+    )
+
+    def stage_scores() -> Tensor:
+        sides = ((row_scores, u), (column_scores, v))
+        return torch.stack([torch.einsum("thnr,hr->thn", side, direction) for side, direction in sides])
+
+    return Retrieved(rows * num_keys + columns, scores, stage_ids, stage_scores)
+
+
+def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:
+    """Leading singular vectors of the summed core, with the joint sign that stays closest to the vectors before.
+
+    The SVD leaves the joint sign of (u, v) open, and the sign selects which quadrant of the grid is searched: it must
+    not flip between steps. With no vectors before (all zero) the sign that makes sum(u) + sum(v) positive is taken, so
+    that it depends on no library.
+
+    Args:
+        core_sum: [..., R, R], the cores summed over C; SVD runs in at least fp32.
+        u_before: [..., R], the left vectors of the step before, or zeros.
+        v_before: [..., R], the right ones.
+
+    Returns:
+        u and v, each [..., R], in the dtype of the vectors before.
+    """
+    wide = core_sum.to(torch.promote_types(core_sum.dtype, torch.float32))
+    # Host sync on GPUs: the SVD looks at its convergence.
+    left, _, right = torch.linalg.svd(wide)
+    u, v = left[..., :, 0], right[..., 0, :]
+    same = (u - u_before).abs().sum(-1) + (v - v_before).abs().sum(-1)
+    flipped = (u + u_before).abs().sum(-1) + (v + v_before).abs().sum(-1)
+    fresh = ((u_before == 0).all(-1) & (v_before == 0).all(-1)) & (u.sum(-1) + v.sum(-1) < 0)
+    sign = torch.where((flipped < same) | fresh, -1.0, 1.0).to(wide.dtype).unsqueeze(-1)
+    return (u * sign).to(u_before.dtype), (v * sign).to(v_before.dtype)
 
 
 class TuckerLayer(RetrievalLayer):
     """Tucker-decomposed retrieval (TDQKR), a shuffle, and a value projection.
 
-    With key expansion e the grid has e sqrt(M) keys per side, e^2 virtual blocks of M entries, and all blocks read the
-    same M rows (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own
+    With key expansion e the grid has e sqrt(W) keys per side, e^2 virtual blocks of W entries, and all blocks read the
+    same W rows (Eq. 8). Their values are summed over all blocks (`summed`), or per block, each with its own
     projection (`projected`, Eq. 9). As released, the block of an entry comes from the shuffle and not from the key set
     (Eq. 10-11), and all blocks share their cores.
     """
@@ -174,3 +250,54 @@ class TuckerLayer(RetrievalLayer):
         for layer, new_u, new_v in zip(layers, *leading_singular_vectors(cores, u, v), strict=True):
             layer.u.copy_(new_u)
             layer.v.copy_(new_v)
+
+
+@torch.no_grad()
+def calibrate_scores(memory: TuckerConfig, num_keys: int, cores: Tensor, *, seed: int, name: str) -> ScoreCalibration:
+    """Measure the scores that a layer will retrieve (UltraMemV2, section 6.2).
+
+    The paper sets the gains of the query and key norms so that the mean retrieved score is 1, and feeds the scores'
+    standard deviation sigma_s into Eq. 22. Both are measured by Monte Carlo on the layer's own cores, with random
+    normalised queries and keys, through the real retrieval.
+
+    Args:
+        num_keys: N, the keys per side that the layer addresses.
+        cores: [C, H, R, R], the layer's initial cores.
+        name: the layer's global name; with the seed it keys the sample.
+
+    Returns:
+        Figures rounded to six digits, so that they do not depend on how a matrix product was split over threads.
+    """
+    rank, heads = memory.tucker_rank, memory.num_heads
+    queries = _unit_mean_square(
+        (_SAMPLE_TOKENS, memory.num_queries, memory.key_dim), seed, f"{name}.calibration.queries"
+    )
+    keys = _unit_mean_square((heads, 2, num_keys, rank, memory.key_dim), seed, f"{name}.calibration.keys")
+    queries = queries.view(_SAMPLE_TOKENS, 2, *memory.query_shape, memory.key_dim).expand(-1, -1, heads, rank, -1)
+    scores = torch.einsum("tshrd,hsnrd->sthnr", queries, keys)
+    # Host sync: at initialisation.
+    wide = cores.detach().cpu().double()
+    zeros = torch.zeros(heads, rank, dtype=torch.float64)
+    u, v = leading_singular_vectors(wide.sum(0), zeros, zeros)
+    retrieved = retrieve(scores[0], scores[1], wide, u, v, row_top_k=memory.row_top_k, top_k=memory.top_k).scores
+    # Host sync: at initialisation.
+    mean = float(retrieved.mean())
+    if mean <= 0:
+        raise ValueError(
+            f"the mean retrieved score of {name} is {mean:.3g} at initialisation, which no norm gain turns into 1: "
+            "raise model.memory.num_keys or lower top_k"
+        )
+    # A score is a product of a row and a column score, and each of those of a query and a key: the gain enters four
+    # times. Host sync: at initialisation.
+    return ScoreCalibration(gain=_round(mean**-0.25), sigma_s=_round(float(retrieved.std()) / mean))
+
+
+def _unit_mean_square(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """Random vectors as the norms deliver them at gain 1, fp64 on the CPU: mean square 1 over the last dimension."""
+    out = torch.empty(shape, dtype=torch.float64)
+    fill(out, Normal(1.0), seed=seed, name=name)
+    return out * torch.rsqrt(out.square().mean(-1, keepdim=True))
+
+
+def _round(value: float) -> float:
+    return round(value, 5 - math.floor(math.log10(abs(value))))

@@ -1,1 +1,1 @@
-"""Retrieval: from a token's hidden state to the entries it reads and their scores."""
+"""Declarations of families that retrieve from a grid of keys: settings, costs, initial weights, released names."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.common.hashing import mix
 from megamem.hashing import key_of
 from megamem.layers.layer import MemoryLayer
-from megamem.retrieval.retrieved import Retrieved
+from megamem.layers.retrieval import Retrieved
 from pretrain.config.schema import DatasetEntry, ParallelConfig, RunConfig
 from pretrain.config.stages import load_config
 from pretrain.config.validate import validate

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.calibration import calibrate_scores
 from megamem.config import ModelConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.initial_variance import swiglu_ffn_variance
 from megamem.initialisation import initialise
+from megamem.layers.tucker import calibrate_scores
 from megamem.model import MemoryGPTModel
 from megamem.retrieval.config import TuckerConfig
+from megamem.retrieval.initial import swiglu_ffn_variance
 from megamem.sharing import SharingConfig
 from parallel.cpu import cuda_on_cpu
 from parallel.groups import ParallelSizes, initialise_groups

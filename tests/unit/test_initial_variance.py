@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.initial_variance import (
+from megamem.retrieval.initial import (
     linear_output_variance,
     memory_variance,
     normal_mean,

@@ -19,15 +19,15 @@ from typing import Any, get_args
 import pytest
 from torch import Tensor
 
-import megamem.calibration
 import megamem.initial_outputs
+import megamem.layers.tucker
 from megamem.config import ModelConfig
 from megamem.distributions import Distribution
 from megamem.initial_outputs import InitialOutput, measure_initial_outputs
-from megamem.initial_variance import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.initialisation import table_std
 from megamem.random_fill import fill, normal_rows
 from megamem.retrieval.config import Initialisation, TuckerConfig
+from megamem.retrieval.initial import paper_ffn_variance, swiglu_ffn_variance, target_variance
 from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig
 from pretrain.config.stages import load_config
@@ -83,7 +83,7 @@ def measured(
         # Megatron warns about optional packages.
         warnings.simplefilter("ignore")
         patch.setattr(megamem.initial_outputs, "fill", fill_once)
-        patch.setattr(megamem.calibration, "fill", fill_once)
+        patch.setattr(megamem.layers.tucker, "fill", fill_once)
         patch.setattr(megamem.initial_outputs, "normal_rows", rows_once)
         return {
             choice: measure_initial_outputs(

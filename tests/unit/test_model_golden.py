@@ -27,14 +27,13 @@ from megamem.families.pkm.config import PkmConfig
 from megamem.families.registry import family_of
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.initial_variance import sigma_values
 from megamem.layers.layer import MemoryLayer
 from megamem.layers.product_key import ProductKeyLayer
-from megamem.layers.tucker import TuckerLayer
+from megamem.layers.tucker import TuckerLayer, leading_singular_vectors
 from megamem.losses import LOSS_NAMES
 from megamem.memory_config import MemoryConfig
 from megamem.released_names import from_meta, from_released
-from megamem.retrieval.tucker import leading_singular_vectors
+from megamem.retrieval.initial import sigma_values
 from megamem.sharing import SharingConfig
 from tests.microbatch import some_inputs
 

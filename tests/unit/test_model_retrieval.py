@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.retrieval.tucker import Retrieved, leading_singular_vectors, retrieve
+from megamem.layers.retrieval import Retrieved
+from megamem.layers.tucker import leading_singular_vectors, retrieve
 
 
 @dataclass(frozen=True)

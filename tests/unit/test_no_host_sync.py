@@ -32,7 +32,6 @@ KNOWN_TO_THE_HOST = {"rank", "size"}
 
 OUTSIDE_OF_STEPS = {
     "kernels/parity.py",
-    "megamem/calibration.py",
     "megamem/initialisation.py",
     "megamem/initial_outputs.py",
     "megamem/released_names.py",

@@ -10,7 +10,7 @@ import pytest
 from megamem.config import ModelConfig, MoEConfig
 from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from megamem.initial_variance import sigma_values
+from megamem.retrieval.initial import sigma_values
 from megamem.sharing import SharingConfig
 from megamem.spans import PlacementConfig, Span, parse_spans, pending_before
 from parallel.layout import Unit, unsplittable_units

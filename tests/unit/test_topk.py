@@ -25,7 +25,7 @@ from kernels.list_topk.op import torch_list_topk
 from kernels.product_topk import naive as naive_product
 from kernels.select import implementation_of, select_kernels
 from kernels.tucker_topk import naive as naive_tucker
-from megamem.retrieval import product, tucker
+from megamem.layers import product_key, tucker
 
 Selection = Callable[..., tuple[Tensor, Tensor]]
 
@@ -229,7 +229,7 @@ def test_retrieval_is_traced_whole(implementation: Implementation) -> None:
     def scores(rows: Tensor, columns: Tensor) -> Tensor:
         sizes = {"row_top_k": row_top_k, "top_k": top_k}
         by_core = tucker.retrieve(rows, columns, core.unsqueeze(0), u, v, **sizes, select=selections[0])
-        by_sum = product.retrieve(rows[..., 0], columns[..., 0], **sizes, select=selections[1])
+        by_sum = product_key.retrieve(rows[..., 0], columns[..., 0], **sizes, select=selections[1])
         return by_core.scores + by_sum.scores
 
     results = []

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from megamem.families.midus.config import MidusConfig
 from megamem.inputs import Inputs
 from megamem.layers.layer import MemoryLayer
+from megamem.layers.product_key import retrieve
+from megamem.layers.retrieval import Retrieved
 from megamem.parameters import GroupName, ReducedOver, declare, parameter_device
-from megamem.retrieval.product import retrieve
-from megamem.retrieval.retrieved import Retrieved
 
 
 class MidusLayer(MemoryLayer):

@@ -19,7 +19,6 @@ _BY_MODULE = (
     ("megamem.chunked_loss", MemoryPart.LOSS),
     ("megamem.layers", MemoryPart.MEMORY),
     ("megamem.families", MemoryPart.MEMORY),
-    ("megamem.retrieval", MemoryPart.MEMORY),
     ("megamem.shuffle", MemoryPart.MEMORY),
     ("megamem.losses", MemoryPart.MEMORY),
     ("kernels", MemoryPart.MEMORY),

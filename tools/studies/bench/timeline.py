@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamem.retrieval.retrieved import Retrieved
+from megamem.layers.retrieval import Retrieved
 
 
 class Range(NamedTuple):
