@@ -1,0 +1,137 @@
+"""Iterations of the kernels' loops: in closed form, or on drawn data where they depend on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.errors import UserError
+from tools.studies.bench.static.builds import Launch
+from tools.studies.bench.static.reads import Reads
+from tools.studies.bench.static.sass import SourceLoop
+from tools.studies.bench.static.warp import Trips
+
+_LISTS = 32
+_PADDING = -(2**31)
+
+
+def trips_of(launch: Launch, reads: Reads | None) -> Trips:
+    """Iterations of each loop of a launched kernel.
+
+    Raises (when asked for a loop that is not known):
+        UserError: see above.
+    """
+
+    def trips(loop: SourceLoop | None) -> float:
+        count = None if loop is None else _KNOWN.get((loop.function, loop.header))
+        if count is None:
+            raise UserError(
+                f"{launch.name} has a loop of which nobody says how often it runs ({loop or 'of no line of ours'}): add "
+                "it to tools/studies/bench/static/trips.py"
+            )
+        return count(launch, reads)
+
+    return trips
+
+
+def _chunks_of_reads(launch: Launch, reads: Reads | None) -> float:
+    return float(math.ceil(launch.values["J"] / launch.values["ENTRIES"]))
+
+
+def _chunks_of_columns(launch: Launch, reads: Reads | None) -> float:
+    values = launch.values
+    return float(math.ceil(values["W"] // values["C"] / values["COLUMNS"]))
+
+
+def _longest_run(launch: Launch, reads: Reads | None) -> float:
+    assert reads is not None
+    values = launch.values
+    if values["FROM_ENTRIES"]:
+        return _mean_longest_run(reads, values["ITEMS"], values["L"])
+    # Partial sums of the rows that are read more often; were all in one tile's runs, they would take so many.
+    return float(np.minimum(reads.counts // values["stride"], values["L"]).sum() / launch.grid[0])
+
+
+@lru_cache(maxsize=64)
+def _mean_longest_run(reads: Reads, items: int, cut: int) -> float:
+    return float(reads.longest_runs(items, cut).mean())
+
+
+def _bisections(launch: Launch, reads: Reads | None) -> float:
+    values = launch.values
+    if launch.name == "collect_lists_kernel":
+        return _mean_bisections(
+            values["num_keys"], values["ROWS"], values["WIDTH"], values["TOP_K"], values["CAPACITY"]
+        )
+    kept, top_k, capacity = values["ROW_TOP_K"], values["TOP_K"], values["CAPACITY"]
+    if launch.name == "collect_grid_kernel":
+        threads = values["THREADS"]
+        return _mean_bisections(-kept, values["WIDTH"] ** 2 // threads, threads, top_k, capacity)
+    return _mean_bisections(-kept, 2 * values["STRIP"], values["WIDTH"], top_k, capacity)
+
+
+@lru_cache(maxsize=64)
+def _mean_bisections(entries: int, rows: int, width: int, top_k: int, capacity: int) -> float:
+    """Halvings until few enough entries of a tile reach the threshold (`kernels.list_topk.triton_op._above`).
+
+    The entries are `entries` normal scores, or the sums of the best of two lists of -`entries` each.
+    """
+    generator = np.random.default_rng(0)
+    counted = []
+    for _ in range(_LISTS):
+        if entries > 0:
+            scores = generator.standard_normal(entries)
+        else:
+            sides = np.sort(generator.standard_normal((2, -40 * entries)))[:, entries:]
+            scores = generator.permutation((sides[0][:, None] + sides[1][None, :]).ravel())
+            # Of sums only those near the lists' heads are in the tile.
+            scores = np.sort(scores)[::-1][: rows * width]
+            generator.shuffle(scores)
+        counted.append(_halvings(_ordered_keys(scores), rows, width, top_k, capacity))
+    return float(np.mean(counted))
+
+
+def _ordered_keys(scores: NDArray[np.float64]) -> NDArray[np.int64]:
+    bits = scores.astype(np.float32).view(np.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)
+
+
+def _halvings(keys: NDArray[np.int64], rows: int, width: int, top_k: int, capacity: int) -> int:
+    tile = np.full(rows * width, _PADDING, dtype=np.int64)
+    tile[: len(keys)] = keys
+    if rows * width < 2 * top_k:
+        low = int(keys.min())
+    else:
+        split = 1 if top_k <= width else 1 << math.ceil(math.log2(math.ceil(top_k / width)))
+        maxima = tile.reshape(rows // split, split * width).max(axis=0)
+        used = maxima[maxima != _PADDING]
+        low = int(used.min()) if len(used) >= top_k else _PADDING + 1
+    high, count = int(keys.max()), int((keys >= low).sum())
+    halvings = 0
+    while count > capacity and low < high:
+        middle = low + (high - low + 1) // 2
+        reached = int((keys >= middle).sum())
+        if reached >= top_k:
+            low, count = middle, reached
+        else:
+            high = middle - 1
+        halvings += 1
+    return halvings
+
+
+def _never(launch: Launch, reads: Reads | None) -> float:
+    """Scores of normal numbers are all different."""
+    return 0.0
+
+
+_KNOWN: dict[tuple[str, str], Callable[[Launch, Reads | None], float]] = {
+    ("gather_sum_kernel", "for start in range(0, J, ENTRIES)"): _chunks_of_reads,
+    ("gather_dot_kernel", "for start in range(0, PER_GROUP, COLUMNS)"): _chunks_of_columns,
+    ("segment_accumulate_kernel", "while num_going > 0"): _longest_run,
+    ("_above", "while (num_above > CAPACITY) & (low < high)"): _bisections,
+    ("_above", "while (num_above > CAPACITY) & (first < last)"): _never,
+}

@@ -1,0 +1,225 @@
+"""Launches of one memory layer on a rank for a microbatch, and the bytes that they must move."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamem.memory_config import MemoryConfig
+from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
+from parallel.layout import coefficients_per_rank
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+from pretrain.planning.costs.stages import Division
+from tools.ranks import fewest_ranks
+from tools.studies.bench.static.builds import Launch, launcher, recorded
+from tools.studies.bench.static.reads import Reads
+
+
+@dataclass(frozen=True)
+class Access:
+    """Accesses to one tensor.
+
+    Attributes:
+        tensor_bytes: all of it.
+        item_bytes: of one access; 0: it is streamed, once.
+        count: accesses.
+        reads: of the rows of a table, which may come from a cache; None: of items that are met once, in any order.
+    """
+
+    tensor_bytes: int
+    item_bytes: int = 0
+    count: int = 0
+    reads: Reads | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op.
+
+    Attributes:
+        op: its name, and what for.
+        part: of the plan that it belongs to.
+        launches: of kernels.
+        accesses: that it cannot do without.
+        reads: of the table that it reads or adds to; None: it has none.
+    """
+
+    op: str
+    part: str
+    launches: tuple[Launch, ...]
+    accesses: tuple[Access, ...]
+    reads: Reads | None
+
+
+TABLES, SELECTION, SHUFFLE = "gathers and table gradients", "selection", "shuffle of rows"
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def calls_of(config: RunConfig, exponent: float, num_tokens: int | None = None) -> list[Call]:
+    """The calls of the first memory layer's forward and backward pass.
+
+    Args:
+        config: of a model with a memory that retrieves.
+        exponent: of Zipf's law by which rows are read; 0: evenly.
+        num_tokens: of a rank; None: those of its microbatch.
+
+    Raises:
+        ConfigError: the model has no such memory.
+    """
+    memory = config.model.memory
+    if not isinstance(memory, RetrievalConfig):
+        what = "no memory" if memory is None else f"a memory of kind {memory.kind}, which retrieves nothing"
+        raise ConfigError(f"{config.name} has {what}: name a configuration whose memory retrieves rows")
+    tokens = num_tokens or Division.of(config, fewest_ranks(config.parallel)).rank_tokens
+    calls = [*_selection(config, memory, tokens), *_shuffle(config, memory, tokens)]
+    view = config.model.memory_plan.views[0]
+    tables = _Tables(
+        reads=Reads(view.num_bank_rows, config.parallel.memory * tokens * memory.lookup.rows, exponent),
+        tokens=config.parallel.memory * tokens,
+        rows_per_token=memory.lookup.rows,
+        scores=coefficients_per_rank(memory.lookup.scores, config.parallel.memory),
+        bins=memory.lookup.bins,
+        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+    )
+    for table in memory.tables:
+        width = table.width // config.parallel.memory
+        calls += tables.summed(width) if table.name == "values" else tables.multiplied(width)
+    return calls
+
+
+def _selection(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]:
+    view = config.model.memory_plan.views[0]
+    assert isinstance(memory, RetrievalConfig)
+    kept, keys = (memory.row_top_k, memory.top_k), memory.expansion * view.num_keys
+    heads = memory.num_heads
+    if isinstance(memory, TuckerConfig):
+        from kernels.tucker_topk import triton_op as tucker
+
+        scores = _empty(2, memory.tucker_rank, tokens, heads, keys, dtype=torch.float32)
+        rows, columns = scores.permute(0, 2, 3, 4, 1).unbind(0)
+        core = _empty(heads, memory.tucker_rank, memory.tucker_rank, dtype=torch.float32)
+        launches = recorded(lambda: launcher(tucker.tucker_topk)(rows, columns, core, core[:, 0], core[:, 1], *kept))
+        op = "tucker_topk"
+    elif isinstance(memory, ProductKeyConfig):
+        from kernels.product_topk import triton_op as product
+
+        scores = _empty(2, tokens, heads, keys, dtype=torch.float32)
+        launches = recorded(lambda: launcher(product.product_topk)(scores[0], scores[1], *kept))
+        op = "product_topk"
+    else:
+        return []
+    ids = 2 * 8 * tokens * heads * (memory.row_top_k + memory.top_k)
+    return [Call(op, SELECTION, tuple(launches), (Access(_bytes(scores)), Access(ids)), None)]
+
+
+def _shuffle(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]:
+    if not isinstance(memory, TuckerConfig) or memory.shuffle != "keyed":
+        return []
+    from kernels.shuffled_rows import triton_op as shuffled
+
+    view = config.model.memory_plan.views[0]
+    entries = _empty(tokens, memory.lookup.rows)
+    grid = memory.expansion * view.num_keys, (2**62, 2**62 + 1, 5, 2**63 - 1)
+    window = view.num_rows, view.first_row, view.num_bank_rows
+    with_blocks = memory.num_value_projections > 1
+    launches = recorded(lambda: launcher(shuffled._shuffled_rows)(entries, *grid, *window, with_blocks))
+    streamed = Access((2 + with_blocks) * _bytes(entries))
+    return [Call("shuffled_rows", SHUFFLE, tuple(launches), (streamed,), None)]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Lookups of all tokens of a memory group in a rank's columns."""
+
+    reads: Reads
+    tokens: int
+    rows_per_token: int
+    scores: int
+    bins: int
+    dtype: torch.dtype
+
+    def summed(self, width: int) -> list[Call]:
+        """A table whose rows are summed: forward, the gradients of its coefficients, and its own."""
+        ids, coef, out = self._ids(), self._coef(), _empty(self.tokens, self.bins * width, dtype=self.dtype)
+        bins = self._ids() if self.bins > 1 else None
+        return [
+            self._call(
+                "gather_sum, values", width, "gather_sum", "gather_sum", ids, coef, bins, self.bins, moved=(coef, out)
+            ),
+            self._call(
+                "gather_dot, values' coefficients",
+                width,
+                "gather_dot",
+                "gather_dot",
+                ids,
+                out,
+                self.scores,
+                bins,
+                moved=(coef, out),
+            ),
+            self._accumulate("segment_accumulate, values", width, coef, out, bins),
+        ]
+
+    def multiplied(self, width: int) -> list[Call]:
+        """A table whose rows are multiplied with a vector: forward, the vector's gradient, and its own."""
+        ids, x = self._ids(), _empty(self.tokens, width, dtype=self.dtype)
+        coef = _empty(self.tokens, self.rows_per_token, 1, dtype=self.dtype)
+        return [
+            self._call("gather_dot, pre-values", width, "gather_dot", "gather_dot", ids, x, 1, None, moved=(coef, x)),
+            self._call(
+                "gather_sum, pre-values' input", width, "gather_sum", "gather_sum", ids, coef, None, 1, moved=(coef, x)
+            ),
+            self._accumulate("segment_accumulate, pre-values", width, coef, x, None),
+        ]
+
+    def _ids(self) -> Tensor:
+        return _empty(self.tokens, self.rows_per_token)
+
+    def _coef(self) -> Tensor:
+        return _empty(self.tokens, self.rows_per_token, self.scores, dtype=self.dtype)
+
+    def _call(self, op: str, width: int, folder: str, name: str, *operands: object, moved: Sequence[Tensor]) -> Call:
+        from importlib import import_module
+
+        table = _empty(self.reads.num_rows, width, dtype=self.dtype)
+        function = launcher(getattr(import_module(f"kernels.{folder}.triton_op"), name))
+        launches = recorded(lambda: function(table, *operands))
+        rows = Access(_bytes(table), width * table.element_size(), self.reads.num_entries, self.reads)
+        ids = self._ids()
+        streams = [Access(_bytes(each)) for each in (ids, *([ids] if self.bins > 1 else []), *moved)]
+        return Call(op, TABLES, tuple(launches), (rows, *streams), self.reads)
+
+    def _accumulate(self, op: str, width: int, coef: Tensor, vec: Tensor, bins: Tensor | None) -> Call:
+        from kernels.segment_accumulate import triton_op
+
+        gradient = _empty(self.reads.num_rows, width, dtype=torch.float32)
+        launches = recorded(lambda: _accumulated(triton_op, gradient, self._ids(), coef, vec, bins))
+        row = Access(_bytes(gradient), 4 * width, self.reads.num_distinct)
+        element = coef.element_size()
+        vectors = Access(_bytes(vec), vec.shape[1] * element, self.reads.num_entries)
+        scales = Access(_bytes(coef), coef.shape[2] * element, self.reads.num_entries)
+        # Read once, by the sort's result: a row in 32 bits and an entry in 64 bits each.
+        order = Access(12 * self.reads.num_entries)
+        return Call(op, TABLES, tuple(launches), (row, row, vectors, scales, order), self.reads)
+
+
+def _accumulated(module: object, gradient: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None) -> None:
+    sort: Callable[[Tensor, int], tuple[Tensor, ...]] = module.sort_by_row  # type: ignore[attr-defined]
+    launcher(module._segment_accumulate)(gradient, *sort(ids, gradient.shape[0]), coef, vec, bins)  # type: ignore[attr-defined]
+
+
+def by_part(calls: Sequence[Call]) -> dict[str, list[Call]]:
+    """The calls of each part, in their order."""
+    return {part: list(group) for part, group in itertools.groupby(calls, key=lambda call: call.part)}
