@@ -2,39 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pretrain.checkpoint.store.tensors import Region
-from pretrain.checkpoint.write_plan import num_bytes
 
+CHUNK_BYTES = 1 << 30
+"""Host memory that is allocated at a time: `pretrain.planning.costs.memory` has the same.
+
+PyTorch rounds page-locked allocations up to powers of two: one of 22.5 GB would take 32. Sixteen of the largest items
+fit into a chunk, so that a gap behind the last of them is small."""
 _ALIGNMENT = 64
 
 
+@dataclass(frozen=True)
+class Place:
+    """Bytes of a chunk, from `start` on."""
+
+    chunk: int
+    start: int
+
+
 class StagingBuffer:
-    """One buffer, as large as the rank's part, allocated at the first save and used again by the later ones.
+    """Chunks as large together as the rank's part, allocated at the first save and used again by the later ones.
 
     Page-locked where there is a GPU to copy from.
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._chunks: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that is held."""
+        return sum(chunk.nbytes for chunk in self._chunks)
 
     def copy(self, data: Mapping[Region, Tensor]) -> dict[Region, Tensor]:
         """Copies of all items in the buffer, complete when this returns; its previous contents are overwritten."""
-        needed = num_bytes(data) + _ALIGNMENT * len(data)
+        places, used = placed(tensor.nbytes for tensor in data.values())
         on_gpu = any(tensor.is_cuda for tensor in data.values())
-        if self._buffer.nbytes < needed:
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
-        copies, position = {}, 0
-        for region, tensor in data.items():
-            place = self._buffer[position : position + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[region] = place.copy_(tensor.detach(), non_blocking=True)
-            position += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._allocate(used, pinned=on_gpu)
+        copies = {}
+        for (region, tensor), place in zip(data.items(), places, strict=True):
+            flat = self._chunks[place.chunk][place.start : place.start + tensor.nbytes]
+            copies[region] = flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
         if on_gpu:
             # Host sync: the next step overwrites what is being copied.
             torch.cuda.synchronize()
         return copies
+
+    def _allocate(self, used: list[int], *, pinned: bool) -> None:
+        """Have a chunk for each of these numbers of bytes, none of which outgrows a chunk that is kept."""
+        del self._chunks[len(used) :]
+        for number, needed in enumerate(used):
+            if number < len(self._chunks) and self._chunks[number].nbytes >= needed:
+                continue
+            # Free what it replaces first.
+            del self._chunks[number:]
+            size = 1 << (needed - 1).bit_length()
+            self._chunks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned))
+
+
+def placed(sizes: Iterable[int]) -> tuple[list[Place], list[int]]:
+    """Places of items of so many bytes, each in the first chunk that has room for it, and the bytes used of each chunk.
+
+    An item that is larger than a chunk has one of its own.
+    """
+    places: list[Place] = []
+    used: list[int] = []
+    for size in sizes:
+        chunk = next((number for number, start in enumerate(used) if start + size <= CHUNK_BYTES), len(used))
+        if chunk == len(used):
+            used.append(0)
+        places.append(Place(chunk, used[chunk]))
+        used[chunk] += -(-max(1, size) // _ALIGNMENT) * _ALIGNMENT
+    return places, used

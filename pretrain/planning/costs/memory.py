@@ -8,6 +8,7 @@ dimension, n and g query and key/value heads, J rows read per token, V value dim
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,6 +56,8 @@ STATE_PARTS = (
 _GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
 ITEM_BYTES = 1 << 26
 """Bytes that a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
+CHUNK_BYTES = 1 << 30
+"""Bytes of a chunk of the buffer of an asynchronous save: `pretrain.checkpoint.staging` has the same."""
 WINDOW_ELEMENTS = 1 << 22
 """Elements that pass through the host at a time: `pretrain.engine.value_offload` has the same."""
 
@@ -114,8 +117,14 @@ def stage_bytes(config: RunConfig, num_ranks: int) -> tuple[StageBytes, ...]:
 def _save_bytes(config: RunConfig, owned: float) -> float:
     """Host memory for a save of the `owned` parameters that a rank writes: of all, or of an item per writing thread."""
     if config.checkpoint.asynchronous:
-        return owned * checkpoint_width(config)
+        return page_locked(owned * checkpoint_width(config))
     return config.checkpoint.writer_threads * ITEM_BYTES
+
+
+def page_locked(num_bytes: float) -> float:
+    """Bytes that a staging buffer takes for so many: whole chunks, and a last one rounded up to a power of two."""
+    whole, rest = divmod(num_bytes, CHUNK_BYTES)
+    return float(whole * CHUNK_BYTES + (1 << (math.ceil(rest) - 1).bit_length() if rest else 0))
 
 
 def checkpoint_width(config: RunConfig) -> int:
