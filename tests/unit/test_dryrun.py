@@ -310,7 +310,7 @@ def test_the_stages_meet_and_one_that_differs_is_told(reports: dict[str, list[An
     assert "nothing sent" in mismatches([first, fewer])[0]
     calls = list(second.collectives)
     last = max(index for index, call in enumerate(calls) if call.axis == "world")
-    calls[last] = replace(calls[last], num_bytes=1)
+    calls[last] = replace(calls[last], content="float64 [1]")
     assert "in group world" in mismatches([first, replace(second, collectives=tuple(calls))])[0]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from pretrain.planning.dryrun.gpu import DEVICE, StandInGpu, is_on_device
-
-_ROOT = Path(__file__).parents[3]
-# Folders of our code there.
-_OURS = ("kernels", "megamem", "parallel", "pretrain", "slurm", "tests", "tools")
-# Lines of the stand-ins cause nothing themselves.
-_STAND_INS = (__name__.rpartition(".")[0], "parallel.cpu")
+from pretrain.planning.dryrun.lines import Place, calling_line
 
 
 class Traffic(StrEnum):
@@ -40,22 +33,6 @@ class Traffic(StrEnum):
     """The host waits for values of the device, or for a shape that follows from them."""
     WAIT = "host waits"
     """The host waits for all of a stream or of the device."""
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """A line that causes traffic.
-
-    Attributes:
-        line: the innermost one of ours, `path:line` from the root of the repository.
-        through: the innermost line of another package between it and PyTorch, or nothing.
-    """
-
-    line: str
-    through: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.line} ({self.through})" if self.through else self.line
 
 
 @dataclass(frozen=True)
@@ -146,7 +123,7 @@ class HostTraffic(TorchDispatchMode):
         self._found(kind, f"copy to the {'device' if to_device else 'host'}", source.nbytes)
 
     def _found(self, kind: Traffic, what: str, num_bytes: int = 0) -> None:
-        key = kind, _place(), what
+        key = kind, calling_line(), what
         self._calls[key] += 1
         self._bytes[key] += num_bytes
 
@@ -215,26 +192,3 @@ def _all_of(index: Any) -> list[Any]:
 def _moved(arg: Any) -> Any:
     on_host = isinstance(arg, Tensor) and not is_on_device(arg)
     return torch.empty_like(arg, device=DEVICE) if on_host else arg
-
-
-def _place() -> Place:
-    """The line of ours that is innermost on the stack, and the innermost one of another package further in."""
-    frame, through = sys._getframe(1), ""
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_STAND_INS):
-            if path := _our_path(frame.f_code.co_filename):
-                return Place(f"{path}:{frame.f_lineno}", through)
-            if not through and name.partition(".")[0] not in ("torch", "contextlib"):
-                through = f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return Place("nowhere", through)
-
-
-def _our_path(file: str) -> str | None:
-    """The path from the root of the repository, or of the folder that our packages are installed in; None: not ours."""
-    path = Path(file)
-    if not path.is_relative_to(_ROOT):
-        return None
-    path = path.relative_to(_ROOT)
-    return path.as_posix() if path.parts[0] in _OURS else None

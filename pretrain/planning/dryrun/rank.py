@@ -31,10 +31,11 @@ from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.engine.step import Batch, train_step
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
+from pretrain.planning.dryrun.collectives import Collective
 from pretrain.planning.dryrun.gpu import StandInGpu
 from pretrain.planning.dryrun.host_traffic import Finding, HostTraffic
 from pretrain.planning.dryrun.parts import MemoryPart
-from pretrain.planning.dryrun.recorder import Collective, Recorder, Snapshot
+from pretrain.planning.dryrun.recorder import Recorder, Snapshot
 from pretrain.planning.dryrun.world import fake_rank, without_data
 
 
@@ -93,6 +94,8 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu:
     if config.model.memory is not None and find_spec("triton") is None:
         raise ConfigError("triton is not installed, whose kernels a dry run counts: pip install -e '.[gpu]'")
     for rank in ranks:
+        # Nothing that is there is garbage of a run: to look through it takes longer than to step a small model.
+        gc.freeze()
         with warnings.catch_warnings():
             # Megatron warns about optional packages.
             warnings.simplefilter("ignore")
@@ -101,6 +104,7 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu:
                 report = _step_of(config, groups, gpu)
         # Models and optimizers are cycles, and hold groups.
         gc.collect()
+        gc.unfreeze()
         yield report
 
 

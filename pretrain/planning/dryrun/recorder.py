@@ -13,47 +13,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from pretrain.planning.dryrun.collectives import CallReader, Collective
 from pretrain.planning.dryrun.parts import MemoryPart, part_of_caller
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One call of torch.distributed.
-
-    Attributes:
-        op: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv or barrier.
-        axis: the group's name.
-        ranks: of the group, or this rank's peer for a message.
-        num_bytes: of what this rank hands over: its part for an all_gather, all parts for the others.
-        part: of the run that called.
-    """
-
-    op: str
-    axis: str
-    ranks: tuple[int, ...]
-    num_bytes: int
-    part: MemoryPart
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends to others, if the library sends no more than it must (a ring, for sums)."""
-        size, num_bytes = len(self.ranks), self.num_bytes
-        match self.op:
-            case "all_gather":
-                return num_bytes * (size - 1)
-            case "all_to_all" | "reduce_scatter":
-                return num_bytes * (size - 1) // size
-            case "all_reduce":
-                return 2 * num_bytes * (size - 1) // size
-            case "broadcast" | "recv" | "barrier":
-                return 0
-        return num_bytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +71,7 @@ class Recorder(TorchDispatchMode):
         """
         super().__init__()
         self._experts_per_token = experts_per_token
-        self._axes, self._answers = axes, answers
+        self._answers, self._calls = answers, CallReader(axes)
         self.collectives: list[Collective] = []
         self.num_host_reads = 0
         self.num_kernels = 0
@@ -146,7 +112,7 @@ class Recorder(TorchDispatchMode):
                 live.num_bytes = num_bytes
             return out
 
-        with patch.object(torch.UntypedStorage, "resize_", resize), self:
+        with patch.object(torch.UntypedStorage, "resize_", resize), self._calls.reading_batches(), self:
             yield self
 
     def now(self) -> Snapshot:
@@ -196,39 +162,10 @@ class Recorder(TorchDispatchMode):
             self._peak_total, self.peak = self._total, self.now()
 
     def _answer(self, func: Any, args: Any) -> Any:
-        name = func._schema.name.removeprefix("c10d::")
-        op, sent = _OPS[name]
-        groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg)]
-        group = ProcessGroup.unbox(groups[0])
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if op in ("send", "recv"):
-            ranks = (ranks[args[2]],)
-        num_bytes = sum(t.numel() * t.element_size() for t in tree_iter(args[sent]) if isinstance(t, Tensor))
-        axis = self._axes.get(group.group_name, "other")
-        self.collectives.append(Collective(op, axis, ranks, num_bytes, part_of_caller()))
+        self.collectives.append(self._calls.read(func, args))
         work = FakeWork().boxed()
         # All results of the schema but the last are tensors that were handed in to be written.
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
 
 _ROOM = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
-
-
-def _is_group(arg: torch.ScriptObject) -> bool:
-    return str(arg._type()).endswith("ProcessGroup")
-
-
-# Readers' name of each of PyTorch's operators, and the argument that this rank hands over.
-_OPS = {
-    "allreduce_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "_allgather_base_": ("all_gather", 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "send": ("send", 0),
-    "recv_": ("recv", 0),
-    "barrier": ("barrier", 0),
-}
