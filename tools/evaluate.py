@@ -11,7 +11,7 @@ from typing import Any
 from parallel.devices import num_visible_gpus
 from pretrain.checkpoint.folder import SavedState
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.config.validate import validate
+from pretrain.config.validate import validate_layout
 from pretrain.data.blend import check_blend, open_blend
 from pretrain.data.manifest import VALIDATION
 from pretrain.errors import ConfigError, DataError
@@ -101,8 +101,7 @@ def run_eval(args: argparse.Namespace) -> int:
     with_memory = (True, False) if args.ablate else (not args.without_memory,)
     by_default = fewest_ranks(config.parallel) if args.own_layout else num_visible_gpus() or 2
     num_ranks = started_world_size() or args.nproc or by_default
-    if args.own_layout:
-        validate(config, num_ranks)
+    validate_layout(config, num_ranks)
     check_data(config, folder, saved, moved=not args.data)
     if args.tables is not None:
         words = args.tables.split(",")

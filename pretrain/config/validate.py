@@ -42,6 +42,16 @@ def validate(config: RunConfig, world_size: int | None, *, on_this_machine: bool
         raise ConfigError(join_problems(problems))
 
 
+def validate_layout(config: RunConfig, world_size: int) -> None:
+    """Refuse a trained model that these ranks cannot hold or run; nothing is asked about steps, as none are taken.
+
+    Raises:
+        ConfigError: naming every problem found, each with key, value and fix.
+    """
+    if problems := [*layout_problems(config, world_size), *_kernels(config)]:
+        raise ConfigError(join_problems(problems))
+
+
 def batch_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     """Whole microbatches on every data-parallel rank, and as many of them as the schedule needs."""
     train, parallel = config.train, config.parallel

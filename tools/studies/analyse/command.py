@@ -13,7 +13,7 @@ from parallel.atomic_write import atomic_write
 from parallel.devices import num_visible_gpus
 from parallel.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.config.validate import validate
+from pretrain.config.validate import validate_layout
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.saved_run import find_checkpoint, note_edited_config, saved_config
@@ -141,8 +141,7 @@ def run_analysis(name: str, args: argparse.Namespace) -> int:
             )
         by_default = fewest_ranks(config.parallel) if args.own_layout else num_visible_gpus() or 2
         num_ranks = started_world_size() or args.nproc or by_default
-        if args.own_layout:
-            validate(config, num_ranks)
+        validate_layout(config, num_ranks)
         check_data(config, folder, saved, moved=False)
         deciles = deciles_of(config)
         if first is not None and deciles.bin_of.tolist() != first.bin_of.tolist():

@@ -11,7 +11,7 @@ from typing import Any
 from parallel.devices import num_visible_gpus
 from parallel.refusals import check_can_write
 from pretrain.config.schema import ParallelConfig, RunConfig
-from pretrain.config.validate import validate
+from pretrain.config.validate import validate_layout
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.evaluation.suite.plan import Answers, Cell, Plan, cells
@@ -102,7 +102,7 @@ def run_probe(args: argparse.Namespace) -> int:
         note_edited_config(folder, saved)
         plan = plan or _plan(args, config)
         num_ranks = started_world_size() or args.nproc or _num_ranks(config, own_layout=args.own_layout)
-        _check(config, plan, num_ranks, own_layout=args.own_layout)
+        _check(config, plan, num_ranks)
         check_data(config, folder, saved, moved=True)
         written.append(path / f"{args.name}.json")
         for file in (written[-1], *([_picture(paths, args)] if path == paths[0] else ())):
@@ -155,10 +155,9 @@ def _num_ranks(config: RunConfig, *, own_layout: bool) -> int:
     return fewest_ranks(config.parallel) if own_layout else num_visible_gpus() or 2
 
 
-def _check(config: RunConfig, plan: Plan, num_ranks: int, *, own_layout: bool) -> None:
+def _check(config: RunConfig, plan: Plan, num_ranks: int) -> None:
     """Refuse a layout that the ranks cannot have, or that cannot cut the texts."""
-    if own_layout:
-        validate(config, num_ranks)
+    validate_layout(config, num_ranks)
     layout = config.parallel
     cut = layout.tensor * layout.context * (2 if layout.context > 1 else 1)
     if bad := [length for length in plan.lengths if length % cut]:
