@@ -1,8 +1,7 @@
 """The names that `train.kernels` takes, what `auto` means, and what a machine can run.
 
 `auto` is Triton for tables on a GPU with Triton installed, C++ for tables on the CPU where there is a compiler, and
-PyTorch's own operations otherwise. With cpu, whether chosen or by auto, an op without C++ (the selections) is
-PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
+PyTorch's own operations otherwise. With cpu, whether chosen or by auto, an op without C++ is PyTorch's. Nothing else is ever chosen in place of what was asked for: what cannot run is an error.
 
 Imports no torch: configurations are checked without it.
 """

@@ -24,7 +24,7 @@ from kernels.common.tables import check_contiguous
 from kernels.implementations import KernelUnavailableError, compiler
 
 _OPS = Path(__file__).parents[1]
-_HEADER = Path(__file__).with_name("rows.h")
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 # Row and operand types that are compiled; the numbers are those of `dispatch` in rows.h.
 _TYPES = {
     (torch.float32, torch.float32): 0,
@@ -33,6 +33,8 @@ _TYPES = {
     (torch.bfloat16, torch.float32): 3,
     (torch.float64, torch.float64): 4,
 }
+# Types of scores, by the number that a selection gets.
+_SCORES = {torch.float32: 0, torch.float64: 1}
 _MAX_ENTRIES = 2**31
 # Without fused multiply-adds the bits are the same on every machine; the loops wait for memory anyway.
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
@@ -48,7 +50,7 @@ def cache_folder() -> Path:
 
 
 def source(op: str) -> Path:
-    """The C++ of an op, which may not exist: selections are PyTorch's."""
+    """The C++ of an op, which may not exist: then PyTorch's operations are fast enough."""
     return _OPS / op / "cpu.cpp"
 
 
@@ -114,6 +116,26 @@ def check_rows(rows: Tensor, ids: Tensor) -> None:
         )
 
 
+def lists(*scores: Tensor) -> tuple[Tensor, ...]:
+    """Scores whose last dimension, the list that is selected from, is contiguous; the others keep their strides.
+
+    Raises:
+        ValueError: for scores that the selections in C++ do not know.
+    """
+    for each in scores:
+        if each.device.type != "cpu" or each.dtype not in _SCORES or each.dtype != scores[0].dtype:
+            raise ValueError(
+                f"the selections in C++ take scores on the CPU that are all fp32 or all fp64, and these are {each.dtype} "
+                f"on {each.device}: use triton or torch"
+            )
+    return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in scores)
+
+
+def type_of_scores(scores: Tensor) -> int:
+    """The number of their type."""
+    return _SCORES[scores.dtype]
+
+
 def build(op: str, folder: Path, compiler_path: str) -> Path:
     """An op's library in `folder`, compiled if it is not there yet; any number of processes may ask at once.
 
@@ -141,7 +163,7 @@ def build(op: str, folder: Path, compiler_path: str) -> Path:
 
 
 def _key(op: str, compiler_path: str) -> str:
-    sources = (path.read_text(encoding="utf-8") for path in (source(op), _HEADER))
+    sources = (path.read_text(encoding="utf-8") for path in (source(op), *_HEADERS))
     facts = (*sources, *_COMPILE, *_LINK, compiler_path, platform.machine(), _instruction_set())
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""`product_topk`: its signature, and the function in PyTorch.
+"""`product_topk`: its signature, and the function in PyTorch and in C++.
 
 No gradient: PyTorch differentiates the scores of what is selected. A custom op, which hides from tracing what depends
 on the data.
@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.common import cpp
 from kernels.common.slices import token_slices
+from kernels.list_topk.naive import check_top_k
 from kernels.list_topk.op import torch_list_topk
 
 
@@ -49,6 +51,25 @@ def torch_product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int
 
 
 torch_product_topk.register_fake(empty_result)
+
+
+@torch.library.custom_op("megamem::cpu_product_topk", mutates_args=())
+def cpu_product_topk(row_scores: Tensor, column_scores: Tensor, row_top_k: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """The function of `kernels.product_topk.naive.product_topk`."""
+    num_tokens, num_heads, num_keys = row_scores.shape
+    check_top_k(row_top_k, num_keys)
+    check_top_k(top_k, row_top_k**2)
+    rows, columns = cpp.lists(row_scores, column_scores)
+    stage_ids, retrieved = empty_result(row_scores, column_scores, row_top_k, top_k)
+    cpp.call(
+        *("product_topk", "product_topk", cpp.type_of_scores(rows), rows, columns, stage_ids, retrieved),
+        *(*rows.stride()[:2], *columns.stride()[:2]),
+        *(num_tokens * num_heads, num_heads, num_keys, row_top_k, top_k),
+    )
+    return stage_ids, retrieved
+
+
+cpu_product_topk.register_fake(empty_result)
 
 
 def candidate_places(row_top_k: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:

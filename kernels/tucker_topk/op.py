@@ -1,4 +1,4 @@
-"""`tucker_topk`: its signature, and the function in PyTorch.
+"""`tucker_topk`: its signature, and the function in PyTorch and in C++.
 
 No gradient: PyTorch differentiates the scores of what is selected. A custom op, which hides from tracing what depends
 on the data.
@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.common import cpp
 from kernels.common.slices import token_slices
+from kernels.list_topk.naive import check_top_k
 from kernels.list_topk.op import torch_list_topk
 
 
@@ -61,6 +63,31 @@ def torch_tucker_topk(
 
 
 torch_tucker_topk.register_fake(empty_result)
+
+
+@torch.library.custom_op("megamem::cpu_tucker_topk", mutates_args=())
+def cpu_tucker_topk(
+    row_scores: Tensor, column_scores: Tensor, core_sum: Tensor, u: Tensor, v: Tensor, row_top_k: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The function of `kernels.tucker_topk.naive.tucker_topk`, to the bit."""
+    num_tokens, num_heads, num_keys, rank = row_scores.shape
+    check_top_k(row_top_k, num_keys)
+    check_top_k(top_k, row_top_k**2)
+    rows, columns, core_sum, u, v = cpp.lists(
+        *(row_scores.transpose(2, 3), column_scores.transpose(2, 3)),
+        *(core_sum.contiguous(), u.contiguous(), v.contiguous()),
+    )
+    stage_ids, retrieved = empty_result(row_scores, column_scores, core_sum, u, v, row_top_k, top_k)
+    cpp.call(
+        *("tucker_topk", "tucker_topk", cpp.type_of_scores(rows)),
+        *(rows, columns, core_sum, u, v, stage_ids, retrieved),
+        *(*rows.stride()[:3], *columns.stride()[:3]),
+        *(num_tokens * num_heads, num_heads, num_keys, rank, row_top_k, top_k),
+    )
+    return stage_ids, retrieved
+
+
+cpu_tucker_topk.register_fake(empty_result)
 
 
 def key_ranks(scores: Tensor, direction: Tensor) -> Tensor:

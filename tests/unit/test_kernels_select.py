@@ -56,6 +56,15 @@ def test_overrides_are_for_single_ops() -> None:
     assert select_kernels("naive").gather_dot is naive_dot.gather_dot
 
 
+def test_an_op_without_cpp_is_pytorchs_unless_it_was_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpp, "source", lambda op: tmp_path / "none" if op == "tucker_topk" else tmp_path)
+    assert resolve("cpu", {}, "cpu") == {**dict.fromkeys(OPS, "cpu"), "tucker_topk": "torch"}
+    with pytest.raises(
+        KernelUnavailableError, match=r"tucker_topk: there is no C\+\+ implementation: use auto or torch"
+    ):
+        resolve("torch", {"tucker_topk": "cpu"}, "cpu")
+
+
 @needs_compiler
 def test_an_override_is_seen_in_the_gradients_of_other_ops() -> None:
     """The gradient of the coefficients of one gather is the other gather."""

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.implementations import Implementation, KernelUnavailableError, unavailable
+from kernels.implementations import Implementation, automatic, unavailable
 from kernels.list_topk import naive as naive_list
 from kernels.list_topk.op import torch_list_topk
 from kernels.product_topk import naive as naive_product
@@ -32,7 +32,9 @@ Selection = Callable[..., tuple[Tensor, Tensor]]
 needs_triton = pytest.mark.skipif(
     unavailable("triton", "cpu") is not None, reason=f"triton {unavailable('triton', 'cpu')}"
 )
-IMPLEMENTATIONS: tuple[Any, ...] = ("torch", pytest.param("triton", marks=needs_triton))
+needs_compiler = pytest.mark.skipif(unavailable("cpu", "cpu") is not None, reason=f"C++ {unavailable('cpu', 'cpu')}")
+ON_CPU: tuple[Any, ...] = ("torch", pytest.param("cpu", marks=needs_compiler))
+IMPLEMENTATIONS: tuple[Any, ...] = (*ON_CPU, pytest.param("triton", marks=needs_triton))
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,13 @@ cases = st.builds(
 )
 
 
+@pytest.mark.parametrize("implementation", ON_CPU)
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(case=cases, dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_pytorchs_selections_equal_their_twins_at_any_shape(case: Case, dtype: torch.dtype) -> None:
-    for select, twin, arguments in both("torch"):
+def test_selections_on_the_cpu_equal_their_twins_at_any_shape(
+    implementation: Implementation, case: Case, dtype: torch.dtype
+) -> None:
+    for select, twin, arguments in both(implementation):
         assert_same(select(*arguments(case, dtype)), twin(*arguments(case, dtype)))
 
 
@@ -269,8 +274,15 @@ def test_the_config_selects_the_selection() -> None:
     kernels = select_kernels("naive", {"product_topk": "torch"}, device_type="cpu")
     assert kernels.tucker_topk is naive_tucker.tucker_topk
     assert kernels.product_topk is implementation_of("product_topk", "torch")
-    automatic = select_kernels("auto", device_type="cpu")
-    assert automatic.tucker_topk is implementation_of("tucker_topk", "torch")
-    assert automatic.implementations["tucker_topk"] == "torch"
-    with pytest.raises(KernelUnavailableError, match=r"tucker_topk: there is no C\+\+ implementation"):
-        select_kernels("auto", {"tucker_topk": "cpu"}, device_type="cpu")
+    on_cpu = select_kernels("auto", device_type="cpu")
+    chosen = automatic("cpu")
+    assert on_cpu.tucker_topk is implementation_of("tucker_topk", chosen)
+    assert on_cpu.implementations["tucker_topk"] == chosen
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)])
+def test_cpp_refuses_scores_that_it_does_not_know(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    rows, columns = (torch.zeros(1, 1, 4, dtype=dtype) for dtype in dtypes)
+    with pytest.raises(ValueError, match=r"all fp32 or all fp64, and these are torch\.(bfloat16|float64) on cpu"):
+        implementation_of("product_topk", "cpu")(rows, columns, 2, 3)
