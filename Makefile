@@ -107,7 +107,7 @@ bench-gpu:  ## the memory kernels and retrieval on this machine's GPU: tests and
 	for size in 227m_1.2b 1b_7b; do \
 	  "$(PYTHON)" -m tools.cli bench step configs/ultramemv2/$$size.yaml train.global_batch_size=$(BENCH_BATCH) --pair --nproc 1; done
 
-gpu-check:  ## what this machine's GPUs compute, beside its CPU, and how fast: one page, gpu-check.md, in 20 minutes. PYTHON must have a CUDA build of torch, Triton and megatron-core
+gpu-check:  ## order of streams, seconds as predicted and measured, kernels beside a copy, bits of a resumed run; then what this machine's GPUs compute, beside its CPU: one page, gpu-check.md, in 20 minutes. PYTHON must have a CUDA build of torch, Triton and megatron-core
 	"$(PYTHON)" -m tools.cli gpu-check
 
 clean:  ## remove the environment and caches; data/ and runs/ stay

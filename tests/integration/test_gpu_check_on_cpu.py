@@ -13,7 +13,7 @@ from commands import Megamem
 from tools import cli
 from tools.gpu_check import command
 from tools.gpu_check.command import Check
-from tools.gpu_check.plan import Plan, Trial, full_plan, with_keys
+from tools.gpu_check.plan import Command, Plan, Trial, full_plan, with_keys
 
 TINY = (
     "model.num_layers=2",
@@ -42,10 +42,16 @@ def plan() -> Plan:
             Trial("of unable", config, like="unable"),
             Trial("many", with_keys(config, "parallel.memory=2"), 4, like="one"),
         ),
+        first={
+            "Order": Command(("tools.gpu_check.sanitized", "2"), 2),
+            "Writes": Command(("zipfile", "-c", "{folder}/made.zip", "Makefile")),
+            "Of 4": Command(("platform",), 4),
+        },
         commands={
-            "Says": ("platform", "terse"),
-            "Fails": ("tools.cli", "nonsense"),
-            "Missing": ("package_that_is_not_there",),
+            "Says": Command(("platform", "terse")),
+            "Reads": Command(("zipfile", "-l", "{folder}/made.zip")),
+            "Fails": Command(("tools.cli", "nonsense")),
+            "Missing": Command(("package_that_is_not_there",)),
         },
         resumed=replace(config, train=replace(config.train, num_steps=40, global_batch_size=2)),
     )
@@ -76,7 +82,12 @@ def test_everything_is_run_judged_and_written_down(
     check = Check(plan, output, num_gpus=2, minutes=10)
     assert check.run() == 1
     states = {verdict.name: verdict.state for verdict in check._verdicts}
+    assert list(states)[:4] == ["Order", "Writes", "Of 4", "killed and resumed"]
     assert states == {
+        "Order": "ok",
+        "Writes": "ok",
+        "Of 4": "skipped",
+        "Reads": "ok",
         "cpu": "ok",
         "one": "ok",
         "two": "ok",
@@ -93,9 +104,12 @@ def test_everything_is_run_judged_and_written_down(
     assert "- **other**: other losses: " in text
     assert "| unable | failed | rank 0 failed with " in text
     assert "$ python -m platform terse\nLinux" in text
+    assert "$ python -m tools.gpu_check.sanitized 2\n" in text
+    assert "3 steps on 2 ranks, memories on a stream of their own: no GPU, and so no streams to look at" in text
+    assert "| Of 4 | skipped | needs 4 GPUs |" in text
     assert "| many | skipped | needs 4 GPUs |" in text
     assert "| killed and resumed | ok | the same bits in all 40 steps |" in text
-    assert "3 checks of 11 are not as it should be" in " ".join(capfd.readouterr().out.split())
+    assert "3 checks of 15 are not as it should be" in " ".join(capfd.readouterr().out.split())
 
 
 def test_nothing_is_started_when_the_time_is_over(plan: Plan, tmp_path: Path) -> None:

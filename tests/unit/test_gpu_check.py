@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from pretrain.config.schema import RunConfig
 from pretrain.config.validate import validate
 from pretrain.planning.costs.held import held_bytes
+from tools.cli import build_parser
 from tools.gpu_check.judge import Verdict, judge, judge_resumed
 from tools.gpu_check.page import Output, page
 from tools.gpu_check.plan import Plan, Trial, full_plan
+from tools.gpu_check.sanitized import main, sanitized_config
 from tools.gpu_check.trial import Observed, RuleOfTokens
 
 
@@ -53,6 +60,63 @@ def test_layouts_precisions_and_switches_are_in_the_plan(plan: Plan) -> None:
     assert {trial.config.optimizer.value_offload for trial in plan.trials} == {"none", "cpu"}
     # A deterministic run and its repetition must have the same bits.
     assert any(not trial.tolerance and trial.like for trial in plan.trials)
+
+
+def test_what_only_a_gpu_can_tell_comes_first(plan: Plan) -> None:
+    assert list(plan.first) == [
+        "Order of streams, 1 GPU",
+        "Order of streams, 2 GPUs",
+        "This machine",
+        "A step, predicted and measured, 1 GPU",
+        "A step, predicted and measured, 2 GPUs",
+        "Memory kernels, beside a copy",
+    ]
+    written = [
+        command.words[command.words.index("--write") + 1]
+        for command in plan.first.values()
+        if "--write" in command.words
+    ]
+    read = {
+        command.words[command.words.index("--gpu") + 1] for command in plan.first.values() if "--gpu" in command.words
+    }
+    # Steps are predicted by figures that were measured just before.
+    assert {*written} == read == {"{folder}/machine.yaml"}
+    parser = build_parser()
+    for command in (*plan.first.values(), *plan.commands.values()):
+        if command.words[0] == "tools.cli":
+            assert parser.parse_args([*command.words[1:]]).func
+
+
+def test_the_sanitizer_begins_when_the_environment_is_settled(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sanitized = [command for title, command in plan.first.items() if title.startswith("Order of streams")]
+    assert [(*command.words, command.num_gpus) for command in sanitized] == [
+        ("tools.gpu_check.sanitized", "1", 1),
+        ("tools.gpu_check.sanitized", "2", 2),
+    ]
+    done: list[str] = []
+    devices: list[str] = []
+
+    @contextmanager
+    def session(_: RunConfig) -> Iterator[SimpleNamespace]:
+        done.append("session")
+        yield SimpleNamespace(device=torch.device(devices[-1]))
+
+    monkeypatch.setattr("pretrain.engine.session.session", session)
+    monkeypatch.setattr("torch.cuda._sanitizer.enable_cuda_sanitizer", lambda: done.append("sanitizer"))
+    monkeypatch.setattr("tools.gpu_check.trial.train", lambda *_: done.append("train"))
+    monkeypatch.setattr("parallel.launch.launch_ranks", lambda work, number: [work() for _ in range(number)])
+    for device, number, order, said in (
+        ("cuda", 2, ["session", "sanitizer", "train"], "2 ranks, memories on a stream of their own: no two uses"),
+        ("cpu", 1, ["session", "train"], "1 rank, memories on the common stream: no GPU, and so no streams"),
+    ):
+        devices.append(device)
+        validate(sanitized_config(number), number)
+        assert main(number) == 0
+        assert done == order * number
+        assert f"3 steps on {said}" in capsys.readouterr().out
+        done.clear()
 
 
 def test_a_loss_may_be_so_far_off_and_no_further(trial: Trial) -> None:
@@ -128,4 +192,5 @@ def test_the_page_has_the_worst_first_and_everything_after(monkeypatch: pytest.M
     )
     assert "| commit | " in text
     assert "torch 2." in text
+    assert text.index("## What to send us") < text.index("## What differs")
     assert "## What differs" not in page(verdicts[:1], [], minutes=1)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pretrain.config.schema import RunConfig
     from tools.gpu_check.judge import Verdict
     from tools.gpu_check.page import Output
-    from tools.gpu_check.plan import Plan, Trial
+    from tools.gpu_check.plan import Command, Plan, Trial
     from tools.gpu_check.trial import Observed
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +38,10 @@ examples:
   megamem gpu-check
   megamem gpu-check --output gpu.md --minutes 40
 
-Short trainings on the CPU, on one GPU and on as many as there are, which must agree; a run that is killed and resumed;
-then tests and benchmarks. What needs more GPUs than there are, or a package that is missing, is skipped. Nothing is
-downloaded. The page is written after every check, so that a crash leaves what came before it.
+First what only a GPU can tell: a training under PyTorch's CUDA sanitizer, this machine's bandwidths, seconds per part of a
+step as predicted and as measured, kernels beside a copy, bits of a run that is killed and resumed. Then short trainings on
+the CPU, on one GPU and on as many as there are, which must agree; tests and benchmarks. What needs more GPUs than there are, or a package that is missing, is skipped. Nothing is
+downloaded. The page is written after every check, so that a crash leaves what came before it; it says what to send us.
 Exit code: 0 if nothing differs, 1 if something does or has failed.
 """
 
@@ -100,23 +101,31 @@ class Check:
     def run(self) -> int:
         """All checks; the exit code."""
         import_engine()
-        checks: dict[str, Callable[[], Verdict]] = {
-            trial.name: partial(self._try, trial) for trial in self._plan.trials
-        }
-        if self._plan.resumed is not None:
-            checks["killed and resumed"] = partial(self._resume, self._plan.resumed)
-        checks |= {title: partial(self._command, title, words) for title, words in self._plan.commands.items()}
-        for number, (name, check) in enumerate(checks.items(), 1):
-            print(f"[{number}/{len(checks)}] {name}", flush=True)
-            verdict = self._guarded(name, check)
-            print(f"    {verdict.state}: {verdict.text}", flush=True)
-            self._verdicts.append(verdict)
-            self._write()
+        with tempfile.TemporaryDirectory(prefix="megamem_gpu_check_") as folder:
+            checks = self._checks(Path(folder))
+            for number, (name, check) in enumerate(checks.items(), 1):
+                print(f"[{number}/{len(checks)}] {name}", flush=True)
+                verdict = self._guarded(name, check)
+                print(f"    {verdict.state}: {verdict.text}", flush=True)
+                self._verdicts.append(verdict)
+                self._write()
         bad = sum(verdict.state in ("differs", "failed") for verdict in self._verdicts)
         print(
             f"{plural(bad, 'check')} of {len(checks)} {'is' if bad == 1 else 'are'} not as it should be: {self._output}"
         )
         return int(bad > 0)
+
+    def _checks(self, folder: Path) -> dict[str, Callable[[], Verdict]]:
+        """All checks by name, in their order; commands share the folder."""
+
+        def commands(of_plan: Mapping[str, Command]) -> dict[str, Callable[[], Verdict]]:
+            return {title: partial(self._command, title, command, folder) for title, command in of_plan.items()}
+
+        checks = commands(self._plan.first)
+        if self._plan.resumed is not None:
+            checks["killed and resumed"] = partial(self._resume, self._plan.resumed)
+        checks |= {trial.name: partial(self._try, trial) for trial in self._plan.trials}
+        return checks | commands(self._plan.commands)
 
     def _guarded(self, name: str, check: Callable[[], Verdict]) -> Verdict:
         from parallel.launch import RanksInterrupted
@@ -176,16 +185,19 @@ class Check:
             megamem(*train, folder / "killed")
             return judge_resumed(_losses(folder / "straight"), _losses(folder / "killed"), config.train.num_steps)
 
-    def _command(self, title: str, words: tuple[str, ...]) -> Verdict:
+    def _command(self, title: str, command: Command, folder: Path) -> Verdict:
         from tools.gpu_check.judge import Verdict
         from tools.gpu_check.page import Output
+        from tools.gpu_check.plan import FOLDER
 
-        package = words[0].split(".")[0]
+        if command.num_gpus > self._num_gpus:
+            return Verdict(title, "skipped", f"needs {command.num_gpus} GPUs")
+        package = command.words[0].split(".")[0]
         if importlib.util.find_spec(package) is None:
             return Verdict(title, "skipped", f"{package} is not installed")
         left_s = max(60.0, self._deadline - time.monotonic())
         result = subprocess.run(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *(word.replace(FOLDER, str(folder)) for word in command.words)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -193,7 +205,7 @@ class Check:
             timeout=left_s,
             check=False,
         )
-        self._outputs.append(Output(title, " ".join(("python -m", *words)), result.stdout))
+        self._outputs.append(Output(title, " ".join(("python -m", *command.words)), result.stdout))
         last = (result.stdout.strip().splitlines() or [""])[-1]
         return Verdict(title, "ok" if result.returncode == 0 else "failed", f"exit code {result.returncode}: {last}")
 

@@ -17,6 +17,16 @@ from tools.gpu_check.judge import Verdict
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "deepspeed", "numpy")
 
 
+_TO_SEND = (
+    "## What to send us",
+    "",
+    "This page, as it is, in an issue of the repository, with a line about the machine that it does not know: rented or",
+    "your own, adapters per GPU, what else ran on it. It holds no texts, weights, paths of data or names of hosts. Of most",
+    "use are, in this order: the order of streams, if it failed; a step as predicted and as measured, with this machine's",
+    "figures; the kernels' shares of a copy; whether a resumed run has the same bits.",
+)
+
+
 @dataclass(frozen=True)
 class Output:
     """Output of a command."""
@@ -32,6 +42,7 @@ def page(verdicts: Sequence[Verdict], outputs: Sequence[Output], *, minutes: flo
     said = ", ".join(f"{counts[state]} {state}" for state in ("ok", "differs", "failed", "skipped") if counts[state])
     bad = [verdict for verdict in verdicts if verdict.state in ("differs", "failed")]
     lines = ["# GPU check", "", f"{said}, in {minutes:.1f} minutes.", "", *_machine(), ""]
+    lines += [*_TO_SEND, ""]
     if bad:
         lines += ["## What differs", "", *(f"- **{verdict.name}**: {verdict.text}" for verdict in bad), ""]
     lines += ["## All checks", "", "| check | | |", "| --- | --- | --- |"]

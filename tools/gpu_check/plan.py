@@ -10,6 +10,7 @@ from pretrain.config.context_ways import WAYS
 from pretrain.config.loader import from_dict, to_dict
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_config
+from tools.words import plural
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -57,38 +58,81 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All of it, in order.
+class Command:
+    """A command whose output belongs on the page.
 
     Attributes:
+        words: behind `python -m`; it is optional where a package of the first one's name is missing. `FOLDER` in a word
+            stands for a folder that commands of a check share.
+        num_gpus: that it needs.
+    """
+
+    words: tuple[str, ...]
+    num_gpus: int = 1
+
+
+FOLDER = "{folder}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it, in order: what only a GPU can tell comes first.
+
+    Attributes:
+        first: commands by title, before the trials.
+        resumed: a configuration that is trained, killed and resumed by the command line, after the first commands.
         trials: a trial follows the one that it is like.
-        commands: of `python -m`, by title; they are optional where a package of that name is missing.
-        resumed: a configuration that is trained, killed and resumed by the command line.
+        commands: by title, after the trials.
     """
 
     trials: tuple[Trial, ...]
-    commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    first: Mapping[str, Command] = field(default_factory=dict)
+    commands: Mapping[str, Command] = field(default_factory=dict)
     resumed: RunConfig | None = None
 
 
 def full_plan() -> Plan:
     """The quickstart's model, and four blocks of the 227M / 1.2B one, at the lengths that a CPU can follow."""
-    quickstart = load_config(CONFIGS / "quickstart.yaml", [*SHORT, "model.vocab_size=4096"])
+    small = quickstart()
     # With tables of their own, so that pipeline stages may part the blocks.
     four_blocks = ["model.num_layers=4", "model.memory.sharing={}"]
     slice_of_227m = load_config(CONFIGS / "ultramemv2" / "227m_1.2b.yaml", [*SHORT, *four_blocks])
     return Plan(
-        trials=(*trials_of("quickstart", quickstart), *trials_of("227M slice", slice_of_227m)),
+        first=dict(_only_on_a_gpu()),
+        trials=(*trials_of("quickstart", small), *trials_of("227M slice", slice_of_227m)),
         commands={
-            "Tests on the GPU": ("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"),
-            "Memory kernels": ("tools.cli", "bench", "kernels", "--shapes", "227m", "1b", "--rounds", "10"),
-            "A step of the 227M / 1.2B model": (
-                *("tools.cli", "bench", "step", str(CONFIGS / "ultramemv2" / "227m_1.2b.yaml"), "--pair"),
-                *("train.global_batch_size=8", "--rounds", "3", "--nproc", "1"),
-            ),
+            "Tests on the GPU": Command(("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")),
+            "A step of the 227M / 1.2B model beside others": Command((*_STEP, *_ROUNDS, "--pair", "--nproc", "1")),
         },
-        resumed=with_keys(quickstart, "train.num_steps=200"),
+        resumed=with_keys(small, "train.num_steps=200"),
     )
+
+
+_MACHINE = f"{FOLDER}/machine.yaml"
+_STEP = (
+    *("tools.cli", "study", "bench", "step", str(CONFIGS / "ultramemv2" / "227m_1.2b.yaml")),
+    "train.global_batch_size=8",
+)
+_ROUNDS = ("--rounds", "3")
+
+
+def _only_on_a_gpu() -> Iterator[tuple[str, Command]]:
+    """Commands that show what no machine without a GPU can: order of streams, bandwidths, seconds."""
+    for number in (1, 2):
+        words = ("tools.gpu_check.sanitized", str(number))
+        yield f"Order of streams, {plural(number, 'GPU')}", Command(words, number)
+    yield "This machine", Command(("tools.cli", "study", "bench", "hardware", "--write", _MACHINE))
+    for number in (1, 2):
+        # Tables are split over both.
+        keys = (f"parallel.memory={number}", *_ROUNDS, "--nproc", str(number), "--gpu", _MACHINE)
+        yield f"A step, predicted and measured, {plural(number, 'GPU')}", Command((*_STEP, *keys), number)
+    kernels = ("tools.cli", "study", "bench", "kernels", "--shapes", "227m", "1b", "--rounds", "10")
+    yield "Memory kernels, beside a copy", Command(kernels)
+
+
+def quickstart() -> RunConfig:
+    """The quickstart's model, without its data."""
+    return load_config(CONFIGS / "quickstart.yaml", [*SHORT, "model.vocab_size=4096"])
 
 
 def trials_of(name: str, model: RunConfig) -> Iterator[Trial]:

@@ -74,11 +74,12 @@ def run_on_cpu(config: RunConfig) -> Observed:
 def run_trial(config: RunConfig) -> Observed:
     """Train from fresh weights. Collective."""
     with session(config) as groups:
-        return _train(config, groups)
+        return train(config, groups)
 
 
-def _train(config: RunConfig, groups: ParallelGroups) -> Observed:
-    train, vocab_size = config.train, config.model.vocab_size
+def train(config: RunConfig, groups: ParallelGroups) -> Observed:
+    """Train from fresh weights in a session that is open. Collective."""
+    settings, vocab_size = config.train, config.model.vocab_size
     assert vocab_size is not None
     chunks = wrap_chunks(build_chunks(config, groups, vocab_size=vocab_size), config, groups)
     optimizer = build_optimizer(config, chunks, groups)
@@ -87,7 +88,7 @@ def _train(config: RunConfig, groups: ParallelGroups) -> Observed:
             microbatches(
                 RuleOfTokens(config),
                 start_sample=0,
-                micro_batch_size=train.micro_batch_size,
+                micro_batch_size=settings.micro_batch_size,
                 data_rank=groups.data_rank,
                 data_size=groups.data_size,
                 num_workers=0,
@@ -97,18 +98,18 @@ def _train(config: RunConfig, groups: ParallelGroups) -> Observed:
         for _ in chunks
     ]
     losses, norms, seconds = [], [], []
-    for step in range(train.num_steps):
+    for step in range(settings.num_steps):
         started = time.perf_counter()
         seed_step(config.seed, step)
-        apply_schedule(optimizer.param_groups, step, config.optimizer, train)
+        apply_schedule(optimizer.param_groups, step, config.optimizer, settings)
         result = train_step(
             chunks,
             optimizer,
             batches,
             groups,
-            num_microbatches=train.global_batch_size // (train.micro_batch_size * groups.data_size),
-            micro_batch_size=train.micro_batch_size,
-            sequence_length=train.sequence_length,
+            num_microbatches=settings.global_batch_size // (settings.micro_batch_size * groups.data_size),
+            micro_batch_size=settings.micro_batch_size,
+            sequence_length=settings.sequence_length,
         )
         # A step ends with a host sync (the loss), so the clock has seen all of its work.
         seconds.append(time.perf_counter() - started)
@@ -119,5 +120,5 @@ def _train(config: RunConfig, groups: ParallelGroups) -> Observed:
         # The last graph is garbage.
         gc.collect()
         held, peak = torch.cuda.memory_allocated(groups.device), torch.cuda.max_memory_allocated(groups.device)
-    speed = train.tokens_per_step / median(seconds[len(seconds) // 2 :])
+    speed = settings.tokens_per_step / median(seconds[len(seconds) // 2 :])
     return Observed(tuple(losses), tuple(norms), speed, held, peak)

@@ -1,0 +1,59 @@
+"""`python -m tools.gpu_check.sanitized N`: a short training on N GPUs under PyTorch's CUDA sanitizer.
+
+The sanitizer ends a rank whose kernels use a tensor on two streams without an order between them, and says where. It is
+what `TORCH_CUDA_SANITIZER=1` asks for, but begins in each rank: the variable would start CUDA in the process that forks
+the ranks, and before their environment is settled.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pretrain.config.overlap import memory_runs_beside
+from pretrain.config.schema import RunConfig
+from tools.gpu_check.plan import quickstart, with_keys
+from tools.words import plural
+
+NUM_STEPS = 3
+
+
+def sanitized_config(num_ranks: int) -> RunConfig:
+    """A few steps of the quickstart's model in bf16; on several ranks its tables are split over them."""
+    config = with_keys(quickstart(), f"train.num_steps={NUM_STEPS}", "train.precision=bf16")
+    return with_keys(config, f"parallel.memory={num_ranks}") if num_ranks > 1 else config
+
+
+def run_sanitized(config: RunConfig) -> bool:
+    """Train on one rank; whether there was a GPU, whose streams the sanitizer has seen. Collective."""
+    from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+    from pretrain.engine.session import session
+    from tools.gpu_check.trial import train
+
+    with session(config) as groups:
+        on_gpu = groups.device.type == "cuda"
+        if on_gpu:
+            enable_cuda_sanitizer()
+        train(config, groups)
+    return on_gpu
+
+
+def main(num_ranks: int) -> int:
+    """Train on ranks of this machine; 0 if the sanitizer has found nothing."""
+    from parallel.devices import keep_cuda_out_of_this_process
+    from parallel.launch import launch_ranks
+    from pretrain.quiet import quiet_engine
+
+    quiet_engine()
+    # Ranks are forked from this process.
+    keep_cuda_out_of_this_process()
+    config = sanitized_config(num_ranks)
+    on_gpu = all(launch_ranks(lambda: run_sanitized(config), num_ranks))
+    where = "on a stream of their own" if memory_runs_beside(config) else "on the common stream"
+    found = "no two uses of a tensor without an order" if on_gpu else "no GPU, and so no streams to look at"
+    print(f"{NUM_STEPS} steps on {plural(num_ranks, 'rank')}, memories {where}: {found}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
