@@ -66,10 +66,11 @@ def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
     memory = model.memory
     if memory is None:
         return {}
-    return {
-        span.read: BlockPlan(memory.slot_of(span), index, memory.has_layer_norm)
-        for index, span in enumerate(model.memory_spans)
-    }
+    plans = {}
+    for index, span in enumerate(model.memory_spans):
+        slot = memory.slot_of(span)
+        plans[span.read] = BlockPlan(slot, index, slot.is_inserted and memory.placement.norm == "layer")
+    return plans
 
 
 def reads_beside_ffn(model: ModelConfig) -> bool:
@@ -77,6 +78,12 @@ def reads_beside_ffn(model: ModelConfig) -> bool:
     if model.memory is None or model.memory.reads_once:
         return False
     return any(plan.is_beside_ffn for plan in plan_blocks(model).values())
+
+
+def starts_at_zero(model: ModelConfig) -> bool:
+    """True if tables begin as zeros: blocks that add nothing but their memories then begin as the identity (MIDUS,
+    section 2.1)."""
+    return not all(plan.adds_attention for plan in plan_blocks(model).values())
 
 
 def count_blocks(model: ModelConfig) -> Iterator[tuple[int, BlockPlan]]:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import nn
 
 from megamem.bank import Bank
+from megamem.block_plan import starts_at_zero
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution, Normal
 from megamem.families.registry import family_of
@@ -92,7 +93,7 @@ def _initialise_memory(chunk: nn.Module, model: ModelConfig, memory: MemoryConfi
 
 def table_std(model: ModelConfig, memory: MemoryConfig, sigma_s: Sequence[float]) -> float:
     """Standard deviation of a bank's tables, given sigma_s of the layers that calibrate theirs (else empty)."""
-    if memory.starts_at_zero:
+    if starts_at_zero(model):
         return 0.0
     root_mean_square = float(torch.tensor(sigma_s, dtype=torch.float64).square().mean().sqrt()) if sigma_s else None
     return family_of(memory).table_std(memory, model, root_mean_square)

@@ -200,20 +200,9 @@ class MemoryConfig(Config, ABC):
         return self.placement.spans is None and self.placement.position == "inserted"
 
     @property
-    def starts_at_zero(self) -> bool:
-        """True if the memories add nothing at first: inserted blocks begin with values of zeros, and so as the identity
-        (MIDUS, section 2.1)."""
-        return self.is_inserted
-
-    @property
     def placement_keys(self) -> tuple[str, ...]:
         """Keys of `placement` that are read, besides those that name blocks."""
         return (*(("spans", "position") if self.slot is None else ()), *(("norm",) if self.is_inserted else ()))
-
-    @property
-    def has_layer_norm(self) -> bool:
-        """True if LayerNorm stands before the attention of its blocks."""
-        return "norm" in self.placement_keys and self.placement.norm == "layer"
 
     @property
     @abstractmethod

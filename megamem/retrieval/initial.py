@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megamem.block_plan import starts_at_zero
 from megamem.config import ModelConfig
 from megamem.distributions import Constant, Distribution, Normal, Uniform, symmetric
 from megamem.retrieval.config import ProductKeyConfig, TuckerConfig
@@ -75,7 +76,7 @@ def product_key_distribution(name: str, memory: ProductKeyConfig, model: ModelCo
         case "query_bias" | "output_gate_bias":
             return symmetric(width**-0.5)
         case "value_bias":
-            return Constant(0.0) if memory.starts_at_zero else symmetric(memory.value_dim**-0.5)
+            return Constant(0.0) if starts_at_zero(model) else symmetric(memory.value_dim**-0.5)
     raise AssertionError(f"no initial distribution is defined for the memory's {name}")
 
 

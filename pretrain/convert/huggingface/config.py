@@ -136,6 +136,7 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
         raise _unknown(model, "which does not choose what it reads by scores")
     needed, options = _WEIGHTS[scoring]
     layers: list[dict[str, Any]] = []
+    plans = plan_blocks(model)
     for index, (span, view) in enumerate(zip(model.memory_spans, model.memory_plan.views, strict=True)):
         weights = memory_weights(model, index, tensors)
         if not needed <= weights.keys() <= needed | options:
@@ -146,7 +147,7 @@ def _memory(model: ModelConfig, seed: int, tensors: Mapping[str, TensorInfo]) ->
                 "block": span.read,
                 "added_after": span.add,
                 "slot": memory.slot_of(span).name,
-                "layer_norm": memory.has_layer_norm,
+                "layer_norm": plans[span.read].has_layer_norm,
                 "bank": view.bank,
                 "first_row": view.first_row,
                 "num_rows": view.num_rows,
