@@ -44,7 +44,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "midus": ({"num_heads": 4, "num_keys": 8, "value_dim": 16, "placement": {"blocks": [1]}}, {}),
 }
 STEPS = {"v2": (80, 160), "tide": (20, 40), "midus": (20, 40)}
-TEXTS = [f"def part_{number}(a, b):\n    return a * {number} + b\n" for number in range(9)]
+# Of as many lengths as there are, so that windows end anywhere in them.
+TEXTS = [f"def part_{number}({'a, ' * number}b):\n    return a * {number} + b\n" for number in range(9)]
 QUESTIONS = [(f"{a} times {b} is ", f"{a * b}, says Émile\n") for a in (3, 14) for b in (15, 92, 6)]
 
 
