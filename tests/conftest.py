@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis's deadline of 200 ms per example is an assertion about the machine: on a busy one right code fails.
     settings.register_profile("megamem", deadline=None)
     settings.load_profile("megamem")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread files over processes, but leave both of a Slurm cluster to one: they wait, and would hold two."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class WithALaneForSlurm(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return "slurm" if scope.startswith("tests/integration/test_slurm") else scope
+
+    return WithALaneForSlurm(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from pretrain.convert.huggingface.card import figures_of
 from pretrain.convert.registry import open_checkpoint
 from pretrain.data.manifest import open_saved_tokenizer
 from pretrain.run.folder import RunFolder
+from tests.costly import COSTLY
 
 transformers = pytest.importorskip("transformers", reason="exported models are loaded with it: pip install '.[hf]'")
 pytestmark = pytest.mark.usefixtures("remote_code_cache")
@@ -178,6 +179,7 @@ class _Grown:
         return torch.full(region.shape, 0.01) if region.name in self._grown else self._reader.read(region)
 
 
+@COSTLY
 @pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install '.[dev]'"
 )

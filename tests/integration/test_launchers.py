@@ -1,4 +1,4 @@
-"""The command as a program of its own, started by itself or by torchrun."""
+"""Ranks that others have started: torchrun, or nobody who watches over them; the command as a program of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Megamem, checkpoint, steps
+from commands import Command, Megamem, Start, checkpoint, steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_torchrun_gives_the_ranks(config_file: Path, tmp_path: Path, megamem: Me
     ids=["before they meet", "after they met"],
 )
 def test_what_one_rank_fails_at_ends_the_others(
-    config_file: Path, tmp_path: Path, only_rank_1: tuple[str, ...], exit_code: int, message: str
+    config_file: Path, tmp_path: Path, start: Start, only_rank_1: tuple[str, ...], exit_code: int, message: str
 ) -> None:
     """Ranks that nobody watches over, as srun starts them. The others would wait for ten minutes."""
     if exit_code == 2:
@@ -71,25 +71,16 @@ def test_what_one_rank_fails_at_ends_the_others(
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
 
-    def start(rank: int, *more: str) -> subprocess.Popen[str]:
+    def started(rank: int, *more: str) -> Command:
         gpus = "0" if rank == 1 and exit_code == 2 else ""
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return subprocess.Popen(
-            [sys.executable, "-m", "tools.cli", "train", str(config_file), "--run-dir", str(tmp_path / "run"), *more],
-            cwd=ROOT,
-            env={**os.environ, **{name: str(value) for name, value in place.items()}, "CUDA_VISIBLE_DEVICES": gpus},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        variables = {name: str(value) for name, value in place.items()} | {"CUDA_VISIBLE_DEVICES": gpus}
+        words = ("train", config_file, "--run-dir", tmp_path / "run", *more)
+        return start(*words, before=lambda: os.environ.update(variables))
 
-    ranks = [start(0), start(1, *only_rank_1)]
-    try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [exit_code, exit_code], outputs
+    results = [rank.wait() for rank in (started(0), started(1, *only_rank_1))]
+    outputs = [result.output for result in results]
+    assert [result.code for result in results] == [exit_code, exit_code], outputs
     assert "rank 0 ends because rank 1 failed" in outputs[0]
     assert message in outputs[0]
     assert message in outputs[1]
