@@ -71,8 +71,8 @@ class StepResult:
     auxiliary: dict[str, dict[int, float]]
     norms: GradientNorms
     stop_requested: bool
-    ranks_saved: int = 0
-    ranks_failed_to_save: int = 0
+    ranks_saved: int
+    ranks_failed_to_save: int
     spike: str | None = None
     non_finite: tuple[NonFinite, ...] = ()
 

@@ -127,7 +127,7 @@ class World:
         of_group = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
         self.steps.append(Step(of_group, samples, arguments))
         norms = GradientNorms(math.inf if number in self.skipped else 0.5, None)
-        return StepResult(LossSum(6.0, 4.0), {}, norms, arguments["stop_requested"] or number == self.asked)
+        return StepResult(LossSum(6.0, 4.0), {}, norms, arguments["stop_requested"] or number == self.asked, 0, 0)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -297,7 +297,7 @@ def test_a_row_says_what_the_groups_carried_and_else_what_the_schedule_has(make:
     """A schedule that is applied wrongly shows; a stage without tables has no group to say it."""
     world = make(state=RunState(step=3))
     groups = world.run.optimizer.param_groups
-    result = StepResult(LossSum(6.0, 4.0), {}, GradientNorms(0.5, 0.75), False)
+    result = StepResult(LossSum(6.0, 4.0), {}, GradientNorms(0.5, 0.75), False, 0, 0)
     for group in groups:
         group["lr"] = {"backbone": 0.125, "values": 0.375}.get(group["name"], 1.0)
     row = loop._account(world.run, result, 0.1)
@@ -318,7 +318,7 @@ def test_losses_of_blocks_are_averaged_and_kept_by_block(make: Any) -> None:
     world = make()
     world.run.optimizer.param_groups = []
     auxiliary = {"key_balance": {0: 1.0, 2: 4.0}, "moe_z": {1: 3.0}}
-    row = loop._account(world.run, StepResult(LossSum(6.0, 4.0), auxiliary, GradientNorms(0.5, None), False), 0.1)
+    row = loop._account(world.run, StepResult(LossSum(6.0, 4.0), auxiliary, GradientNorms(0.5, None), False, 0, 0), 0.1)
     assert (row["key_balance"], row["moe_z"]) == (2.5, 3.0)
     assert row["memory"] == {"0": {"key_balance": 1.0}, "2": {"key_balance": 4.0}}
     assert row["moe"] == {"1": {"moe_z": 3.0}}
