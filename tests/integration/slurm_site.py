@@ -15,6 +15,7 @@ from commands import Megamem, Result, last_step
 from slurm_cluster import Cluster
 
 from pretrain.run.folder import RunFolder
+from slurm.policy import Cause, Ended
 from slurm.records import AttemptFolder, JobsFolder
 
 # Reached only when something hangs.
@@ -92,10 +93,11 @@ class Site:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.told()}") from error
 
-    def attempts(self) -> list[AttemptFolder]:
+    def attempts(self, jobs: JobsFolder | None = None) -> list[AttemptFolder]:
         """Those that came as far as ranks, or still may: on a busy machine Slurm fails to start some, which is held by
-        itself."""
-        return [folder for folder in self.jobs.attempt_folders() if folder.any_rank_began() or not folder.ended()]
+        itself. `jobs`: of another run or stage."""
+        folders = (jobs or self.jobs).attempt_folders()
+        return [folder for folder in folders if folder.any_rank_began() or not folder.ended()]
 
     def wait_for_attempt(self, number: int) -> None:
         """Wait until its ranks are built and about to train: what they print first."""
@@ -112,5 +114,9 @@ class Site:
         logs = [*self.run.parent.glob("**/slurm/**/job_*.log"), *sorted(self.run.parent.glob("**/attempts/*/*.*"))]
         return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
-    def causes(self) -> list[str]:
-        return [ended.cause.value for folder in self.attempts() if (ended := folder.ended())]
+    def ended(self, jobs: JobsFolder | None = None) -> list[Ended]:
+        """Their ends, of those that have ended."""
+        return [ended for folder in self.attempts(jobs) if (ended := folder.ended())]
+
+    def causes(self, jobs: JobsFolder | None = None) -> list[Cause]:
+        return [ended.cause for ended in self.ended(jobs)]

@@ -130,7 +130,7 @@ def test_a_chain_ends_with_a_job_that_fails_and_goes_on_from_there(
     gone.unlink()
     site.wait_until(lambda: cluster.job(jobs[2])["JobState"] == "CANCELLED", "the last job to be cancelled")
     assert [cluster.job(job)["JobState"] for job in jobs[:2]] == ["COMPLETED", "FAILED"]
-    assert [ended.cause for ended in links[1].ended_attempts(1)] == [Cause.MISTAKE], site.told()
+    assert site.causes(links[1]) == [Cause.MISTAKE], site.told()
     status = site.command("status", site.run).output
     assert f"job {jobs[2]} of stage third cancelled" in status
     assert "exit code 3" in status
@@ -157,11 +157,9 @@ def test_a_sweep_is_an_array_of_runs_each_with_attempts_of_its_own(site: Site, c
     cluster.run("scontrol", "requeue", f"{array}_0")
     cluster.stop_controller()
     cluster.start_controller()
-    site.wait_until(
-        lambda: all(len(each.ended_attempts(1)) == n for each, n in zip(records, (2, 1), strict=True)), "ends"
-    )
-    assert [ended.cause for ended in records[0].ended_attempts(1)] == [Cause.STOPPED, Cause.FINISHED], site.told()
-    assert [ended.cause for ended in records[1].ended_attempts(1)] == [Cause.FINISHED]
+    site.wait_until(lambda: all(len(site.ended(each)) == n for each, n in zip(records, (2, 1), strict=True)), "ends")
+    assert site.causes(records[0]) == [Cause.STOPPED, Cause.FINISHED], site.told()
+    assert site.causes(records[1]) == [Cause.FINISHED]
     assert [each.job_ids() for each in records] == [[f"{array}_0"], [f"{array}_1"]]
     output = site.command("status", site.run).output
     for run in runs:
