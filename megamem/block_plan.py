@@ -1,4 +1,4 @@
-"""Plan of a model's blocks: what the memories leave of each, resolved from their slots.
+"""Plan of a model's blocks: what the memories leave of each, resolved from their slots, and which they tie together.
 
 Building, costs, growth, exports and initialisation ask the plan of a block what it has, and never which slot it is.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from megamem.config import ModelConfig
 from megamem.slots import BESIDE, Slot
@@ -97,3 +98,26 @@ def count_blocks(model: ModelConfig) -> Iterator[tuple[int, BlockPlan]]:
 def sum_over_blocks(model: ModelConfig, figure: Callable[[BlockPlan], int]) -> int:
     """Sum of a figure of every block."""
     return sum(number * figure(plan) for number, plan in count_blocks(model))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Blocks first..last of which no chunk may hold a part only.
+
+    They share a memory bank, or a memory reads at the first of them and adds after the last.
+    """
+
+    first: int
+    last: int
+    kind: Literal["group", "span"]
+
+
+def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
+    """Units that no edge of a chunk may cross, because tables and pending outputs do not travel between stages."""
+    spans = model.memory_spans
+    units = [Unit(span.read, span.add, "span") for span in spans if span.is_skip]
+    for bank in model.memory_plan.banks:
+        first, last = spans[bank.layers[0]].read, spans[bank.layers[-1]].read
+        if last > first and not bank.on_every_stage:
+            units.append(Unit(first, last, "group"))
+    return tuple(units)

@@ -1,41 +1,8 @@
-"""Placement of layers and ranks: the arithmetic of a layout, without any process group."""
+"""Arithmetic of a layout, without any process group: padding, coefficients and ids of a rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
-
-from megamem.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Blocks first..last of which no chunk may hold a part only.
-
-    They share a memory bank, or a memory reads at the first of them and adds after the last.
-    """
-
-    first: int
-    last: int
-    kind: Literal["group", "span"]
-
-
-def unsplittable_units(model: ModelConfig) -> tuple[Unit, ...]:
-    """Units that no edge of a chunk may cross, because tables and pending outputs do not travel between stages."""
-    spans = model.memory_spans
-    units = [Unit(span.read, span.add, "span") for span in spans if span.is_skip]
-    for bank in model.memory_plan.banks:
-        first, last = spans[bank.layers[0]].read, spans[bank.layers[-1]].read
-        if last > first and not bank.on_every_stage:
-            units.append(Unit(first, last, "group"))
-    return tuple(units)
-
-
-def crossed_units(units: Sequence[Unit], edges: Sequence[int]) -> tuple[Unit, ...]:
-    """The units that reach over one of the edges; an edge is named by the block behind it."""
-    return tuple(unit for unit in units if any(unit.first < edge <= unit.last for edge in edges))
 
 
 def padded_size(size: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel.layout import Unit, crossed_units
+from megamem.block_plan import Unit
 
 _KEY = "parallel.pipeline_layout"
 # More than any model has layers; keeps a slip from filling the memory.
@@ -113,6 +113,11 @@ def layout_text(chunks: Sequence[ModelChunk]) -> str:
         blocks = "t" * len(chunk.layers) if len(chunk.layers) <= 3 else f"t*{len(chunk.layers)}"
         parts.append("E" * chunk.has_embedding + blocks + "L" * chunk.has_loss)
     return "|".join(parts)
+
+
+def crossed_units(units: Sequence[Unit], edges: Sequence[int]) -> tuple[Unit, ...]:
+    """The units that reach over one of the edges; an edge is named by the block behind it."""
+    return tuple(unit for unit in units if any(unit.first < edge <= unit.last for edge in edges))
 
 
 def split_units(units: Sequence[Unit], chunks: Sequence[ModelChunk]) -> tuple[Unit, ...]:

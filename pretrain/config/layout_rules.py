@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from megamem.block_plan import Unit, unsplittable_units
 from megamem.retrieval.config import RetrievalConfig
-from parallel.layout import Unit, unsplittable_units
 from parallel.pipeline_layout import chunks_of_stage, layout_text, model_chunks, nearest_layouts, split_units
 from pretrain.config.context_ways import heads_problem
 from pretrain.config.schema import RunConfig
