@@ -130,8 +130,7 @@ class MemoryBlock(TransformerLayer):
         super().__init__(config, submodules, **megatron)
         assert not self.recompute_mlp
         self.plan, self.joins = PLAIN if site is None else site.plan, joins
-        self.reads_once = site is not None and site.reads_once
-        assert not (self.reads_once and joins)
+        assert not (self.plan.reads_once and joins)
 
     def forward(
         self,
@@ -150,7 +149,7 @@ class MemoryBlock(TransformerLayer):
             context: outputs on their way [m, t, b, D]; None if m is 0. For a family that reads once: `Inputs.read`.
             context_mask: the microbatch as `megamem.inputs.pack` packs it; None where no memory asks for it.
         """
-        inputs = Inputs(context_mask, context if self.reads_once else None)
+        inputs = Inputs(context_mask, context if self.plan.reads_once else None)
         if self.plan.slot is not None and self.plan.slot.is_in_attention:
             megatron["attention_bias"] = inputs
         hidden, _ = self._forward_attention(hidden_states, **megatron)
@@ -161,7 +160,7 @@ class MemoryBlock(TransformerLayer):
             inputs = inputs.share(self.tp_group)
         stream = hidden if self.plan.adds_attention else hidden_states
         out = self._forward_post_mlp(self.mlp(normal, inputs), stream)
-        if self.reads_once:
+        if self.plan.reads_once:
             return out, context
         leaving = (self.mlp.read(normal, inputs),) if self.mlp.joins_later else ()
         return self._with_arrivals(out, context, leaving)

@@ -21,11 +21,13 @@ class BlockPlan:
         slot: where the memory that reads in it acts; None: it has none.
         memory: index of that memory layer.
         has_layer_norm: whether LayerNorm stands before attention, and not RMSNorm.
+        reads_once: whether its memory weighs what was read for all blocks of the chunk together.
     """
 
     slot: Slot | None = None
     memory: int | None = None
     has_layer_norm: bool = False
+    reads_once: bool = False
 
     @property
     def adds_attention(self) -> bool:
@@ -70,15 +72,14 @@ def plan_blocks(model: ModelConfig) -> Mapping[int, BlockPlan]:
     plans = {}
     for index, span in enumerate(model.memory_spans):
         slot = memory.slot_of(span)
-        plans[span.read] = BlockPlan(slot, index, slot.is_inserted and memory.placement.norm == "layer")
+        has_layer_norm = slot.is_inserted and memory.placement.norm == "layer"
+        plans[span.read] = BlockPlan(slot, index, has_layer_norm, memory.reads_once)
     return plans
 
 
 def reads_beside_ffn(model: ModelConfig) -> bool:
     """Tell whether a memory of the model reads its tables while a feed-forward runs."""
-    if model.memory is None or model.memory.reads_once:
-        return False
-    return any(plan.is_beside_ffn for plan in plan_blocks(model).values())
+    return any(plan.is_beside_ffn and not plan.reads_once for plan in plan_blocks(model).values())
 
 
 def starts_at_zero(model: ModelConfig) -> bool:

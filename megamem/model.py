@@ -425,7 +425,7 @@ def _memories(
             token_group=token_group,
             tensor_group=tensor_group,
         )
-        sites[layer] = Site(plans[layer], span, make_memory, memory.reads_once)
+        sites[layer] = Site(plans[layer], span, make_memory)
     return banks, sites
 
 

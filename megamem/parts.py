@@ -92,13 +92,11 @@ class Site:
         plan: of its block.
         span: the block that it reads in, and the one after which its output joins; the same in every slot but `SKIP`.
         make_memory: builds its layer.
-        reads_once: whether the layers of a chunk read their tables together.
     """
 
     plan: BlockPlan
     span: Span
     make_memory: Callable[[], MegatronModule]
-    reads_once: bool
 
     def __post_init__(self) -> None:
         assert self.span.is_skip == (self.plan.slot == SKIP)
