@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.planning.dryrun import gpu_ops
+from pretrain.planning.dryrun.streams import Streams
 
 DEVICE = torch.device("meta")
 """The GPU."""
@@ -45,16 +46,18 @@ def is_on_device(tensor: Tensor) -> bool:
 class StandInGpu:
     """Answers to what a process asks of CUDA, for one device.
 
-    Streams and events are those of `parallel.cpu`, which keep no order.
-
     Attributes:
-        on_wait: called with the name of each call by which the host waits for all of the device.
+        streams: which keep the order of what they are asked for.
+        on_wait: called with the name of each call by which the host waits for the device.
         on_read: called with each tensor of the device whose values the host asks for as a list.
+        on_announced: called with each tensor of which `record_stream` says that a stream uses it, and the stream's name.
     """
 
     def __init__(self) -> None:
         self.on_wait: Callable[[str], None] = lambda name: None
         self.on_read: Callable[[Tensor], None] = lambda tensor: None
+        self.on_announced: Callable[[Tensor, str], None] = lambda tensor, stream: None
+        self.streams = Streams(lambda name: self.on_wait(name))
         # Storages by address: fake ones have no memory that could be page-locked.
         self._pinned: set[int] = set()
 
@@ -68,21 +71,26 @@ class StandInGpu:
             "torch.cuda.current_device": lambda: DEVICE,
             "torch.cuda.device": lambda *_: nullcontext(),
             "torch.cuda.get_device_capability": lambda *_: CAPABILITY,
-            "torch.cuda.synchronize": lambda *_: self.on_wait("torch.cuda.synchronize"),
+            "torch.cuda.synchronize": lambda *_: self._wait(),
             "torch.Tensor.is_cuda": property(is_on_device),
             "torch.Tensor.cuda": lambda tensor, *_, **__: tensor.to(DEVICE),
             "torch.Tensor.type": _type_of,
             "torch.Tensor.pin_memory": lambda tensor, *_: self._pin(tensor.clone()),
             "torch.Tensor.is_pinned": lambda tensor, *_: self.is_pinned(tensor),
-            "torch.Tensor.record_stream": lambda *_: None,
+            "torch.Tensor.record_stream": lambda tensor, stream: self.on_announced(tensor, stream.name),
             # Of all elements in one copy; fake tensors would be asked for one after the other.
             "torch._subclasses.fake_tensor.FakeTensor.tolist": lambda tensor: self._values(tensor),
             **{f"torch.{name}": self._made(getattr(torch, name)) for name in _FACTORIES},
             **{f"torch.Tensor.{name}": self._made(getattr(torch.Tensor, name)) for name in _METHODS},
             # There is one for the CPU's tensors alone.
             "torch.distributed.ProcessGroup._get_backend": lambda group, _: _get_backend(group, torch.device("cpu")),
+            **self.streams.redirections(),
             **gpu_ops.REDIRECTIONS,
         }
+
+    def _wait(self) -> None:
+        self.streams.synchronize()
+        self.on_wait("torch.cuda.synchronize")
 
     def _made(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A function that makes tensors, for which "cuda" is the device, and `pin_memory` a mark."""

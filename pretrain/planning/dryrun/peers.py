@@ -13,7 +13,7 @@ from pretrain.planning.dryrun.rank import RankReport
 
 def mismatches(reports: Sequence[RankReport]) -> list[str]:
     """See `find_mismatches`."""
-    return find_mismatches({report.rank: report.collectives for report in reports})
+    return find_mismatches({report.rank: (*report.collectives, *report.next_collectives) for report in reports})
 
 
 def find_mismatches(calls: Mapping[int, Sequence[Collective]]) -> list[str]:

@@ -11,7 +11,8 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
 from unittest.mock import patch
@@ -34,6 +35,8 @@ from pretrain.errors import ConfigError
 from pretrain.planning.dryrun.collectives import Collective
 from pretrain.planning.dryrun.gpu import StandInGpu
 from pretrain.planning.dryrun.host_traffic import Finding, HostTraffic
+from pretrain.planning.dryrun.order import Race
+from pretrain.planning.dryrun.order_watch import OrderWatch
 from pretrain.planning.dryrun.parts import MemoryPart
 from pretrain.planning.dryrun.recorder import Recorder, Snapshot
 from pretrain.planning.dryrun.world import fake_rank, without_data
@@ -55,6 +58,8 @@ class RankReport:
         num_kernels: that the step launches, about.
         num_microbatches: of that step.
         traffic: between host and GPU in that step, if the rank was run as on one.
+        races: accesses of that step and the next that have no order, if order was watched.
+        next_collectives: of the next step, if order was watched.
     """
 
     rank: int
@@ -70,6 +75,8 @@ class RankReport:
     num_kernels: int
     num_microbatches: int
     traffic: tuple[Finding, ...] = ()
+    races: tuple[Race, ...] = ()
+    next_collectives: tuple[Collective, ...] = ()
 
     @property
     def activation_bytes(self) -> int:
@@ -77,12 +84,16 @@ class RankReport:
         return self.peak_of_step.total - self.held.total
 
 
-def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu: bool = False) -> Iterator[RankReport]:
+def dry_run(
+    config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu: bool = False, in_order: bool = False
+) -> Iterator[RankReport]:
     """One step of each of these ranks, one after the other, in this process.
 
     Args:
         config: valid on `world_size` ranks, with `model.vocab_size`.
         as_gpu: take a GPU's branches, and watch what passes between it and the host.
+        in_order: as a GPU, also take a second step, and watch the order of accesses to memory in both. DDP learns in
+            the first one when gradients are complete, and reduces them beside backward from the second on.
 
     Raises:
         ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
@@ -101,7 +112,7 @@ def dry_run(config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu:
             warnings.simplefilter("ignore")
             gpu = StandInGpu() if as_gpu else None
             with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed, gpu=gpu) as groups:
-                report = _step_of(config, groups, gpu)
+                report = _step_of(config, groups, gpu, in_order=in_order)
         # Models and optimizers are cycles, and hold groups.
         gc.collect()
         gc.unfreeze()
@@ -113,7 +124,7 @@ def first_ranks_of_stages(config: RunConfig, world_size: int) -> range:
     return range(0, world_size, world_size // config.parallel.pipeline)
 
 
-def _step_of(config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None) -> RankReport:
+def _step_of(config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None, *, in_order: bool) -> RankReport:
     train = config.train
     num_microbatches = train.global_batch_size // (train.micro_batch_size * groups.data_size)
     # Whole sequences of one document, known to the host.
@@ -124,42 +135,51 @@ def _step_of(config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None) 
         gc.collect()
         _assign_state(recorder, chunks, optimizer)
         peak_of_building, held = recorder.peak, recorder.now()
-        # As after an update, which starts the first gathers that the next forward pass waits for.
-        start_gathering(chunks)
-        recorder.restart_peak()
-        recorder.collectives.clear()
-        recorder.num_host_reads = recorder.num_kernels = 0
-        batches = [on_device(repeat(_batch(config)), groups.device) for _ in chunks]
         watch = HostTraffic(gpu) if gpu is not None else None
+        order = OrderWatch(gpu) if gpu is not None and in_order else None
+        batches = [on_device(repeat(_batch(config)), groups.device) for _ in chunks]
+        step = partial(
+            train_step,
+            chunks,
+            optimizer,
+            batches,
+            groups,
+            num_microbatches=num_microbatches,
+            micro_batch_size=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        )
+        tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
         with (
             patch("pretrain.data.loader.document_bounds", lambda _: bounds),
-            watch.watching() if watch is not None else nullcontext(),
+            order.watching() if order is not None else nullcontext(),
         ):
-            train_step(
-                chunks,
-                optimizer,
-                batches,
-                groups,
+            # As after an update, which starts the first gathers that the next forward pass waits for.
+            start_gathering(chunks)
+            recorder.restart_peak()
+            recorder.collectives.clear()
+            recorder.num_host_reads = recorder.num_kernels = 0
+            with watch.watching() if watch is not None else nullcontext():
+                step()
+            report = RankReport(
+                rank=groups.rank,
+                world_size=groups.world_size,
+                stage=groups.pipeline_rank,
+                num_parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+                num_table_parameters=tables,
+                held=held,
+                peak_of_building=peak_of_building,
+                peak_of_step=recorder.peak,
+                collectives=tuple(recorder.collectives),
+                num_host_reads=recorder.num_host_reads,
+                num_kernels=recorder.num_kernels,
                 num_microbatches=num_microbatches,
-                micro_batch_size=train.micro_batch_size,
-                sequence_length=train.sequence_length,
+                traffic=watch.findings() if watch is not None else (),
             )
-        tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
-        return RankReport(
-            rank=groups.rank,
-            world_size=groups.world_size,
-            stage=groups.pipeline_rank,
-            num_parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
-            num_table_parameters=tables,
-            held=held,
-            peak_of_building=peak_of_building,
-            peak_of_step=recorder.peak,
-            collectives=tuple(recorder.collectives),
-            num_host_reads=recorder.num_host_reads,
-            num_kernels=recorder.num_kernels,
-            num_microbatches=num_microbatches,
-            traffic=watch.findings() if watch is not None else (),
-        )
+            if order is None:
+                return report
+            recorder.collectives.clear()
+            step()
+            return replace(report, races=order.races, next_collectives=tuple(recorder.collectives))
 
 
 def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedDataParallel], MemoryOptimizer]:

@@ -1,0 +1,281 @@
+"""Order of a step's accesses on a GPU's streams: none is left to chance, and what is, when it is planted, is told with
+both lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megamem.config import ModelConfig
+from megamem.families.ultramem_v2.config import UltraMemV2Config
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from tests.deadline import launch_within
+
+ALONE = RunConfig(
+    model=ModelConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        ffn_hidden_size=64,
+        vocab_size=64,
+        memory=UltraMemV2Config(num_keys=16, value_dim=16, pre_value_dim=8, top_k=4),
+    ),
+    parallel=ParallelConfig(memory=2),
+    train=TrainConfig(sequence_length=32, micro_batch_size=1, global_batch_size=2, precision="bf16"),
+)
+RING = replace(ALONE, parallel=ParallelConfig(context=2, context_attention="ring", memory=2))
+RECOMPUTED = replace(ALONE, train=replace(ALONE.train, recompute="full"))
+OFFLOADED = replace(ALONE, optimizer=OptimizerConfig(value_offload="cpu"))
+TWO_BATCHES = replace(ALONE, train=replace(ALONE.train, global_batch_size=4))
+DEEPER = replace(ALONE, model=replace(ALONE.model, num_layers=2))
+LAYOUTS = {
+    "tensor, pipeline": replace(DEEPER, parallel=ParallelConfig(tensor=2, pipeline=2, memory=2)),
+    "interleaved": replace(
+        ALONE,
+        model=replace(ALONE.model, num_layers=4),
+        parallel=ParallelConfig(pipeline=2, virtual_pipeline=2, memory=2),
+        train=replace(ALONE.train, global_batch_size=4),
+    ),
+    "ring": RING,
+    "recomputed, offloaded": replace(RECOMPUTED, optimizer=OFFLOADED.optimizer),
+}
+
+PLACES = {"tensor, pipeline": (4, 3), "interleaved": (4, 1), "ring": (2, 1), "recomputed, offloaded": (2, 1)}
+"""Ranks in all, and the one that is run."""
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def start(*, waits: bool = True, joins: bool = True, copies: bool = False) -> Plant:
+    """`SideStream.start` without a wait, or of a copy that nobody keeps for it."""
+
+    def start(self: Any, branch: Any, hidden: Any, inputs: Any) -> Any:
+        import torch
+
+        side = self._stream
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out = branch(hidden, inputs)
+
+        def join() -> Any:
+            if joins:
+                torch.cuda.current_stream().wait_stream(side)
+            return out
+
+        return join
+
+    def start_with_copy(self: Any, branch: Any, hidden: Any, inputs: Any) -> Any:
+        return start(self, branch, hidden.clone(), inputs)
+
+    return lambda: patch("megamem.side_stream.SideStream.start", start_with_copy if copies else start)
+
+
+@contextmanager
+def weights_that_are_not_waited_for() -> Iterator[None]:
+    with patch("pretrain.engine.weight_gathering._waiting_for", lambda parts: lambda *_: None):
+        yield
+
+
+@contextmanager
+def messages_that_are_not_waited_for() -> Iterator[None]:
+    with patch("parallel.context_ring._Transfer.received", lambda self: self._coming):
+        yield
+
+
+@contextmanager
+def a_message_that_is_overwritten() -> Iterator[None]:
+    from parallel.context_ring import _Transfer
+
+    make = _Transfer.__init__
+
+    def overwritten(self: Any, x: Any, group: Any) -> None:
+        make(self, x, group)
+        self._sent.zero_()
+
+    with patch.object(_Transfer, "__init__", overwritten):
+        yield
+
+
+@contextmanager
+def backward_on_a_stream_of_its_own() -> Iterator[None]:
+    import torch
+
+    from parallel.exchange import _Linear
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return ctx.adjoint(grads[0]), None, None
+
+    with patch.object(_Linear, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def ids_refilled_on_another_stream() -> Iterator[None]:
+    import torch
+
+    from parallel.sharded_bank import GatheredRows
+
+    refill = GatheredRows._refill
+
+    def elsewhere(self: Any) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            refill(self)
+
+    with patch.object(GatheredRows, "_refill", elsewhere):
+        yield
+
+
+@contextmanager
+def a_batch_buffer_that_is_filled_again() -> Iterator[None]:
+    import torch
+
+    def on_device(batches: Any, device: Any) -> Any:
+        buffers: dict[str, Any] = {}
+        for batch in batches:
+            for name, tensor in batch.items():
+                buffers.setdefault(name, torch.empty_like(tensor).pin_memory()).copy_(tensor)
+            yield {name: buffer.to(device, non_blocking=True) for name, buffer in buffers.items()}
+
+    with patch("pretrain.planning.dryrun.rank.on_device", on_device):
+        yield
+
+
+@contextmanager
+def windows_that_are_not_waited_for() -> Iterator[None]:
+    with patch("pretrain.planning.dryrun.streams._Event.synchronize", lambda event: None):
+        yield
+
+
+@contextmanager
+def windows_with_an_early_event() -> Iterator[None]:
+    import torch
+
+    from pretrain.engine.value_offload import HostTables
+
+    def fetch(self: Any, index: int) -> None:
+        shard, window = self._windows[index]
+        slot = self._slots[index % 2]
+        with torch.cuda.stream(self._copies):
+            slot.arrived.record(self._copies)
+            slot.gradient[: window.stop - window.start].copy_(shard.gradient[window], non_blocking=True)
+
+    with patch.object(HostTables, "_fetch", fetch):
+        yield
+
+
+@contextmanager
+def windows_in_one_place() -> Iterator[None]:
+    from pretrain.engine.value_offload import HostTables
+
+    make = HostTables.__init__
+
+    def with_one(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self._slots = [self._slots[0]] * 2
+
+    with patch.object(HostTables, "__init__", with_one):
+        yield
+
+
+def copies_that_wait_for_nobody(*, first: bool) -> Plant:
+    """The stream of the windows does not wait for the gradients, or the step not for its weights."""
+
+    @contextmanager
+    def plant() -> Iterator[None]:
+        from pretrain.planning.dryrun.streams import _Stream
+
+        wait = _Stream.wait_stream
+
+        def wait_stream(stream: Any, other: Any) -> None:
+            default = stream._streams.default
+            is_first, is_last = other is default, stream is default
+            if not (is_first if first else is_last) or "1" in (stream.name + other.name):
+                wait(stream, other)
+
+        with patch.object(_Stream, "wait_stream", wait_stream):
+            yield
+
+    return plant
+
+
+RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
+    (ALONE, (
+        ("a wait left out before the memory", start(waits=False), "megamem/layers/tucker.py", "megamem/norm.py"),
+    )),
+    (ALONE, (
+        ("a wait left out behind the memory", start(joins=False), "megamem/block.py", "megamem/layers/tucker.py"),
+        ("tables that are not there", weights_that_are_not_waited_for, "kernels/", "weight_gathering.py"),
+    )),
+    (RECOMPUTED, (
+        ("an input freed early", start(copies=True), "freed", "ultramem_v2/layer.py"),
+    )),
+    (TWO_BATCHES, (
+        ("backward without a wait", backward_on_a_stream_of_its_own, "parallel/exchange.py", "backward of"),
+        ("a batch overwritten before it left", a_batch_buffer_that_is_filled_again, "on the host", "a copy to the device"),
+    )),
+    (ALONE, (
+        ("ids written beside their reader", ids_refilled_on_another_stream, "sharded_bank.py", "copy_ writes"),
+    )),
+    (RING, (
+        ("keys that are not there", messages_that_are_not_waited_for, "megamem/attention_tile.py", "recv writes"),
+        ("keys overwritten before they left", a_message_that_is_overwritten, "zero_ writes", "send reads"),
+    )),
+    (OFFLOADED, (
+        ("gradients that are not there", windows_that_are_not_waited_for, "on the host", "a copy to the host"),
+    )),
+    (OFFLOADED, (
+        ("an event recorded too early", windows_with_an_early_event, "on the host", "a copy to the host"),
+        ("weights gathered before they came", copies_that_wait_for_nobody(first=False), "weight_gathering.py",
+         "a copy to the device"),
+    )),
+    (OFFLOADED, (
+        ("one buffer for two windows", windows_in_one_place, "copy_ writes on the host", "a copy to the device"),
+        ("gradients copied before they are reduced", copies_that_wait_for_nobody(first=True), "a copy to the host",
+         "the default stream"),
+    )),
+)  # fmt: skip
+"""Configurations, and what is planted in a run of each: its name, and words of the sentence that tells it."""
+PLANTED = {name: (one, other) for _, plants in RUNS for name, _, one, other in plants}
+
+
+@pytest.fixture(scope="module")
+def races() -> dict[str, list[str]]:
+    """Races in sentences, of layouts and of planted defects."""
+
+    def main() -> dict[str, list[str]]:
+        from pretrain.engine import value_offload
+        from pretrain.planning.dryrun.rank import dry_run
+
+        def found(config: RunConfig, world: int, rank: int, *plants: Plant) -> list[str]:
+            with ExitStack() as stack:
+                for plant in plants:
+                    stack.enter_context(plant())
+                (report,) = dry_run(config, world, [rank], as_gpu=True, in_order=True)
+            return [str(race) for race in report.races]
+
+        # Several windows of small tables.
+        with patch.object(value_offload, "WINDOW_ELEMENTS", 1 << 9):
+            of_layouts = {name: found(LAYOUTS[name], *places) for name, places in PLACES.items()}
+            of_runs = [(plants, found(config, 2, 0, *(plant for _, plant, _, _ in plants))) for config, plants in RUNS]
+        return {**of_layouts, **{name: races for plants, races in of_runs for name, _, _, _ in plants}}
+
+    return launch_within(main, 1, timeout_s=280, num_threads=1)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_two_accesses_of_a_step_are_without_order(races: dict[str, list[str]], name: str) -> None:
+    assert races[name] == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_race_is_told_with_both_lines(races: dict[str, list[str]], name: str) -> None:
+    one, other = PLANTED[name]
+    assert any(one in race and other in race and race.count(".py:") >= 2 for race in races[name]), races[name]
