@@ -185,6 +185,35 @@ def windows_in_one_place() -> Iterator[None]:
         yield
 
 
+def a_save_between_steps(*, waits: bool = True, completes: bool = True) -> Plant:
+    """Weights copied into page-locked memory after a step, and written from there by the host beside the next."""
+
+    @contextmanager
+    def plant() -> Iterator[None]:
+        import torch
+
+        from pretrain.checkpoint.staging import StagingBuffer
+        from pretrain.engine.step import train_step
+        from pretrain.engine.weight_gathering import complete_weights
+
+        buffer = StagingBuffer()
+
+        def step_and_save(chunks: Any, *args: Any, **options: Any) -> None:
+            train_step(chunks, *args, **options)
+            if completes:
+                complete_weights(chunks)
+            synchronize = torch.cuda.synchronize if waits else lambda: None
+            with patch("torch.cuda.synchronize", synchronize):
+                copies = buffer.copy({name: weight for chunk in chunks for name, weight in chunk.named_parameters()})
+            for copy in copies.values():
+                copy.clone()
+
+        with patch("pretrain.planning.dryrun.rank.train_step", step_and_save):
+            yield
+
+    return plant
+
+
 def copies_that_wait_for_nobody(*, first: bool) -> Plant:
     """The stream of the windows does not wait for the gradients, or the step not for its weights."""
 
@@ -228,6 +257,13 @@ RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
         ("keys that are not there", messages_that_are_not_waited_for, "megamem/attention_tile.py", "recv writes"),
         ("keys overwritten before they left", a_message_that_is_overwritten, "zero_ writes", "send reads"),
     )),
+    (ALONE, (
+        ("a save written before it came", a_save_between_steps(waits=False), "clone reads on the host", "staging.py"),
+    )),
+    (ALONE, (
+        ("a save of weights that are still gathered", a_save_between_steps(completes=False), "staging.py",
+         "weight_gathering.py"),
+    )),
     (OFFLOADED, (
         ("gradients that are not there", windows_that_are_not_waited_for, "on the host", "a copy to the host"),
     )),
@@ -264,13 +300,14 @@ def races() -> dict[str, list[str]]:
         # Several windows of small tables.
         with patch.object(value_offload, "WINDOW_ELEMENTS", 1 << 9):
             of_layouts = {name: found(LAYOUTS[name], *places) for name, places in PLACES.items()}
+            of_layouts["saved"] = found(ALONE, 2, 0, a_save_between_steps())
             of_runs = [(plants, found(config, 2, 0, *(plant for _, plant, _, _ in plants))) for config, plants in RUNS]
         return {**of_layouts, **{name: races for plants, races in of_runs for name, _, _, _ in plants}}
 
     return launch_within(main, 1, timeout_s=280, num_threads=1)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "saved"])
 def test_no_two_accesses_of_a_step_are_without_order(races: dict[str, list[str]], name: str) -> None:
     assert races[name] == []
 
