@@ -21,7 +21,7 @@ def tucker_costs(memory: TuckerConfig, view: LayerView, width: int) -> LayerCost
     """
     keys = memory.num_key_vectors(view)
     queries, entries = memory.num_queries * memory.key_dim, memory.num_heads * memory.top_k
-    projections = width * (memory.num_value_projections * memory.value_dim + memory.width("pre_values"))
+    projections = width * (memory.num_value_projections * memory.value_dim + memory.pre_value_dim)
     weights = memory.num_queries * memory.key_dim * width + keys * memory.key_dim
     return LayerCosts(
         retrieval=weights + 2 * memory.key_dim + memory.num_cores * memory.num_heads * memory.tucker_rank**2,

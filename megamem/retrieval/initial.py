@@ -151,9 +151,9 @@ def memory_variance(
     pre_input_variance = linear_output_variance(model) if pre_input_variance is None else pre_input_variance
     value_proj_variance = model.linear_std**2 if value_proj_variance is None else value_proj_variance
     product = 1.0
-    if pre_dim := memory.width("pre_values"):
+    if pre_dim := memory.pre_value_dim:
         variance = pre_input_variance * sigma_v**2 * pre_dim
-        product = normal_mean(lambda p: _gelu(p) ** 2, variance) if memory.lookup.activation == "gelu" else variance
+        product = normal_mean(lambda p: _gelu(p) ** 2, variance) if memory.pre_value_activation == "gelu" else variance
     retrieved = memory.top_k * memory.num_heads * memory.value_dim
     return value_proj_variance * retrieved * score_square * sigma_v**2 * product
 
@@ -176,10 +176,10 @@ def sigma_values(model: ModelConfig, memory: TuckerConfig, sigma_s: float) -> fl
     def variance(sigma_v: float) -> float:
         return memory_variance(model, memory, sigma_v=sigma_v, score_square=1 + sigma_s**2)
 
-    if memory.lookup.activation != "none":
+    if memory.pre_value_activation != "none":
         return _root(lambda log_sigma: variance(math.exp(log_sigma)) - target)
     # The variance is a power of sigma_V.
-    return float((target / variance(1.0)) ** (0.25 if memory.width("pre_values") else 0.5))
+    return float((target / variance(1.0)) ** (0.25 if memory.pre_value_dim else 0.5))
 
 
 def normal_mean(function: Callable[[float], float], variance: float) -> float:
