@@ -147,7 +147,7 @@ class MemoryGPTModel(GPTModel):
         self.banks = nn.ModuleDict({str(index): bank for index, bank in banks.items()})
         self.shared_read: SharedRead | None = None
         # One that an earlier chunk holds is not a module of this one.
-        self._read_together: list[SharedRead] = [read for chunk in earlier for read in chunk.read_together][:1]
+        self._read_together: list[SharedRead] = list(earlier[-1].read_together) if earlier else []
         if model.memory is not None and model.memory.reads_once and sites and not self._read_together:
             self.shared_read = _shared_read(config, model.memory, banks, stage, groups)
             self._read_together = [self.shared_read]

@@ -2,7 +2,7 @@
 options that come later are asked too.
 
 Every key of a memory makes a difference, every norm adds the configured epsilon, every parameter takes the first step of
-its optimizer group, and the closed formulas count it.
+its optimizer group, and the closed formulas count it. What a layer tells of its reads is where its table gets gradients.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megamem.families.registry import FAMILIES
 from megamem.memory_config import MemoryConfig
 from megamem.model import MemoryGPTModel
 from megamem.parameters import group_of
+from megamem.usage import LayerUsage
 from parallel.groups import ParallelGroups
 from pretrain.config.keys import ineffective_fields
 from pretrain.config.schedule import group_settings
@@ -177,6 +178,29 @@ class Norms(TorchDispatchMode):
         return out
 
 
+class Reads(LayerUsage):
+    """Keeps what a layer tells of its reads.
+
+    Attributes:
+        rows: of the bank.
+        problems: arguments that are none.
+    """
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+        self.problems: list[str] = []
+
+    def record(self, rows: Tensor, scores: Tensor | None, out: Tensor, router: Tensor | None = None) -> None:
+        if rows.dtype != torch.int64 or len(rows) != len(out) or not out.is_floating_point():
+            self.problems.append(f"reads rows {rows.dtype} {tuple(rows.shape)} for {out.dtype} {tuple(out.shape)}")
+        # Of several cores the sum decides.
+        if scores is not None and (scores.dim() != 4 or (scores.sum(3).diff(dim=2) > 1e-6).any()):
+            self.problems.append("its scores are not those of entries, the best first")
+        if router is not None and not torch.allclose(router.sum(1), torch.ones(len(rows))):
+            self.problems.append("its router's weights do not add up to 1")
+        self.rows.update(rows.flatten().tolist())
+
+
 @dataclass
 class Step:
     """The first step of a model.
@@ -185,11 +209,13 @@ class Step:
         gradients: by parameter.
         epsilons: of the norms, in the order of their calls.
         problems: parameters that are in another group than their kind says, get no gradient, or move elsewhere.
+        misread: what layers tell of their reads, and is not so.
     """
 
     gradients: dict[str, Tensor]
     epsilons: list[float]
     problems: list[str] = field(default_factory=list)
+    misread: list[str] = field(default_factory=list)
 
 
 def group_by_name(name: str) -> str:
@@ -210,9 +236,21 @@ def first_step(config: RunConfig, groups: ParallelGroups) -> Step:
         run = build(config, groups)
         (bare,) = run.bare
         before = {name: p.detach().double() for name, p in bare.named_parameters()}
+        reads = [Reads() for _ in bare.memory_layers]
+        for layer, told in zip(bare.memory_layers, reads, strict=True):
+            layer.usage = told
         with Norms() as norms:
             run.train(1)
     step = Step({name: p.main_grad.detach().clone() for name, p in bare.named_parameters()}, norms.epsilons)
+    rows: dict[int, set[int]] = {}
+    for layer, told in zip(bare.memory_layers, reads, strict=True):
+        step.misread += [f"{layer.name}: {problem}" for problem in told.problems]
+        rows.setdefault(layer.view.bank, set()).update(told.rows)
+    for bank, told_rows in rows.items():
+        learnt = set(step.gradients[f"banks.{bank}.values"].any(1).nonzero().flatten().tolist())
+        # Weights of zero read, and teach nothing.
+        if not learnt <= told_rows or len(learnt) < len(told_rows) / 2:
+            step.misread.append(f"bank {bank}: rows {sorted(told_rows)} are told, and {sorted(learnt)} learn")
     settings = group_settings(0, config.optimizer, config.train)
     inserted = config.model.memory is not None and config.model.memory.is_inserted
     for name, parameter in bare.named_parameters():
@@ -320,6 +358,11 @@ def test_every_norm_adds_the_configured_epsilon(asked: dict[str, Asked], kind: s
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_parameter_takes_the_step_of_its_group(asked: dict[str, Asked], kind: str) -> None:
     assert [problem for step in asked[kind].steps for problem in step.problems] == []
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_layers_tell_which_rows_they_read(asked: dict[str, Asked], kind: str) -> None:
+    assert [problem for step in asked[kind].steps for problem in step.misread] == []
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
