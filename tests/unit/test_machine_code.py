@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.studies.bench.static.reads import Reads
 from tools.studies.bench.static.sass import Code, SourceLoop
 from tools.studies.bench.static.warp import Latencies, follow
 
@@ -124,3 +125,22 @@ def test_a_loop_is_named_by_its_source(tmp_path: Path) -> None:
     ]
     way = follow(code, lambda loop: 3 if loop == code.loops[0].source else 4, LATENCIES)
     assert way.instructions == 1 + 3 * (1 + 4 * 2 + 1) + 1
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.8])
+def test_reads_are_those_of_drawn_entries(exponent: float) -> None:
+    """Against a loop over the sorted entries themselves."""
+    reads = Reads(num_rows=300, num_entries=5000, exponent=exponent)
+    entries = [row for row, count in enumerate(reads.counts) for _ in range(count)]
+    assert len(entries) == pytest.approx(5000, rel=0.05)
+    assert reads.num_distinct == len(set(entries))
+    items, cut = 16, 32
+    begins = [i for i, row in enumerate(entries) if i % cut == 0 or entries[i - 1] != row]
+    lengths = {at: end - at for at, end in zip(begins, [*begins[1:], len(entries)], strict=True)}
+    longest = [max([lengths.get(i, 0) for i in range(t, t + items)]) for t in range(0, len(entries), items)]
+    assert reads.longest_runs(items, cut).tolist() == longest
+    by_count = sorted(reads.counts.tolist(), reverse=True)
+    for cached in (0, 7, 300, 400):
+        assert reads.misses(cached) == sum(count > 0 for count in by_count[:cached]) + sum(by_count[cached:])
+    # Few rows are read most where reads are skewed.
+    assert (by_count[0] > 4 * 5000 / 300) == (exponent > 0)

@@ -86,7 +86,12 @@ def moved_bytes(accesses: Sequence[Access], granule: int, gpu: Gpu) -> float:
             continue
         # On the average over the places where items begin.
         touched = access.item_bytes + granule - math.gcd(access.item_bytes, granule)
-        count = access.count if access.reads is None else access.reads.misses(gpu.l2_bytes // 2 // touched)
+        if access.reads is None:
+            count = access.count
+        elif access.once:
+            count = access.reads.num_distinct
+        else:
+            count = access.reads.misses(gpu.l2_bytes // 2 // touched)
         total += count * touched
     return total
 

@@ -45,11 +45,19 @@ class Reads:
 
     def misses(self, cached_rows: int) -> int:
         """Reads from memory where a cache always holds the most frequent rows: one of each of them, and all others."""
-        cached_rows = min(cached_rows, self.num_rows)
-        if cached_rows == 0:
-            return int(self.counts.sum())
-        most = np.partition(self.counts, self.num_rows - cached_rows)[self.num_rows - cached_rows :]
-        return int(self.counts.sum() - most.sum()) + int(np.count_nonzero(most))
+        total, misses = 0, 0
+        # From the most frequent on: rows that are read so often.
+        for times, rows in enumerate(self._rows_by_count[::-1]):
+            count = len(self._rows_by_count) - 1 - times
+            cached = min(rows, cached_rows - total) if count else 0
+            total += cached
+            misses += cached + (rows - cached) * count
+        return misses
+
+    @cached_property
+    def _rows_by_count(self) -> list[int]:
+        """Rows that are read 0 times, once, twice, ..."""
+        return [int(rows) for rows in np.bincount(self.counts)]
 
     def longest_runs(self, items: int, cut: int) -> NDArray[np.int64]:
         """Entries of the longest run that begins in each tile of `items` sorted entries; runs end at multiples of `cut`,

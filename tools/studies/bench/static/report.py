@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.stages import Division, stages_of
+from pretrain.planning.costs.timing import step_time
 from pretrain.progress import Progress
+from tools.ranks import fewest_ranks
 from tools.studies.bench.static.builds import Build, build
 from tools.studies.bench.static.floors import (
     BURST_BYTES,
@@ -79,13 +82,16 @@ def static_lines(
         yield ""
         floors = [_floor_row(call, row, gpu, hardware) for call, row in zip(calls, judged, strict=True)]
         yield from aligned([_FLOOR_HEADER, *floors])
+        yield ""
+        yield from aligned([_PART_HEADER, *_part_rows(config, calls, judged, gpu, hardware)])
 
 
 _CODE_HEADER = (
     *("op", "kernel", "programs x warps", "registers", "spilled", "shared", "at once", "load bytes"),
     *("instructions", "barriers", "chain", "loop: trips x instructions, barriers, chain"),
 )
-_FLOOR_HEADER = ("op", "bytes/32", "bytes/64", "issue", "latency", "to", "ms", "by")
+_FLOOR_HEADER = ("floors of an op, ms", "bytes/32", "bytes/64", "issue", "latency", "to", "largest", "by")
+_PART_HEADER = ("a layer's passes over a microbatch, ms", "floors", "plan")
 
 
 def _code_row(call: Call, judged: Judged, gpu: Gpu) -> tuple[str, ...]:
@@ -110,11 +116,39 @@ def _code_row(call: Call, judged: Judged, gpu: Gpu) -> tuple[str, ...]:
     )
 
 
-def _floor_row(call: Call, judged: Sequence[Judged], gpu: Gpu, hardware: Hardware) -> tuple[str, ...]:
+def _floors_s(call: Call, judged: Sequence[Judged], gpu: Gpu, hardware: Hardware) -> dict[str, float]:
+    """Seconds of a call by each floor, its launches one after the other."""
     bandwidth = hardware.memory_bandwidth_gb_per_s * 1e9
     small, large = (moved_bytes(call.accesses, granule, gpu) / bandwidth for granule in (SECTOR_BYTES, BURST_BYTES))
     issue, near, far = (sum(floor) for floor in zip(*(each.floors_s(gpu) for each in judged), strict=True))
-    floors = {"bytes": large, "issue": issue, "latency": near}
-    largest = max(floors, key=lambda name: floors[name])
-    shown = (small, large, issue, near, far, floors[largest])
-    return (call.op, *(f"{seconds * 1e3:.2f}" for seconds in shown), largest)
+    return {"bytes/32": small, "bytes": large, "issue": issue, "latency": near, "to": far}
+
+
+def _largest(floors: dict[str, float]) -> str:
+    """The floor that is the highest, of those that are no guess."""
+    return max(("bytes", "issue", "latency"), key=lambda name: floors[name])
+
+
+def _floor_row(call: Call, judged: Sequence[Judged], gpu: Gpu, hardware: Hardware) -> tuple[str, ...]:
+    floors = _floors_s(call, judged, gpu, hardware)
+    largest = _largest(floors)
+    return (call.op, *(f"{seconds * 1e3:.2f}" for seconds in (*floors.values(), floors[largest])), largest)
+
+
+def _part_rows(
+    config: RunConfig, calls: Sequence[Call], judged: Sequence[Sequence[Judged]], gpu: Gpu, hardware: Hardware
+) -> Iterator[tuple[str, ...]]:
+    """One layer's passes over a microbatch, by parts of a plan: the floors' sum, and the plan's figure."""
+    num_ranks = fewest_ranks(config.parallel)
+    time, stages = step_time(config, num_ranks, hardware), stages_of(config)
+    passes = Division.of(config, num_ranks).num_microbatches * len(stages[time.slowest_stage].lookups)
+    forwards = 2 if config.train.recompute == "full" else 1
+    for part in dict.fromkeys(call.part for call in calls):
+        seconds = 0.0
+        for call, row in zip(calls, judged, strict=True):
+            if call.part == part:
+                floors = _floors_s(call, row, gpu, hardware)
+                seconds += floors[_largest(floors)] * (forwards if call.is_forward else 1)
+        name = "in no plan: the others" if part is None else part
+        planned = "-" if part is None else f"{time.by_part[part] / passes * 1e3:.2f}"
+        yield name, f"{seconds * 1e3:.2f}", planned

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.stages import Division
+from pretrain.planning.costs.timing import TimePart
 from tools.ranks import fewest_ranks
 from tools.studies.bench.static.builds import Launch, launcher, recorded
 from tools.studies.bench.static.reads import Reads
@@ -27,14 +28,16 @@ class Access:
     Attributes:
         tensor_bytes: all of it.
         item_bytes: of one access; 0: it is streamed, once.
-        count: accesses.
-        reads: of the rows of a table, which may come from a cache; None: of items that are met once, in any order.
+        reads: of the items, where they are rows of a table.
+        count: accesses in any order, where they are none.
+        once: whether a row is met once, however often it is read.
     """
 
     tensor_bytes: int
     item_bytes: int = 0
-    count: int = 0
     reads: Reads | None = None
+    count: int = 0
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,19 @@ class Call:
 
     Attributes:
         op: its name, and what for.
-        part: of the plan that it belongs to.
+        part: of a plan's time that it belongs to; None: no plan counts it.
+        is_forward: whether it is of a forward pass, which recomputation repeats.
         launches: of kernels.
         accesses: that it cannot do without.
         reads: of the table that it reads or adds to; None: it has none.
     """
 
     op: str
-    part: str
+    part: TimePart | None
+    is_forward: bool
     launches: tuple[Launch, ...]
     accesses: tuple[Access, ...]
     reads: Reads | None
-
-
-TABLES, SELECTION, SHUFFLE = "gathers and table gradients", "selection", "shuffle of rows"
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -121,7 +123,7 @@ def _selection(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Cal
     else:
         return []
     ids = 2 * 8 * tokens * heads * (memory.row_top_k + memory.top_k)
-    return [Call(op, SELECTION, tuple(launches), (Access(_bytes(scores)), Access(ids)), None)]
+    return [Call(op, TimePart.MEMORY_SELECTION, True, tuple(launches), (Access(_bytes(scores)), Access(ids)), None)]
 
 
 def _shuffle(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]:
@@ -136,7 +138,7 @@ def _shuffle(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]
     with_blocks = memory.num_value_projections > 1
     launches = recorded(lambda: launcher(shuffled._shuffled_rows)(entries, *grid, *window, with_blocks))
     streamed = Access((2 + with_blocks) * _bytes(entries))
-    return [Call("shuffled_rows", SHUFFLE, tuple(launches), (streamed,), None)]
+    return [Call("shuffled_rows", None, True, tuple(launches), (streamed,), None)]
 
 
 @dataclass(frozen=True)
@@ -152,74 +154,61 @@ class _Tables:
 
     def summed(self, width: int) -> list[Call]:
         """A table whose rows are summed: forward, the gradients of its coefficients, and its own."""
-        ids, coef, out = self._ids(), self._coef(), _empty(self.tokens, self.bins * width, dtype=self.dtype)
+        ids, coef, out = self._ids(), self._coef(self.scores), _empty(self.tokens, self.bins * width, dtype=self.dtype)
         bins = self._ids() if self.bins > 1 else None
+        moved = [ids, coef, out, *([] if bins is None else [bins])]
         return [
-            self._call(
-                "gather_sum, values", width, "gather_sum", "gather_sum", ids, coef, bins, self.bins, moved=(coef, out)
-            ),
-            self._call(
-                "gather_dot, values' coefficients",
-                width,
-                "gather_dot",
-                "gather_dot",
-                ids,
-                out,
-                self.scores,
-                bins,
-                moved=(coef, out),
-            ),
+            self._gather("gather_sum, values", width, (ids, coef, bins, self.bins), moved, is_forward=True),
+            self._gather("gather_dot, gradient of coefficients", width, (ids, out, self.scores, bins), moved),
             self._accumulate("segment_accumulate, values", width, coef, out, bins),
         ]
 
     def multiplied(self, width: int) -> list[Call]:
         """A table whose rows are multiplied with a vector: forward, the vector's gradient, and its own."""
-        ids, x = self._ids(), _empty(self.tokens, width, dtype=self.dtype)
-        coef = _empty(self.tokens, self.rows_per_token, 1, dtype=self.dtype)
+        ids, coef, x = self._ids(), self._coef(1), _empty(self.tokens, width, dtype=self.dtype)
+        moved = [ids, coef, x]
         return [
-            self._call("gather_dot, pre-values", width, "gather_dot", "gather_dot", ids, x, 1, None, moved=(coef, x)),
-            self._call(
-                "gather_sum, pre-values' input", width, "gather_sum", "gather_sum", ids, coef, None, 1, moved=(coef, x)
-            ),
+            self._gather("gather_dot, pre-values", width, (ids, x, 1, None), moved, is_forward=True),
+            self._gather("gather_sum, gradient of input", width, (ids, coef, None, 1), moved),
             self._accumulate("segment_accumulate, pre-values", width, coef, x, None),
         ]
 
     def _ids(self) -> Tensor:
         return _empty(self.tokens, self.rows_per_token)
 
-    def _coef(self) -> Tensor:
-        return _empty(self.tokens, self.rows_per_token, self.scores, dtype=self.dtype)
+    def _coef(self, scores: int) -> Tensor:
+        return _empty(self.tokens, self.rows_per_token, scores, dtype=self.dtype)
 
-    def _call(self, op: str, width: int, folder: str, name: str, *operands: object, moved: Sequence[Tensor]) -> Call:
-        from importlib import import_module
-
+    def _gather(
+        self,
+        what: str,
+        width: int,
+        operands: tuple[object, ...],
+        moved: Sequence[Tensor],
+        *,
+        is_forward: bool = False,
+    ) -> Call:
+        op = what.partition(",")[0]
         table = _empty(self.reads.num_rows, width, dtype=self.dtype)
-        function = launcher(getattr(import_module(f"kernels.{folder}.triton_op"), name))
+        function = launcher(getattr(import_module(f"kernels.{op}.triton_op"), op))
         launches = recorded(lambda: function(table, *operands))
-        rows = Access(_bytes(table), width * table.element_size(), self.reads.num_entries, self.reads)
-        ids = self._ids()
-        streams = [Access(_bytes(each)) for each in (ids, *([ids] if self.bins > 1 else []), *moved)]
-        return Call(op, TABLES, tuple(launches), (rows, *streams), self.reads)
+        rows = Access(_bytes(table), width * table.element_size(), self.reads)
+        streams = [Access(_bytes(each)) for each in moved]
+        return Call(what, TimePart.MEMORY_TABLES, is_forward, tuple(launches), (rows, *streams), self.reads)
 
-    def _accumulate(self, op: str, width: int, coef: Tensor, vec: Tensor, bins: Tensor | None) -> Call:
+    def _accumulate(self, what: str, width: int, coef: Tensor, vec: Tensor, bins: Tensor | None) -> Call:
         from kernels.segment_accumulate import triton_op
 
         gradient = _empty(self.reads.num_rows, width, dtype=torch.float32)
-        launches = recorded(lambda: _accumulated(triton_op, gradient, self._ids(), coef, vec, bins))
-        row = Access(_bytes(gradient), 4 * width, self.reads.num_distinct)
-        element = coef.element_size()
-        vectors = Access(_bytes(vec), vec.shape[1] * element, self.reads.num_entries)
-        scales = Access(_bytes(coef), coef.shape[2] * element, self.reads.num_entries)
-        # Read once, by the sort's result: a row in 32 bits and an entry in 64 bits each.
-        order = Access(12 * self.reads.num_entries)
-        return Call(op, TABLES, tuple(launches), (row, row, vectors, scales, order), self.reads)
-
-
-def _accumulated(module: object, gradient: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None) -> None:
-    sort: Callable[[Tensor, int], tuple[Tensor, ...]] = module.sort_by_row  # type: ignore[attr-defined]
-    launcher(module._segment_accumulate)(gradient, *sort(ids, gradient.shape[0]), coef, vec, bins)  # type: ignore[attr-defined]
-
-
-def by_part(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """The calls of each part, in their order."""
-    return {part: list(group) for part, group in itertools.groupby(calls, key=lambda call: call.part)}
+        order = triton_op.sort_by_row(self._ids(), gradient.shape[0])
+        function = launcher(triton_op._segment_accumulate)
+        launches = recorded(lambda: function(gradient, *order, coef, vec, bins))
+        row = Access(_bytes(gradient), 4 * width, self.reads, once=True)
+        entries, element = self.reads.num_entries, coef.element_size()
+        random = [
+            Access(_bytes(vec), width * element, count=entries),
+            Access(_bytes(coef), coef.shape[2] * element, count=entries),
+        ]
+        # A row is read and written; what the sort found is streamed.
+        accesses = (row, row, *random, *(Access(_bytes(each)) for each in order))
+        return Call(what, TimePart.MEMORY_TABLES, False, tuple(launches), accesses, self.reads)

@@ -1,0 +1,85 @@
+"""Builds the Triton kernels for GPUs that are not there, and prints which limits they break: `python -m
+tests.unit.kernel_builds`.
+
+A process of its own, because Triton decides at import whether it compiles or interprets. The launches are those of the
+launchers themselves, at the shapes that shipped layouts leave to a rank. Prints a JSON object per kernel.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_stages
+from tools.cli import main as megamem
+from tools.studies.bench.static.builds import CAPABILITIES, Launch, recorded
+from tools.studies.bench.static.limits import compiles_alike, described, of_ones, problems, specialised
+from tools.studies.bench.static.work import calls_of
+from tools.vocabulary import with_vocabulary
+
+REPOSITORY = Path(__file__).parents[2]
+ALL = os.environ.get("MEGAMEM_BUILD_FOR") == "all"
+"""Most of what a build shows is the same for every generation of GPUs and most shapes, and each takes its time."""
+PUBLISHED = tuple(f"{folder}/*.yaml" for folder in ("h100", "memory_plus", "ultramem", "ultramemv2"))
+"""Configurations of published models, and their layouts."""
+FEW = ("h100/2.5b_120b_top256_on_*.yaml", "ultramem/2.5b_120b.yaml", "memory_plus/2.5b_120b.yaml")
+"""One model of each family; the layouts of the first leave rows of 240 to 20 bytes to a rank."""
+
+
+def configs(patterns: Iterable[str]) -> Iterator[RunConfig]:
+    """The first stage of shipped configurations."""
+    for pattern in patterns:
+        for file in sorted((REPOSITORY / "configs").glob(pattern)):
+            yield with_vocabulary(load_stages(file)[0], 50_304)
+
+
+def launches(patterns: Iterable[str], num_tokens: int | None = None) -> list[Launch]:
+    """Launches of these configurations' memory layers, of each that is compiled alike one."""
+    found: dict[Any, Launch] = {}
+    for config in configs(patterns):
+        for call in calls_of(config, 0.0, num_tokens):
+            for launch in call.launches:
+                found.setdefault(compiles_alike(launch), launch)
+    return list(found.values())
+
+
+def say(what: str, launch: str, found: list[str], **more: Any) -> None:
+    print(json.dumps({"what": what, "launch": launch, "problems": found, **more}), flush=True)
+
+
+def main() -> None:
+    from tests.unit.planted_kernels import planted
+
+    for wanted, call in planted():
+        (launch,) = recorded(call)
+        say("planted", described(launch), problems(launch, 90), wanted=wanted)
+    for capability in CAPABILITIES if ALL else (90,):
+        for launch in launches(PUBLISHED if ALL and capability == 90 else FEW):
+            say("shipped", described(launch), problems(launch, capability), capability=capability)
+    # A generated token, whose numbers are 1 more often; one launch of each kernel.
+    by_name = {launch.name: launch for launch in launches(FEW, num_tokens=1)}
+    for launch in by_name.values():
+        for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
+            say("specialised", described(other), problems(other, 90))
+    command("command")
+    os.environ["TRITON_NVDISASM_PATH"] = "/nowhere/nvdisasm"
+    command("command without a tool")
+
+
+def command(what: str) -> None:
+    """Run `megamem bench kernels --static`, and say what it printed."""
+    words = ["bench", "kernels", "--static", "configs/ultramemv2/227m_1.2b.yaml", "--zipf", "0,0.8"]
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = megamem(words)
+    print(json.dumps({"what": what, "code": code, "out": out.getvalue(), "err": err.getvalue()}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The Triton kernels built for GPUs that are not there, at the shapes that shipped layouts leave to a rank, within their
+limits; and the defects that these limits are there for, planted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.kernel_builds import ALL
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
+)
+REPOSITORY = Path(__file__).parents[2]
+KERNELS = {
+    *("gather_sum_kernel", "gather_dot_kernel", "segment_accumulate_kernel", "shuffled_rows_kernel"),
+    *("collect_lists_kernel", "sort_lists_kernel", "collect_grid_kernel", "collect_sums_kernel"),
+    "sort_candidates_kernel",
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.unit.kernel_builds"]
+    finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def of(reports: list[dict[str, Any]], what: str) -> list[dict[str, Any]]:
+    found = [report for report in reports if report["what"] == what]
+    assert found
+    return found
+
+
+def test_planted_defects_are_found_and_nothing_else(reports: list[dict[str, Any]]) -> None:
+    planted = of(reports, "planted")
+    assert len(planted) == 7
+    for report in planted:
+        if report["wanted"]:
+            name = report["launch"].partition("(")[0]
+            assert any(report["wanted"] in problem and name in problem for problem in report["problems"]), report
+        else:
+            assert not report["problems"], report
+
+
+def test_every_kernel_keeps_its_limits_where_shipped_layouts_launch_it(reports: list[dict[str, Any]]) -> None:
+    shipped = of(reports, "shipped")
+    assert {report["launch"].partition("(")[0] for report in shipped} == KERNELS
+    # What G = 8, 16 and 32 ranks leave of tables of 960 and 320 columns.
+    widths = {int(width) for report in shipped for width in re.findall(r"\bW=(\d+)", report["launch"])}
+    assert widths >= {120, 40, 60, 20, 30, 10}
+    assert len({report["capability"] for report in shipped}) == (3 if ALL else 1)
+    broken = [problem for report in shipped for problem in report["problems"]]
+    assert not broken, "\n".join(broken)
+
+
+def test_every_kernel_compiles_where_its_numbers_are_ones(reports: list[dict[str, Any]]) -> None:
+    """Triton makes a Python number of an argument of 1, which every generated token has."""
+    specialised = of(reports, "specialised")
+    assert {report["launch"].partition("(")[0] for report in specialised} == KERNELS
+    broken = [problem for report in specialised for problem in report["problems"]]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_command_prints_what_machine_code_tells(reports: list[dict[str, Any]]) -> None:
+    (report,) = of(reports, "command")
+    assert report["code"] == 0
+    accumulated = []
+    for part in report["out"].split("Rows read by ")[1:]:
+        code, floors, parts = part.split("\n\n")[1:4]
+        kernels = {re.split(r" {2,}", line)[1] for line in code.splitlines()[1:]}
+        assert {f"{kernel}_kernel" for kernel in kernels} == KERNELS - {"collect_sums_kernel"}
+        rows = [re.split(r" {2,}", line) for line in floors.splitlines()[1:]]
+        for _, _, of_bytes, issue, latency, _, largest, by in rows:
+            named = {"bytes": of_bytes, "issue": issue, "latency": latency}
+            assert named[by] == largest == max(named.values(), key=float)
+        accumulated.append(sum(float(row[4]) for row in rows if row[0].startswith("segment_accumulate")))
+        assert "memory: gathers and table gradients" in parts
+    # Some rows are read often: who waits for the longest run waits longer.
+    assert accumulated[1] > 1.5 * accumulated[0] > 0
+
+
+def test_the_command_names_the_tool_that_is_missing(reports: list[dict[str, Any]]) -> None:
+    (report,) = of(reports, "command without a tool")
+    assert (report["code"], report["out"]) == (2, "")
+    said = " ".join(report["err"].split())
+    assert "/nowhere/nvdisasm is not there" in said
+    assert "pip install --force-reinstall triton==" in said
