@@ -134,7 +134,8 @@ def release_openmp_threads() -> None:
     A fork copies the pool's bookkeeping but not its threads, and GNU's OpenMP then waits for them for ever in the
     child's first large tensor operation. (Intel's and LLVM's notice the fork themselves.)
     """
-    for name in {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}:
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    for name in {line.split(maxsplit=5)[-1] for line in maps.splitlines()}:
         if "libgomp" in name:
             # Absent before GCC 9.
             pause = getattr(ctypes.CDLL(name), "omp_pause_resource_all", None)

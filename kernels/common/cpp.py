@@ -147,7 +147,10 @@ def build(op: str, folder: Path, compiler_path: str) -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{op}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with (
+            open(folder / f"{op}.lock", "w", encoding="utf-8") as lock,
+            tempfile.TemporaryDirectory(dir=folder) as scratch,
+        ):
             # Released when this process ends, however it ends.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():

@@ -328,4 +328,4 @@ def _here(path: Path) -> Path | None:
 
 @lru_cache(maxsize=64)
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
