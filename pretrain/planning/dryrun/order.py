@@ -21,7 +21,7 @@ from typing import TypeAlias
 from pretrain.planning.dryrun.lines import Place
 
 Clock: TypeAlias = dict[str, int]
-"""How far each actor has come, for all that somebody knows."""
+"""Progress of each actor, as far as somebody knows it."""
 HOST = "the host"
 
 
@@ -152,7 +152,7 @@ class StreamOrder:
                 self._touch(block, (start, stop), access, clock)
 
     def _advanced(self, actor: str) -> Clock:
-        """What an actor knows, and whatever it is asked for next: all that the host knows at this moment."""
+        """Knowledge of an actor with all that the host knows at this moment, for whatever it is asked next."""
         clock = self._clocks.setdefault(actor, {})
         if actor != HOST:
             for other, number in self._clocks[HOST].items():

@@ -269,7 +269,7 @@ def _key(tensor: Tensor) -> int:
 
 @cache
 def _ways(func: Any) -> tuple[dict[str, str], tuple[bool, ...]]:
-    """What a schema says of each argument, "read", "write" or "shape", and whether each result is new memory."""
+    """A schema's word on each argument, "read", "write" or "shape", and whether each result is new memory."""
     schema = func._schema
     only_shapes = bool(_LIKE.match(schema.name))
     ways = {}
