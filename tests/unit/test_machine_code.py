@@ -137,7 +137,7 @@ def test_reads_are_those_of_drawn_entries(exponent: float) -> None:
     items, cut = 16, 32
     begins = [i for i, row in enumerate(entries) if i % cut == 0 or entries[i - 1] != row]
     lengths = {at: end - at for at, end in zip(begins, [*begins[1:], len(entries)], strict=True)}
-    longest = [max([lengths.get(i, 0) for i in range(t, t + items)]) for t in range(0, len(entries), items)]
+    longest = [max(lengths.get(i, 0) for i in range(t, t + items)) for t in range(0, len(entries), items)]
     assert reads.longest_runs(items, cut).tolist() == longest
     by_count = sorted(reads.counts.tolist(), reverse=True)
     for cached in (0, 7, 300, 400):
