@@ -115,9 +115,14 @@ def test_a_killed_rank_says_by_which_signal(number: int, text: str) -> None:
     assert error.exit_code == 1
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(5, 5), (0, 1)])
-def test_a_rank_that_left_without_a_result_is_a_failure(code: int, exit_code: int) -> None:
-    assert RankError(Failure.from_exitcode(1, code)).exit_code == exit_code
+@pytest.mark.parametrize(
+    ("code", "exit_code", "kind"),
+    [(5, 5, FailureKind.ERROR), (0, 1, FailureKind.ERROR), (75, 75, FailureKind.STOPPED)],
+)
+def test_a_rank_that_left_without_a_result_is_a_failure(code: int, exit_code: int, kind: FailureKind) -> None:
+    failure = Failure.from_exitcode(3, code)
+    assert (failure.rank, failure.kind) == (3, kind)
+    assert RankError(failure).exit_code == exit_code
 
 
 def test_exit_codes_of_interruption_follow_the_shell() -> None:
