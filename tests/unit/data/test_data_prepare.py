@@ -1,17 +1,14 @@
-"""Preparation: what is written, that the number of workers does not matter, and that no half-written data set opens."""
+"""Preparation: what is written, that the number of workers does not matter, and that nothing half-written is left."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from broken_tokenizers import Fails, KillsItself
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from prepared_sets import corpus, run
 
 from pretrain.config.schema import DatasetEntry
 from pretrain.data import indexed_files
@@ -31,25 +29,13 @@ from pretrain.data.held_out import HeldOutDataset
 from pretrain.data.hold_out import held_out_score
 from pretrain.data.indexed_files import IndexedWriter
 from pretrain.data.manifest import Manifest, open_dataset
-from pretrain.data.prepare import PreparationResult, prepare
+from pretrain.data.prepare import prepare
 from pretrain.data.sources import BadDocumentLog, Record
 from pretrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from pretrain.data.workers import Tokenizing, tokenize_records
 from pretrain.errors import DataError
 
 ROOT = Path(__file__).parents[3]
-
-
-def corpus(path: Path, num_documents: int = 40) -> Path:
-    path.write_text(
-        "".join(json.dumps({"text": f"document {i} says {i * i}. " * (i % 7 + 1)}) + "\n" for i in range(num_documents))
-    )
-    return path
-
-
-def run(source: Path | str, output: Path, **options) -> PreparationResult:
-    options = {"num_workers": 1, "validation_fraction": 0.2} | options
-    return prepare([str(source)], output, options.pop("tokenizer", ByteTokenizer()), **options)
 
 
 def documents(output: Path, split: str) -> list[str]:
@@ -85,30 +71,6 @@ def test_manifest_survives_its_file(tmp_path: Path):
     manifest = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset.manifest
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.format_version == 1, "data sets that were prepared before must stay readable"
-
-
-def every_flip(content: str) -> Iterator[str]:
-    """The text with one bit of one character flipped, for every third character and every bit."""
-    for place, bit in product(range(0, len(content), 3), range(7)):
-        yield f"{content[:place]}{chr(ord(content[place]) ^ 1 << bit)}{content[place + 1 :]}"
-
-
-def test_a_flip_in_the_manifest_is_found_or_changes_nothing(tmp_path: Path) -> None:
-    """White space means nothing; whatever else is read differently is refused."""
-    dataset = run(corpus(tmp_path / "a.jsonl", 4), tmp_path / "out").dataset
-    content = dataset.manifest.to_json()
-    num_found = 0
-    for changed in every_flip(content):
-        try:
-            assert Manifest.from_json(changed) == dataset.manifest
-        except (ValueError, KeyError, TypeError):
-            num_found += 1
-    assert num_found > len(content)
-    (tmp_path / "out" / "manifest.json").write_text(content.replace('"python": "3.', '"python": "9.'))
-    with pytest.raises(
-        DataError, match=r"damaged: manifest\.json cannot be used \(its contents are not those that were"
-    ):
-        open_dataset(tmp_path / "out")
 
 
 def test_number_of_workers_changes_nothing(tmp_path: Path):
@@ -480,84 +442,6 @@ def test_replacement_that_was_cut_off_is_undone(tmp_path: Path):
     run(source, tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / ".out.replaced")
     assert run(source, tmp_path / "out").was_already_there
-
-
-DAMAGE = {
-    "train.bin": "train.bin has .* bytes where",
-    "train.idx": "train.idx has .* bytes where",
-    "validation.bin": "validation.bin has .* bytes where",
-    "manifest.json": "manifest.json cannot be used",
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_truncated_and_missing_files_are_found_on_opening(tmp_path: Path, name: str):
-    run(corpus(tmp_path / "a.jsonl"), tmp_path / "out")
-    path = tmp_path / "out" / name
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(DataError, match=rf"data set is damaged: {DAMAGE[name]}"):
-        open_dataset(tmp_path / "out")
-    path.unlink()
-    with pytest.raises(DataError, match="is missing" if name != "manifest.json" else "not a prepared data set"):
-        open_dataset(tmp_path / "out")
-
-
-def test_changed_bytes_are_found_by_verification(tmp_path: Path):
-    run(corpus(tmp_path / "a.jsonl"), tmp_path / "out")
-    path = tmp_path / "out" / "validation.bin"
-    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
-    with pytest.raises(DataError, match=r"validation\.bin is not the file that was written"):
-        open_dataset(tmp_path / "out").verify()
-
-
-@pytest.mark.parametrize(
-    "name", [f"{split}.{suffix}" for split in ("train", "validation") for suffix in ("bin", "idx")]
-)
-def test_every_file_is_verified(tmp_path: Path, name: str) -> None:
-    dataset = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset
-    dataset.verify()
-    path = tmp_path / "out" / name
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(bytes(content))
-    with pytest.raises(DataError, match=rf"{name} is not the file that was written"):
-        dataset.verify()
-
-
-def test_an_index_of_as_many_documents_of_other_lengths_is_damage(tmp_path: Path) -> None:
-    folders = []
-    for name, word in (("a", "word"), ("b", "words")):
-        source = tmp_path / f"{name}.jsonl"
-        source.write_text((json.dumps({"text": word}) + "\n") * 9)
-        folders.append(run(source, tmp_path / name).dataset.path)
-    shutil.copy(folders[1] / "train.idx", folders[0] / "train.idx")
-    with pytest.raises(DataError, match="damaged"):
-        open_dataset(folders[0]).open_split("train")
-
-
-def test_index_without_its_header_is_damage(tmp_path: Path):
-    dataset = run(corpus(tmp_path / "a.jsonl"), tmp_path / "out").dataset
-    path = tmp_path / "out" / "train.idx"
-    path.write_bytes(b"\0" * path.stat().st_size)
-    with pytest.raises(DataError, match=r"train\.idx is not an index"):
-        dataset.open_split("train")
-
-
-def test_tokenizer_of_another_set_is_refused(tmp_path: Path):
-    source = corpus(tmp_path / "a.jsonl")
-    one = train_bpe(["one text"], 260, tmp_path / "1.json")
-    train_bpe(["another text"], 261, tmp_path / "2.json")
-    run(source, tmp_path / "out", tokenizer=one)
-    shutil.copy(tmp_path / "2.json", tmp_path / "out" / "tokenizer.json")
-    with pytest.raises(DataError, match="its tokenizer is not the one that made the tokens"):
-        open_dataset(tmp_path / "out")
-
-
-def test_missing_data_set(tmp_path: Path):
-    with pytest.raises(DataError, match=r"no such data set.*megamem data prepare"):
-        open_dataset(tmp_path / "none")
-    with pytest.raises(DataError, match="not a prepared data set"):
-        open_dataset(tmp_path)
 
 
 def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
