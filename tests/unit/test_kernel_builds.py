@@ -21,10 +21,11 @@ pytestmark = pytest.mark.skipif(
 )
 REPOSITORY = Path(__file__).parents[2]
 KERNELS = {
-    *("gather_sum_kernel", "gather_dot_kernel", "segment_accumulate_kernel", "shuffled_rows_kernel"),
-    *("collect_lists_kernel", "sort_lists_kernel", "collect_grid_kernel", "collect_sums_kernel"),
-    "sort_candidates_kernel",
+    name
+    for file in (REPOSITORY / "kernels").glob("*/triton_op.py")
+    for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
 }
+"""Every kernel that a launcher launches."""
 
 
 @pytest.fixture(scope="module")

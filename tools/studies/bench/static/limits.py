@@ -63,7 +63,7 @@ def _narrow_loads(built: Build) -> Iterator[str]:
     values = built.launch.values
     if "W" not in values:
         return
-    width = values["W"] // values["C"]
+    width = values["W"] // values.get("C", 1)
     for place, (rows, columns) in places_of_lines(built.intermediate, _TILE_OF_ROWS).items():
         if int(columns) == 1:
             continue
