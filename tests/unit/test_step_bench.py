@@ -14,12 +14,15 @@ from pretrain.config.stages import load_config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
+from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.step import Part, part_costs
+from pretrain.planning.costs.timing import TimePart, step_time
 from tools.cli import build_parser
-from tools.studies.bench.step import Contender, config_lines, known_peak, ratios, with_pairs
+from tools.studies.bench.step import Contender, config_lines, known_peak, plan_lines, ratios, with_pairs
 from tools.studies.bench.step_profile import StepTimes, turns
 from tools.studies.bench.timeline import Range, RangeTimes
 
+H100 = load_hardware("h100-80g")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -118,6 +121,34 @@ def test_a_block_says_where_the_time_went() -> None:
     moved = part_costs(config, 4)[Part.GATHER_SUM].num_bytes
     assert moved is not None
     assert f"{moved / 1e6:.4g} MB, {moved / 0.03 / 1e9:.3g} GB/s" in text
+
+
+def test_a_plan_stands_beside_what_was_measured_part_by_part() -> None:
+    """On figures as a GPU's marks would record them."""
+    config = config_of("ultramemv2/227m_1.2b.yaml", "parallel.memory=2", "train.global_batch_size=8")
+    seconds = {
+        Range("forward", ""): 0.2,
+        Range("forward", Part.KEYS): 0.02,
+        Range("backward", Part.PROJECTIONS): 0.03,
+        Range("forward", Part.GATHER_SUM): 0.04,
+        Range("backward", Part.TABLE_GRADIENT): 0.06,
+        Range("forward", Part.EXCHANGE): 0.01,
+    }
+    lines = list(plan_lines(config, StepTimes([0.2], RangeTimes(seconds, Counter(), 2)), 2, H100))
+    apart = replace(config, parallel=replace(config.parallel, overlap_memory=False))
+    planned = step_time(apart, 2, H100).by_part
+    assert planned[TimePart.MEMORY_EXCHANGE] > step_time(config, 2, H100).by_part[TimePart.MEMORY_EXCHANGE]
+    rows = filter(None, (re.fullmatch(r" {4}(.{60}) +([\d.]+) +([\d.]+)", line) for line in lines))
+    found = {row[1].strip(): (float(row[2]), float(row[3])) for row in rows}
+    for part, measured_s in (
+        (TimePart.MEMORY_MATMULS, 0.025),
+        (TimePart.MEMORY_GATHERS, 0.02),
+        (TimePart.MEMORY_GRADIENTS, 0.03),
+        (TimePart.MEMORY_EXCHANGE, 0.005),
+        (TimePart.MEMORY_IDS, 0.0),
+    ):
+        name = part.value.removeprefix("memory: ")
+        assert found[name] == pytest.approx((1e3 * planned[part], 1e3 * measured_s), abs=0.006), name
 
 
 def test_a_model_without_memory_has_phases_only() -> None:

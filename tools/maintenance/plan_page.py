@@ -109,7 +109,8 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
 def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row]:
     yield [
         "GPUs", "G", "layout", "GB", "tables' state, GB", "lookups in the node, GB", "to others, GB",
-        "exchange exposed, s", "gathers, s", "tables' reductions exposed, s", "s per step",
+        "exchange exposed, s", "gathers and ids, s",
+        "table gradients, s", "tables' reductions exposed, s", "s per step",
     ]  # fmt: skip
     for plan in plans:
         for group in sorted({each.config.parallel.memory for each in plan.found}):
@@ -129,7 +130,8 @@ def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row
                 f"{near / 1e9:.1f}",
                 f"{far / 1e9:.1f}",
                 f"{parts[TimePart.MEMORY_EXCHANGE]:.2f}",
-                f"{parts[TimePart.MEMORY_TABLES]:.2f}",
+                f"{parts[TimePart.MEMORY_GATHERS] + parts[TimePart.MEMORY_IDS]:.2f}",
+                f"{parts[TimePart.MEMORY_GRADIENTS]:.2f}",
                 f"{parts[TimePart.MEMORY_REDUCTION]:.2f}",
                 f"{best.time.total_s:.2f}",
             ]

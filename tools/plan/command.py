@@ -34,6 +34,8 @@ docs/planning.md says what is estimated, and how well. `megamem dryrun` counts t
 --count those of the best, before one is recommended.
 """
 
+_MOST_SKEW = 2.0
+
 
 def add_parser(subparsers: Any) -> None:
     """Adds `plan` to the commands of `megamem`."""
@@ -51,6 +53,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the run")
     parser.add_argument(
         "--gpu", required=True, metavar="NAME", help="h100-80g, h200-141g, b200-192g, or a YAML file with your figures"
+    )
+    parser.add_argument(
+        "--skew",
+        type=float,
+        metavar="S",
+        help="spread reads over rows as by Zipf's law with exponent S, 0 for evenly (default: that of the GPU's file)",
     )
     parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to print (default: 10)")
     parser.add_argument(
@@ -79,6 +87,10 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.count < 0:
         raise ConfigError(f"--count is {args.count}: the layouts that are dry-run are 0 or more")
     hardware = load_hardware(args.gpu)
+    if args.skew is not None:
+        if not 0 <= args.skew <= _MOST_SKEW:
+            raise ConfigError(f"--skew is {args.skew:g}: it is 0 (evenly) to {_MOST_SKEW:g}")
+        hardware = replace(hardware, row_skew=args.skew)
     for file in filter(None, (args.write, args.plot)):
         check_can_write(file)
     if args.write is not None and args.overrides:

@@ -8,7 +8,7 @@ from typing import Any
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended
 from pretrain.planning.costs.stages import Division, stages_of
-from pretrain.planning.costs.timing import TimePart, launches_of
+from pretrain.planning.costs.timing import TimePart, assumptions, launches_of
 
 _HEAD = ("TP", "PP", "VP", "CP", "DP", "G", "micro", "recompute", "offload", "GB", "s/step", "tokens/s", "MFU", "days")
 _WIDTHS = (4, 4, 4, 4, 6, 5, 6, 10, 8, 7, 8, 12, 7, 7)
@@ -78,6 +78,10 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
             yield f"  {time_part.value:52}{seconds:>9.3f}"
     yield f"  {'in all':52}{best.time.total_s:>9.3f}"
     yield "  " + launches_text(best)
+    yield ""
+    yield "Taken for granted:"
+    for sentence in _assumed(best, hardware):
+        yield f"  {sentence}"
     if costs := best.time.memory_costs:
         yield ""
         yield "What the memory costs most, and what would lessen it:"
@@ -85,6 +89,10 @@ def details(best: Estimate, num_gpus: int, hardware: Hardware) -> Iterator[str]:
             share = f"{seconds:.2f} s, {100 * seconds / best.time.total_s:.0f} %"
             yield f"  {cost.value.removeprefix('memory: ')}, {share}: {remedy}"
     yield from twin_text(best, num_gpus, hardware)
+
+
+def _assumed(best: Estimate, hardware: Hardware) -> tuple[str, ...]:
+    return assumptions(best.config, stages_of(best.config)[best.time.slowest_stage], hardware)
 
 
 def launches_text(best: Estimate) -> str:
@@ -137,6 +145,7 @@ def as_json(each: Estimate, num_gpus: int, hardware: Hardware) -> dict[str, Any]
         ],
         "step_s": time.total_s,
         "time_s": {part.value: time.by_part[part] for part in TimePart},
+        "assumptions": _assumed(each, hardware),
         "tokens_per_s": time.tokens_per_s,
         "mfu": time.mfu,
         "days": each.days,

@@ -57,6 +57,11 @@ class Hardware(Config):
     """GPUs that NVLink connects."""
     launch_us: NonNegativeFloat = 5.0
     """Host time to launch one kernel."""
+    issue_g_per_s: PositiveFloat = 927.0
+    """Instructions of warps that all multiprocessors issue together, 10^9 per second."""
+    row_skew: NonNegativeFloat = 0.0
+    """Exponent of Zipf's law by which reads are spread over the rows of a table; 0: evenly, where most rows move. Of the
+    data, not the machine: a plan's `--skew` sets it."""
 
     @property
     def usable_bytes(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megamem.block_plan import PLAIN, BlockPlan, plan_blocks
+from megamem.block_plan import PLAIN, BlockPlan, plan_blocks, reads_beside_ffn
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from megamem.layer_costs import LayerCosts
@@ -42,6 +42,7 @@ class Blocks:
         memories: memory layers.
         split_latents: of blocks, the ones that make keys and values of latents that differ.
         weights_used_twice: of those that ranks split, the ones that multiply both of these latents.
+        beside: memory layers that read while their block's feed-forward runs, where they have a stream for it.
         arrivals: outputs of memories that blocks are handed beside the hidden states, to join after them or later.
     """
 
@@ -52,9 +53,26 @@ class Blocks:
     split_weights: int
     expert_weights: int
     memories: int
+    beside: int
     split_latents: int
     weights_used_twice: int
     arrivals: int
+
+
+@dataclass(frozen=True)
+class BankInStage:
+    """A bank of a stage whose tables are trained.
+
+    Attributes:
+        elements: of its tables.
+        chunk: the first of the stage's chunks that reads it.
+        blocks_below: blocks of that chunk below the first that reads it: when backward is there, its gradient is
+            complete, and when forward is, it is needed.
+    """
+
+    elements: int
+    chunk: int
+    blocks_below: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,7 @@ class Stage:
         backward_lookups: of these, the ones that have a backward pass.
         reads_before_blocks: whether layers read together, before the first block of their chunk: by token ids alone.
         trained: what of it is trained.
+        trained_banks: banks with trained tables, in the order in which forward reads them.
         trains_all: whether that is all of it, embedding and output projection too.
     """
 
@@ -94,6 +113,7 @@ class Stage:
     backward_lookups: tuple[int, ...]
     reads_before_blocks: bool
     trained: TrainedWeights
+    trained_banks: tuple[BankInStage, ...]
     trains_all: bool
 
     @property
@@ -169,8 +189,26 @@ def _stage(part: TrainedPart, chunks: tuple[ModelChunk, ...]) -> Stage:
         backward_lookups=backward_lookups,
         reads_before_blocks=reads_before_blocks,
         trained=trained,
+        trained_banks=_trained_banks(part, chunks, indices),
         trains_all=part.is_whole,
     )
+
+
+def _trained_banks(part: TrainedPart, chunks: Sequence[ModelChunk], layers: Sequence[int]) -> tuple[BankInStage, ...]:
+    """The banks that these memory layers of a stage read, if their tables are trained."""
+    model, memory = part.model, part.model.memory
+    first_readers: dict[int, int] = {}
+    for layer in layers:
+        first_readers.setdefault(model.memory_plan.views[layer].bank, model.memory_spans[layer].read)
+    found = []
+    for bank, reader in first_readers.items():
+        spec = model.memory_plan.banks[bank]
+        if not part.trains(readers_of_bank(model, spec)):
+            continue
+        chunk, blocks = next((n, chunk.layers) for n, chunk in enumerate(chunks) if reader in chunk.layers)
+        reads_first = memory is not None and memory.reads_once
+        found.append(BankInStage(_elements(model, spec), chunk, 0 if reads_first else reader - blocks[0]))
+    return tuple(found)
 
 
 def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
@@ -184,6 +222,7 @@ def _blocks(model: ModelConfig, blocks: Sequence[int]) -> Blocks:
         split_weights=split,
         expert_weights=experts,
         memories=sum(plan.memory is not None for plan in plans),
+        beside=sum(plan.is_beside_ffn for plan in plans) if reads_beside_ffn(model) else 0,
         split_latents=sum(plan.splits_latents for plan in plans),
         weights_used_twice=sum(projected_twice(model, plan) for plan in plans),
         arrivals=sum(any(span.read < block <= span.add for block in blocks) for span in model.memory_spans),

@@ -1,15 +1,15 @@
 """Seconds of an optimizer step on given hardware, in closed formulas: an estimate, part by part.
 
 Products of matrices run at a share of the peak, streams and gathers at a share of the memory's bandwidth, messages at a
-share of a link's. Work that overlaps other work counts only for the time by which it lasts longer. `configs/hardware`
-says which of these shares are assumed; `megamem bench hardware` measures them.
+share of a link's. Work that overlaps other work counts only for the time by which it lasts longer, and `assumptions`
+says what is taken to overlap. `configs/hardware` says which of these shares are assumed; `megamem study bench hardware`
+measures them.
 
 Legend: T tokens of a microbatch on a rank, G ranks of the memory group, m microbatches, P stages.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -21,9 +21,11 @@ from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.memory import MemoryPart, block_kept, trained_dense, trained_tables
+from pretrain.planning.costs.reductions import Weights, exposed
+from pretrain.planning.costs.rows import row_seconds
 from pretrain.planning.costs.sent import tensor_bytes
 from pretrain.planning.costs.stages import Blocks, Division, Stage, stages_of
-from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes
+from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_bytes, lookup_bytes_of_ways
 
 LAUNCHES_DENSE = (70, 117)
 """Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
@@ -33,8 +35,6 @@ LAUNCHES_MIXTURE = (18, 50)
 """Kernels that a mixture's router and dispatcher add to a block, counted alike."""
 LAUNCHES_EXPERT = (7, 22)
 """Kernels that each of a rank's experts adds, one after the other."""
-SECTOR_BYTES = 32
-"""Bytes that a GPU's memory moves at the least."""
 
 
 class TimePart(StrEnum):
@@ -45,7 +45,9 @@ class TimePart(StrEnum):
     LOSS = "output projection and loss"
     MEMORY_MATMULS = "memory: queries, keys, projections"
     MEMORY_SELECTION = "memory: selection and scores"
-    MEMORY_TABLES = "memory: gathers and table gradients"
+    MEMORY_GATHERS = "memory: gathers of rows"
+    MEMORY_IDS = "memory: ids, their sort, coefficients"
+    MEMORY_GRADIENTS = "memory: table gradients"
     MEMORY_EXCHANGE = "memory: exchange, exposed"
     LAUNCHES = "launches, exposed"
     TENSOR = "tensor-parallel collectives"
@@ -61,7 +63,9 @@ class TimePart(StrEnum):
 
 _REMEDIES = {
     TimePart.MEMORY_EXCHANGE: "a smaller parallel.memory inside one node, or fewer reads (top_k)",
-    TimePart.MEMORY_TABLES: "fewer or wider rows (top_k, value_dim), or rows whose columns are not split as thin",
+    TimePart.MEMORY_GATHERS: "fewer or wider rows (top_k, value_dim), or a smaller parallel.memory, for wider columns",
+    TimePart.MEMORY_IDS: "fewer reads (top_k)",
+    TimePart.MEMORY_GRADIENTS: "fewer or wider rows (top_k, value_dim), or a smaller parallel.memory, for wider columns",
     TimePart.MEMORY_SELECTION: "fewer keys or a smaller row_top_k_limit",
     TimePart.MEMORY_MATMULS: "fewer memory layers or keys (sharing.group), or a smaller key_dim",
     TimePart.MEMORY_REDUCTION: "a larger parallel.memory, or more microbatches per step to hide it behind",
@@ -159,6 +163,7 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     passes = stage.blocks.num + forwards * stage.backward.num
     forward, backward = _memory_passes(config, stage)
     own = stage.memory
+    rows = row_seconds(config, stage, tokens, hardware)
     parts = {
         TimePart.MATMULS: tokens * _block_flops(config, stage) / hardware.flops_per_s,
         # Forward writes what backward reads once more, and each is read by the next operation.
@@ -173,15 +178,11 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
         TimePart.MEMORY_SELECTION: tokens
         * (forward * (own.selection_bytes + 6 * own.backward_wide / 2) + backward * 2 * 4 * own.backward_wide)
         / hardware.stream_bytes_per_s,
-        TimePart.MEMORY_TABLES: _table_bytes(config, stage, tokens) / hardware.gather_bytes_per_s,
+        TimePart.MEMORY_GATHERS: rows.gathers,
+        TimePart.MEMORY_IDS: rows.ids,
+        TimePart.MEMORY_GRADIENTS: rows.gradients,
+        TimePart.MEMORY_EXCHANGE: _exposed_exchange_s(config, stage, division, hardware),
     }
-    exchange_s = _exchange_s(config, stage, division, hardware)
-    if layout.overlap_memory and layout.memory > 1:
-        beside = 2 * 3 * model.hidden_size * model.active_ffn_width / layout.tensor
-        num_products = stage.blocks.ffns + forwards * stage.backward.ffns + stage.trained_blocks.ffns
-        hidden = num_products * tokens * layout.tensor * beside / hardware.flops_per_s
-        exchange_s = max(0.0, exchange_s - hidden)
-    parts[TimePart.MEMORY_EXCHANGE] = exchange_s
     parts[TimePart.TENSOR] = tensor_bytes(config, stage, division) / hardware.nvlink_bytes_per_s
     parts[TimePart.EXPERTS] = _dispatch_s(config, stage, division, hardware)
     parts[TimePart.CONTEXT] = _context_s(config, stage, hardware)
@@ -221,31 +222,62 @@ def _block_flops(config: RunConfig, stage: Stage) -> float:
     return forward + backward + again[recompute]
 
 
-def _table_bytes(config: RunConfig, stage: Stage, tokens: int) -> float:
-    """Device memory that lookups of a microbatch move at the least; see `pretrain.planning.costs.step.part_costs`.
+def _exposed_exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
+    """Seconds of a microbatch's exchanges beyond those of the feed-forwards' products that they run beside.
 
-    A rank reads 1 / G of the columns for G times the tokens.
+    A memory waits for its exchanges and nothing else hides them: its own kernels and the products share the GPU.
     """
-    memory, train = config.model.memory, config.train
-    if memory is None:
+    memories = stage.blocks.memories
+    if config.parallel.memory == 1 or not memories:
         return 0.0
-    forward, backward = _memory_passes(config, stage)
-    group = config.parallel.memory
-    per_row = 0.0
-    for table in memory.tables:
-        columns = table.width // group
-        per_row += (forward + backward) * _touched(columns * train.element_bytes) + backward * 2 * _touched(columns * 4)
-    return float(group * tokens * len(stage.lookups) * memory.lookup.rows * per_row)
+    forward, backward = (
+        _link_s(num_bytes, config, hardware) for num_bytes in lookup_bytes_of_ways(config, stage, division)
+    )
+    beside = stage.blocks.beside / memories if config.parallel.overlap_memory else 0.0
+    model, tokens = config.model, division.rank_tokens
+    ffn_s = 2 * 3 * model.hidden_size * model.active_ffn_width * tokens / hardware.flops_per_s
+    forwards, backwards = _memory_passes(config, stage)
+    of_forward = forwards * beside * memories * ffn_s
+    of_backward = 2 * backwards * beside * memories * ffn_s
+    # As much of the exchanges as belongs to memories that have a product beside them.
+    hidden = min(beside * forward, of_forward) + min(beside * backward, of_backward)
+    return forward + backward - hidden
 
 
-def _touched(row_bytes: int) -> int:
-    """Bytes of the 32-byte sectors that a row touches, on the average over the rows of a table."""
-    return row_bytes + SECTOR_BYTES - math.gcd(row_bytes, SECTOR_BYTES)
+def _link_s(num_bytes: float, config: RunConfig, hardware: Hardware) -> float:
+    near, far = _near_and_far(num_bytes, config.parallel.memory, hardware)
+    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
 
 
-def _exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
-    near, far = _exchanged(config, stage, division, hardware)
-    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s) / division.num_microbatches
+def assumptions(config: RunConfig, stage: Stage, hardware: Hardware) -> tuple[str, ...]:
+    """Sentences that say what the estimate of a stage takes to run beside other work, and how its rows are read."""
+    layout, memories = config.parallel, stage.blocks.memories
+    said = []
+    if memories and layout.memory > 1:
+        beside = stage.blocks.beside if layout.overlap_memory else 0
+        said.append(
+            f"exchanges of {beside} of {memories} memories run beside the products of their feed-forwards, and nothing "
+            "else of a memory does"
+        )
+    for on, key, work, where in (
+        (
+            layout.overlap_grad_reduce,
+            "overlap_grad_reduce",
+            "reductions",
+            "the last backward pass, each when it is due",
+        ),
+        (
+            layout.overlap_param_gather,
+            "overlap_param_gather",
+            "gathers",
+            "the next forward pass, each until it is needed",
+        ),
+    ):
+        said.append(f"{work} run beside {where}" if on else f"{work} run alone (parallel.{key} is false)")
+    if memories:
+        skew = f"by Zipf's law with {hardware.row_skew:g}" if hardware.row_skew else "evenly"
+        said.append(f"rows of tables are read {skew}")
+    return (*said, "collectives of tensor and context parallelism, and messages between stages, run alone")
 
 
 def _exchanged(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
@@ -264,9 +296,7 @@ def _near_and_far(num_bytes: float, group: int, hardware: Hardware) -> tuple[flo
 
 def _dispatch_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
     """Seconds that a microbatch's tokens take to experts and back, which nothing hides."""
-    sent = dispatched_bytes(config, stage, division)
-    near, far = _near_and_far(sent, config.parallel.memory, hardware)
-    return max(near / hardware.nvlink_bytes_per_s, far / hardware.network_bytes_per_s)
+    return _link_s(dispatched_bytes(config, stage, division), config, hardware)
 
 
 def _context_s(config: RunConfig, stage: Stage, hardware: Hardware) -> float:
@@ -294,27 +324,16 @@ def _after_backward(
     layout, element = config.parallel, config.train.element_bytes
     # Backward is two of the three to four passes of a microbatch, forward one.
     passes = 4 if config.train.recompute == "full" else 3
-    room = [
-        microbatch_s * (passes - 1) / passes if layout.overlap_grad_reduce else 0.0,
-        microbatch_s / passes if layout.overlap_param_gather else 0.0,
-    ]
-    domains = (
-        (TimePart.MEMORY_REDUCTION, trained_tables(config, stage), division.table_replicas, layout.memory),
-        (TimePart.REDUCTION, trained_dense(config, stage), division.replicas * layout.context, layout.tensor),
-    )
-    parts = {}
-    for part, weights, replicas, stride in domains:
-        exposed = 0.0
-        for index, width in enumerate((4, element)):
-            seconds = _ring_s(weights * width, replicas, stride, hardware)
-            exposed += max(0.0, seconds - room[index])
-            # One after the other: what the first needs, the second cannot hide behind.
-            room[index] = max(0.0, room[index] - seconds)
-        parts[part] = exposed
+    waits = exposed(config, stage, division, hardware, microbatch_s / passes, microbatch_s * (passes - 1) / passes)
+    kinds = ((TimePart.MEMORY_REDUCTION, Weights.TABLES), (TimePart.REDUCTION, Weights.DENSE))
+    parts = {part: waits.reduce_s[kind] + waits.gather_s[kind] for part, kind in kinds}
     # The stages add up the gradients of banks that each has a copy of after all else.
     num_ranks = division.table_replicas * layout.memory * layout.pipeline
     parts[TimePart.MEMORY_REDUCTION] += copies_bytes(config, num_ranks) / hardware.network_bytes_per_s
-    for part, (_, weights, replicas, _) in zip((TimePart.MEMORY_UPDATE, TimePart.UPDATE), domains, strict=True):
+    for part, weights, replicas in (
+        (TimePart.MEMORY_UPDATE, trained_tables(config, stage), division.table_replicas),
+        (TimePart.UPDATE, trained_dense(config, stage), division.replicas * layout.context),
+    ):
         owned = weights / replicas
         on_host = part == TimePart.MEMORY_UPDATE and config.optimizer.value_offload == "cpu"
         # Zeroing writes the gradient; norm and clipping read it twice and write it; AdamW moves 28 bytes and a weight.
@@ -325,20 +344,6 @@ def _after_backward(
             copied = (4 + element) * owned / (hardware.host_link_gb_per_s * 1e9)
             parts[part] += max(copied, 40 * owned / (hardware.host_memory_gb_per_s * 1e9))
     return parts
-
-
-def _ring_s(num_bytes: float, size: int, stride: int, hardware: Hardware) -> float:
-    """Seconds of a reduce-scatter or gather of `num_bytes` over `size` ranks that are `stride` apart.
-
-    A ring crosses between nodes once per node, and its members in a node share their adapters.
-    """
-    if size == 1:
-        return 0.0
-    sent = num_bytes * (size - 1) / size
-    in_node = max(1, min(size, hardware.gpus_per_node // stride))
-    inside = sent / hardware.nvlink_bytes_per_s if in_node > 1 else 0.0
-    across = sent / in_node / hardware.network_bytes_per_s if size > in_node else 0.0
-    return max(inside, across)
 
 
 def _sent(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> SentBytes:

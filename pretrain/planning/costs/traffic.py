@@ -84,13 +84,18 @@ def follows_heads(config: RunConfig) -> bool:
 
 def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
     """Bytes that a rank of a stage sends for all lookups of a microbatch: forward, forward again where blocks are
-    recomputed, and backward.
+    recomputed, and backward."""
+    return sum(lookup_bytes_of_ways(config, stage, division))
+
+
+def lookup_bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[int, int]:
+    """The same, of all forward passes and of backward.
 
     A read before the blocks is not recomputed, and its coefficients are ones, which have no gradient.
     """
     memory = config.model.memory
     if memory is None:
-        return 0
+        return 0, 0
     traffic_of = partial(
         lookup_traffic,
         memory,
@@ -99,14 +104,16 @@ def lookup_bytes(config: RunConfig, stage: Stage, division: Division) -> int:
         element_bytes=config.train.element_bytes,
         follows_heads=follows_heads(config),
     )
-    total = sum(number * traffic_of(rows).forward for rows, number in Counter(stage.lookups).items())
+    forward = sum(number * traffic_of(rows).forward for rows, number in Counter(stage.lookups).items())
+    backward = 0
     for rows, number in Counter(stage.backward_lookups).items():
         lookup = traffic_of(rows)
+        backward += number * lookup.backward
         if stage.reads_before_blocks:
-            total += number * (lookup.backward - lookup.coefficients)
-        else:
-            total += number * (lookup.backward + (config.train.recompute == "full") * lookup.forward)
-    return total
+            backward -= number * lookup.coefficients
+        elif config.train.recompute == "full":
+            forward += number * lookup.forward
+    return forward, backward
 
 
 def exchanged_bytes(config: RunConfig, num_ranks: int) -> int:

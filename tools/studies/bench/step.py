@@ -17,7 +17,7 @@ from pretrain.planning.costs.equal_compute import flops_measure, solve_experts, 
 from pretrain.planning.costs.formulas import count_parameters, forward_flops_per_token, training_flops_per_token
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.step import Cost, Part, part_costs
-from pretrain.planning.costs.timing import step_time
+from pretrain.planning.costs.timing import StepTime, TimePart, step_time
 from tools.studies.bench.step_profile import Phase, StepTimes, measure_turns, turns
 from tools.studies.bench.timeline import RangeTimes
 
@@ -202,6 +202,32 @@ def plan_lines(config: RunConfig, measured: StepTimes, num_ranks: int, hardware:
         lines.append(("  all else", planned.total_s - planned.memory_s, step_s - memory_s))
     for what, predicted_s, taken_s in lines:
         yield f"  {what:32} {predicted_s * 1e3:10.2f} ms         (took {taken_s / predicted_s:.2f} times as long)"
+    if config.model.memory is not None:
+        # Marks lie on one stream: in marked steps nothing runs beside a memory.
+        apart = replace(config, parallel=replace(config.parallel, overlap_memory=False))
+        yield from _part_lines(step_time(apart, num_ranks, hardware), measured.marked)
+
+
+_MEASURED_AS = {
+    TimePart.MEMORY_MATMULS: (Part.KEYS, Part.PROJECTIONS),
+    TimePart.MEMORY_SELECTION: (Part.SELECTION, Part.SCORES, Part.SINGULAR_VECTORS),
+    TimePart.MEMORY_GATHERS: (Part.GATHER_DOT, Part.GATHER_SUM),
+    TimePart.MEMORY_IDS: (Part.ROWS, Part.WEIGHTING),
+    TimePart.MEMORY_GRADIENTS: (Part.TABLE_GRADIENT,),
+    TimePart.MEMORY_EXCHANGE: (Part.EXCHANGE,),
+    TimePart.MEMORY_REDUCTION: (Part.TABLE_REDUCTION,),
+    TimePart.MEMORY_UPDATE: (Part.ZEROING, Part.TABLE_STEP),
+}
+"""Parts of a plan by the parts that marks tell apart. The sort is measured with the table gradients that ask for it."""
+
+
+def _part_lines(planned: StepTime, marked: RangeTimes) -> Iterator[str]:
+    """The memory's parts of a marked step, predicted and measured."""
+    yield f"  {'part of the memory':62} {'predicted':>10} {'measured':>10} ms"
+    for part, ranges in _MEASURED_AS.items():
+        seconds = sum(marked.mean_s(part=each) for each in ranges)
+        if seconds or planned.by_part[part]:
+            yield f"    {part.value.removeprefix('memory: '):60} {planned.by_part[part] * 1e3:10.2f} {seconds * 1e3:10.2f}"
 
 
 def _phase_lines(marked: RangeTimes, step_s: float) -> Iterator[str]:

@@ -194,7 +194,7 @@ class _Tables:
         launches = recorded(lambda: function(table, *operands))
         rows = Access(_bytes(table), width * table.element_size(), self.reads)
         streams = [Access(_bytes(each)) for each in moved]
-        return Call(what, TimePart.MEMORY_TABLES, is_forward, tuple(launches), (rows, *streams), self.reads)
+        return Call(what, TimePart.MEMORY_GATHERS, is_forward, tuple(launches), (rows, *streams), self.reads)
 
     def _accumulate(self, what: str, width: int, coef: Tensor, vec: Tensor, bins: Tensor | None) -> Call:
         from kernels.segment_accumulate import triton_op
@@ -211,4 +211,4 @@ class _Tables:
         ]
         # A row is read and written; what the sort found is streamed.
         accesses = (row, row, *random, *(Access(_bytes(each)) for each in order))
-        return Call(what, TimePart.MEMORY_TABLES, False, tuple(launches), accesses, self.reads)
+        return Call(what, TimePart.MEMORY_GRADIENTS, False, tuple(launches), accesses, self.reads)

@@ -1,0 +1,191 @@
+"""Seconds that a rank's lookups take of its device memory: rows, their ids and coefficients, and gradients of tables.
+
+Rows count in whole granules of what DRAM moves at a time, ids and coefficients as often as a kernel reads or writes
+them. What the ranks of the memory group send each other is in `pretrain.planning.costs.traffic`.
+
+Legend: G ranks of the memory group, T tokens of a rank, J rows read per token, M = G T J entries, w bytes per packed id,
+n coefficients per row and rank, e bytes per element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from megamem.memory_config import MemoryConfig
+from parallel.layout import bytes_per_id, coefficients_per_rank
+from pretrain.config.schema import RunConfig
+from pretrain.planning.costs.hardware import Hardware
+from pretrain.planning.costs.stages import Stage
+
+GRANULE_BYTES = 64
+"""Bytes that DRAM of a GPU moves at the least."""
+_ID = 8
+"""An unpacked id is an int64."""
+_SORT_BYTES = 12 + 4 + 4 * 24
+"""Bytes per entry of a sort by row (`kernels.segment_accumulate`): ids narrowed to 32 bits, read once for a histogram,
+and four passes that read and write them with their 64-bit places."""
+_ORDER_BYTES = 4 + 8
+"""Bytes per entry that `segment_accumulate` reads of the sort's result."""
+_SECTOR_BYTES = 32
+"""Bytes that a read of one coefficient, in the order of rows, moves into the cache."""
+_WARPS, _INSTRUCTIONS, _INSTRUCTIONS_PER_ELEMENT = 4, 77, 8
+"""Warps of a program of `segment_accumulate`, and instructions of each for a turn and for an element of a thread: 205 with
+16 of them (60 columns) and 93 with 2 (20), by the machine code for sm_90."""
+_LONGEST_RUNS = ((0.0, 4.2), (0.6, 9.1), (0.8, 15.2), (1.0, 22.7))
+"""By the skew of reads, of 33.5M entries in 22.9M rows: see `_longest_run`."""
+
+
+@dataclass(frozen=True)
+class RowSeconds:
+    """Seconds of lookups.
+
+    Attributes:
+        gathers: rows of tables, read for sums, products and the gradients of coefficients and inputs.
+        ids: unpacking, sort, and copies of ids and coefficients.
+        gradients: sums over the entries of each row, added to the tables' fp32 gradients.
+    """
+
+    gathers: float = 0.0
+    ids: float = 0.0
+    gradients: float = 0.0
+
+    def __add__(self, other: RowSeconds) -> RowSeconds:
+        return RowSeconds(self.gathers + other.gathers, self.ids + other.ids, self.gradients + other.gradients)
+
+    def __rmul__(self, number: float) -> RowSeconds:
+        return RowSeconds(number * self.gathers, number * self.ids, number * self.gradients)
+
+
+def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware) -> RowSeconds:
+    """Seconds of a stage's lookups of one microbatch, with `tokens` on a rank; recomputation repeats forward."""
+    memory = config.model.memory
+    total = RowSeconds()
+    if memory is None:
+        return total
+    again = config.train.recompute == "full" and not stage.reads_before_blocks
+    num_entries = config.parallel.memory * tokens * memory.lookup.rows
+    for bank_rows, number in Counter(stage.lookups).items():
+        total += number * _one_way(config, memory, bank_rows, num_entries, hardware)
+    for bank_rows, number in Counter(stage.backward_lookups).items():
+        both = _backward(config, memory, bank_rows, num_entries, hardware)
+        if again:
+            both += _one_way(config, memory, bank_rows, num_entries, hardware)
+        total += number * both
+    return total
+
+
+def _one_way(
+    config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
+) -> RowSeconds:
+    """Forward pass of a lookup: every table's rows, read by one kernel; the same again is part of backward."""
+    group, element, lookup = config.parallel.memory, config.train.element_bytes, memory.lookup
+    bins = lookup.bins > 1
+    coefficient = coefficients_per_rank(lookup.scores, group) * element
+    per_entry, rows = 0.0, 0.0
+    for table in memory.tables:
+        rows += moved_bytes(table.width // group * element)
+        # Ids, with bins where there are several, and a coefficient or product per entry.
+        per_entry += _ID * (1 + bins) + coefficient
+    if group > 1:
+        per_entry += _unpacked_bytes(bank_rows, lookup.bins)
+        # Cut by ranks, sent and received; products are received to be summed.
+        per_entry += 3 * coefficient + (3 * element if memory.width("pre_values") else 0)
+    return RowSeconds(
+        gathers=num_entries * rows / hardware.gather_bytes_per_s,
+        ids=num_entries * per_entry / hardware.stream_bytes_per_s,
+    )
+
+
+def _backward(
+    config: RunConfig, memory: MemoryConfig, bank_rows: int, num_entries: int, hardware: Hardware
+) -> RowSeconds:
+    """Backward pass of a lookup: the rows again for the gradients of what weights them, and those of the tables."""
+    group = config.parallel.memory
+    # The ids that `GatheredRows` has emptied are unpacked again, and copied to where autograd looks for them.
+    refilled = 2 * _ID * (1 + (memory.lookup.bins > 1)) if group > 1 else 0
+    sorting = num_entries * (_SORT_BYTES + refilled) / hardware.stream_bytes_per_s
+    accumulating = 0.0
+    for table in memory.tables:
+        groups = coefficients_per_rank(memory.lookup.scores, group) if table.name != "pre_values" else 1
+        accumulating += accumulate_s(num_entries, bank_rows, table.width // group, groups, hardware)
+    return RowSeconds(ids=sorting, gradients=accumulating) + _one_way(config, memory, bank_rows, num_entries, hardware)
+
+
+def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, hardware: Hardware) -> float:
+    """Seconds of `kernels.segment_accumulate` on a GPU: of the bytes that it moves, or of its instructions if they take
+    longer.
+
+    A row is read and written once, in fp32, however many entries it has: fewer rows move where reads are skewed, and more
+    instructions are issued. An entry brings its row, its place in the order and a coefficient, which is a random
+    read; its vector is in the cache.
+
+    Args:
+        num_entries: M.
+        num_rows: of the table.
+        width: columns on this rank.
+        num_groups: of columns, each with a coefficient of its own.
+    """
+    rows = distinct_rows(num_entries, num_rows, hardware.row_skew)
+    num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + _SECTOR_BYTES)
+    instructions = num_entries * num_groups * accumulate_instructions(width // num_groups, hardware.row_skew)
+    return max(num_bytes / hardware.gather_bytes_per_s, instructions / (hardware.issue_g_per_s * 1e9))
+
+
+def accumulate_instructions(width: int, skew: float) -> float:
+    """Instructions of warps that `segment_accumulate` issues per entry, for a column group of this width.
+
+    A program adds up the runs of some rows side by side, and takes as many turns as the longest of them has entries.
+    """
+    # As `kernels.common.launch.accumulate_tile` does, which imports Triton.
+    columns = 1024
+    while columns > 8 and -(-width // columns) * columns * 3 > width * 4:
+        columns //= 2
+    rows = max(1, min(32, 2048 // columns))
+    of_turn = _WARPS * (_INSTRUCTIONS + _INSTRUCTIONS_PER_ELEMENT * rows * columns / (32 * _WARPS))
+    # One row takes a turn per entry; beyond, the longest run grows about with the logarithm of the number of rows.
+    turns = 1 + (_longest_run(skew) - 1) * math.log2(rows) / math.log2(32)
+    return -(-width // columns) * of_turn * turns / rows
+
+
+def _longest_run(skew: float) -> float:
+    """Entries of the longest of the runs that begin in 32 entries, between those of the skews that were counted."""
+    for (low, before), (high, after) in pairwise(_LONGEST_RUNS):
+        if skew <= high or high == _LONGEST_RUNS[-1][0]:
+            return before + (after - before) * (skew - low) / (high - low)
+    raise AssertionError
+
+
+def moved_bytes(row_bytes: int) -> int:
+    """Bytes of the granules that a row touches, on the average over the rows of a table."""
+    return row_bytes + GRANULE_BYTES - math.gcd(row_bytes, GRANULE_BYTES)
+
+
+def _unpacked_bytes(bank_rows: int, bins: int) -> float:
+    """Bytes per id that `RowFormat.unpack` reads and writes: zeros, low bytes, half bytes; then rows and bins apart."""
+    whole, odd = bytes_per_id(bank_rows * bins)
+    # Bytes are written eight apart, so that all of the int64 moves.
+    num_bytes: float = _ID + whole + _ID
+    if odd:
+        # Both halves are cut out of a byte, stacked, and written.
+        num_bytes += 2 * 0.5 + 2 * 0.5 + 1 + 1 + 1 + _ID
+    return num_bytes + (4 * _ID if bins > 1 else 0)
+
+
+@lru_cache(maxsize=4096)
+def distinct_rows(num_entries: int, num_rows: int, skew: float) -> float:
+    """Rows of a table that so many entries read, on the average, where the r-th most popular is read as r^-skew.
+
+    Ranks are taken together in intervals that grow by a twentieth.
+    """
+    if skew == 0:
+        return -num_rows * math.expm1(-num_entries / num_rows)
+    edges = [0]
+    while edges[-1] < num_rows:
+        edges.append(min(num_rows, max(edges[-1] + 1, edges[-1] * 21 // 20)))
+    intervals = [(high - low, ((low + 1 + high) / 2) ** -skew) for low, high in pairwise(edges)]
+    total = sum(number * weight for number, weight in intervals)
+    return -sum(number * math.expm1(-num_entries * weight / total) for number, weight in intervals)

@@ -1,0 +1,217 @@
+"""Seconds of a plan: rows in granules, entries by hand, parts that hide and parts that cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.config.schema import RunConfig
+from pretrain.config.stages import load_config, load_stages
+from pretrain.planning.costs.hardware import load_hardware
+from pretrain.planning.costs.memory import trained_dense, trained_tables
+from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
+from pretrain.planning.costs.rows import accumulate_instructions, accumulate_s, distinct_rows, moved_bytes, row_seconds
+from pretrain.planning.costs.stages import Division, stages_of
+from pretrain.planning.costs.timing import TimePart, assumptions, step_time
+from tools import cli
+from tools.maintenance.check_plan import shipped_models
+from tools.vocabulary import with_vocabulary
+
+REPOSITORY = Path(__file__).parents[2]
+LARGE = REPOSITORY / "configs" / "ultramemv2" / "2.5b_120b_top256.yaml"
+H100 = load_hardware("h100-80g")
+# The layout of pretraining on 256 GPUs.
+LAYOUT = [
+    *("parallel.tensor=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.memory=16"),
+    *("train.micro_batch_size=4", "train.recompute=none"),
+]
+
+
+def large(*overrides: str) -> RunConfig:
+    return load_config(LARGE, [*LAYOUT, *overrides])
+
+
+def moved_by_hand(row_bytes: int, num_rows: int) -> float:
+    """Bytes of 64-byte granules that rows of a table touch, row by row."""
+    starts = np.arange(num_rows) * row_bytes
+    granules = (starts + row_bytes - 1) // 64 - starts // 64 + 1
+    return float(64 * granules.mean())
+
+
+@pytest.mark.parametrize(("columns", "useful"), [(960, 1.0), (120, 0.83), (60, 0.68), (30, 0.5)])
+def test_a_row_moves_whole_granules(columns: int, useful: float) -> None:
+    """The widths that 1, 8, 16 and 32 ranks leave of a row of values, in bf16, and the share of them that is used."""
+    assert moved_bytes(2 * columns) == moved_by_hand(2 * columns, 64)
+    assert 2 * columns / moved_bytes(2 * columns) == pytest.approx(useful, abs=0.02)
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.8, 1.0])
+def test_distinct_rows_are_those_of_drawn_reads(skew: float) -> None:
+    weights = np.arange(1, 20_001, dtype=np.float64) ** -skew
+    drawn = np.random.default_rng(1).choice(20_000, size=30_000, p=weights / weights.sum())
+    assert distinct_rows(30_000, 20_000, skew) == pytest.approx(len(np.unique(drawn)), rel=0.02)
+
+
+def test_a_layer_pass_is_what_was_computed_by_hand() -> None:
+    """One of the 120B model, 8,192 tokens on each of 16 ranks: 33.6M entries in a bank of 22.9M rows."""
+    config = large()
+    stage = stages_of(config)[0]
+    (bank_rows,) = set(stage.lookups)
+    assert (len(stage.lookups), bank_rows) == (12, 22_861_824)
+    one = row_seconds(config, stage, 8192, H100)
+    entries = 16 * 8192 * 256
+    # Both ways: values of 60 columns and pre-values of 20.
+    assert one.gathers / 12 == pytest.approx(2 * entries * (176 + 96) / H100.gather_bytes_per_s)
+    # Kernels read ids and coefficients four times; ids are unpacked twice; one sort; nine elements are copied each way.
+    per_entry = 4 * (8 + 2) + 2 * (3 + 8 + 8 + 13) + 16 + 112 + 2 * 6 * 2
+    assert one.ids / 12 == pytest.approx(entries * per_entry / H100.stream_bytes_per_s)
+
+
+def test_gradients_take_their_bytes_or_their_instructions() -> None:
+    entries, rows, granules = 16 * 8192 * 256, 22_861_824, 2 * (240 + 64 - 16)
+    even = accumulate_s(entries, rows, 60, 1, H100)
+    # Rows once each way, and of an entry its row, its place, and a sector for its coefficient.
+    read = rows * (1 - np.exp(-entries / rows))
+    assert even == pytest.approx((read * granules + entries * (4 + 8 + 32)) / H100.gather_bytes_per_s)
+    quick = replace(H100, issue_g_per_s=1e6)
+    assert accumulate_s(entries, rows, 60, 1, quick) == even
+    assert 0.5 * even < accumulate_s(entries, rows, 60, 1, replace(quick, row_skew=0.8)) < 0.8 * even
+    slow = replace(H100, issue_g_per_s=1.0)
+    assert accumulate_s(entries, rows, 60, 1, slow) == pytest.approx(entries * accumulate_instructions(60, 0.0) / 1e9)
+    # 205 and 3 x 93 of each of four warps for 32 entries, of which 24 % are used, and 6.6 %.
+    for skew, used in ((0.0, 0.24), (0.8, 0.066)):
+        assert accumulate_instructions(60, skew) == pytest.approx(4 * 205 / 32 / used, rel=0.01)
+        assert accumulate_instructions(20, skew) == pytest.approx(3 * 4 * 93 / 32 / used, rel=0.01)
+    assert accumulate_instructions(60, 1.2) > accumulate_instructions(60, 1.0) > accumulate_instructions(60, 0.9)
+    # Each group of columns goes through all entries.
+    assert accumulate_s(entries, rows, 60, 2, slow) == pytest.approx(
+        entries * 2 * accumulate_instructions(30, 0.0) / 1e9
+    )
+
+
+def test_what_a_lookup_takes_grows_with_ranks_and_passes() -> None:
+    config = large()
+    stage = stages_of(config)[0]
+    alone = row_seconds(large("parallel.memory=1"), stage, 8192, H100)
+    split = row_seconds(config, stage, 8192, H100)
+    again = row_seconds(large("train.recompute=full"), stage, 8192, H100)
+    # A row of sixteenths moves more granules than a whole one, and only split tables pack ids.
+    assert alone.gathers < 0.75 * split.gathers
+    assert alone.ids * 16 < 0.8 * split.ids
+    assert again.gathers == pytest.approx(1.5 * split.gathers)
+    assert again.gradients == split.gradients
+
+
+def pieces(*of_each: tuple[Weights, int, float]) -> list[Piece]:
+    """Pieces that take a second each, of a kind, chunk and place."""
+    return [Piece(kind, chunk, below, 1.0, 1.0) for kind, chunk, below in of_each]
+
+
+T, D = Weights.TABLES, Weights.DENSE
+
+
+@pytest.mark.parametrize(
+    ("of_each", "block_s", "tables", "dense"),
+    [
+        # Complete when backward ends: nothing hides it.
+        ([(T, 0, 0)], 1.0, 1.0, 0.0),
+        # Three blocks lie below.
+        ([(T, 0, 3)], 1.0, 0.0, 0.0),
+        ([(T, 0, 3)], 0.25, 0.25, 0.0),
+        # The second waits for the first on the link.
+        ([(T, 0, 2), (D, 0, 1), (T, 0, 1)], 1.0, 1.0, 0.0),
+        ([(T, 0, 0), (D, 0, 0)], 1.0, 1.0, 1.0),
+        # All after backward.
+        ([(T, 0, 9), (D, 0, 9)], 0.0, 1.0, 1.0),
+    ],
+)
+def test_a_reduction_hides_behind_the_blocks_below(
+    of_each: Sequence[tuple[Weights, int, float]], block_s: float, tables: float, dense: float
+) -> None:
+    assert reduce_exposed(pieces(*of_each), block_s) == {T: tables, D: dense}
+
+
+@pytest.mark.parametrize(
+    ("of_each", "block_s", "dense_first", "tables", "dense"),
+    [
+        # The first bank is needed at once.
+        ([(T, 0, 0)], 1.0, False, 1.0, 0.0),
+        ([(T, 0, 2)], 1.0, False, 0.0, 0.0),
+        # Started when the first was needed.
+        ([(T, 0, 1), (T, 0, 3)], 1.0, False, 0.0, 0.0),
+        ([(T, 0, 1), (T, 0, 1.5)], 1.0, False, 0.5, 0.0),
+        # Another chunk's first is started at once, and waits for the link alone.
+        ([(T, 0, 1), (T, 1, 2)], 1.0, False, 0.0, 0.0),
+        # Cores are decomposed before the first block.
+        ([(D, 0, 5), (T, 0, 2)], 1.0, True, 0.0, 1.0),
+        ([(T, 0, 9), (D, 0, 9)], 0.0, False, 1.0, 1.0),
+    ],
+)
+def test_a_gather_hides_behind_the_blocks_before(
+    of_each: Sequence[tuple[Weights, int, float]], block_s: float, dense_first: bool, tables: float, dense: float
+) -> None:
+    assert gather_exposed(pieces(*of_each), block_s, dense_first=dense_first) == {T: tables, D: dense}
+
+
+def test_a_bank_that_six_blocks_share_is_complete_after_the_lowest() -> None:
+    config = large()
+    for stage in stages_of(config):
+        banks = [piece for piece in pieces_of(config, stage, Division.of(config, 256), H100) if piece.kind == T]
+        # One of each chunk of six blocks. Between a block's microbatches of two chunks lie those of both stages.
+        assert [(bank.chunk, bank.blocks_below) for bank in banks] == [(0, 0), (1, 12)]
+    hidden, alone = large(), large("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false")
+    part = TimePart.MEMORY_REDUCTION
+    # The upper chunk's hides, the lower chunk's cannot.
+    exposed, whole = step_time(hidden, 256, H100).by_part[part], step_time(alone, 256, H100).by_part[part]
+    assert exposed == pytest.approx(whole / 2, rel=0.01)
+
+
+def test_pieces_add_up_to_all_that_is_trained() -> None:
+    for path in shipped_models():
+        config = with_vocabulary(load_stages(path)[0], 4096)
+        num_ranks = 64 * config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+        division = Division.of(config, num_ranks)
+        # A ring over all replicas takes as long for the sum of the parts as for the parts.
+        for stage in stages_of(config):
+            found = list(pieces_of(config, stage, division, H100))
+            assert all(0 <= piece.chunk < len(stage.chunks) for piece in found), path
+            for kind, weights, replicas, stride in (
+                (T, trained_tables(config, stage), division.table_replicas, config.parallel.memory),
+                (D, trained_dense(config, stage), division.replicas * config.parallel.context, config.parallel.tensor),
+            ):
+                whole = ring_s(4 * weights, replicas, stride, H100)
+                assert sum(piece.reduce_s for piece in found if piece.kind == kind) == pytest.approx(whole), path
+
+
+def test_exchanges_hide_behind_the_feed_forwards_beside_them_alone() -> None:
+    part = TimePart.MEMORY_EXCHANGE
+    hidden = step_time(large(), 256, H100).by_part[part]
+    alone = step_time(large("parallel.overlap_memory=false"), 256, H100)
+    near, far = alone.sent[alone.slowest_stage].exchange
+    # Off the node at the speed of the network.
+    assert alone.by_part[part] == pytest.approx(far / H100.network_bytes_per_s)
+    assert near / H100.nvlink_bytes_per_s < alone.by_part[part]
+    assert hidden < alone.by_part[part]
+    # In place of its feed-forward a memory has nothing beside it.
+    instead = large("model.memory.placement.position=instead")
+    assert step_time(instead, 256, H100).by_part[part] == alone.by_part[part]
+
+
+def test_a_plan_says_what_it_takes_for_granted(capsys: pytest.CaptureFixture[str]) -> None:
+    said = " / ".join(assumptions(large(), stages_of(large())[0], H100))
+    assert "exchanges of 12 of 12 memories run beside" in said
+    assert "rows of tables are read evenly" in said
+    config = large("parallel.overlap_memory=false", "parallel.overlap_grad_reduce=false")
+    said = " / ".join(assumptions(config, stages_of(config)[0], replace(H100, row_skew=0.8)))
+    assert "exchanges of 0 of 12 memories" in said
+    assert "reductions run alone (parallel.overlap_grad_reduce is false)" in said
+    assert "rows of tables are read by Zipf's law with 0.8" in said
+    words = ["plan", str(LARGE), "--gpus", "256", "--gpu", "h100-80g", "--as-written"]
+    assert cli.main([*words, "--skew", "0.7"]) == 0
+    assert "by Zipf's law with 0.7" in capsys.readouterr().out
+    assert cli.main([*words, "--skew", "3"]) == 2
+    assert "--skew is 3: it is 0 (evenly) to 2" in capsys.readouterr().err
