@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamem.parameters import ReducedOver, declare, parameter_device
 
@@ -94,6 +94,7 @@ class Router(TopKRouter):
     """
 
     sums: Tensor
+    weight: nn.Parameter
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, balance_sequences: int
@@ -101,7 +102,9 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection=pg_collection)
         self.balance_sequences = balance_sequences
         # Megatron allocates it on the CPU and moves it in the first forward.
-        self.weight.data = self.weight.data.to(parameter_device(config))
+        weight: Any = nn.Parameter(self.weight.detach().to(parameter_device(config)))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
         declare(self.weight, "backbone", reduced_over=ReducedOver.TOKENS)
         self.begin_step()
 

@@ -15,6 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.planning.costs.memory import StageBytes, stage_bytes
 from pretrain.run.preflight import gigabytes
 from tools.parsers import add_command, add_config, add_stage
+from tools.words import aligned
 
 if TYPE_CHECKING:
     from pretrain.planning.dryrun.rank import RankReport
@@ -24,6 +25,7 @@ _EPILOG = """\
 examples:
   megamem dryrun configs/ultramemv2/2.5b_120b_top256.yaml --world-size 512
   megamem dryrun configs/ultramemv2/2.5b_120b_top256.yaml --world-size 512 --all-stages parallel.memory=16
+  megamem dryrun configs/ultramemv2/227m_1.2b.yaml --world-size 8 --as-gpu
 
 Takes a second or so per memory layer and microbatch. Its limits are in docs/planning.md.
 """
@@ -50,6 +52,12 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="the first rank of every pipeline stage, one after the other, and whether their calls match",
     )
+    parser.add_argument(
+        "--as-gpu",
+        action="store_true",
+        help="take a GPU's branches, and print what passes between host and GPU in a step, an evaluation, a save, a "
+        "restore and a generated text, with its lines; ends with 2 if that is more than is allowed",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(func=run_dryrun)
 
@@ -67,7 +75,7 @@ def run_dryrun(args: argparse.Namespace) -> int:
 
     ranks = first_ranks_of_stages(config, args.world_size) if args.all_stages else [args.rank]
     reports, predicted = [], stage_bytes(config, args.world_size)
-    for report in dry_run(config, args.world_size, ranks):
+    for report in dry_run(config, args.world_size, ranks, as_gpu=args.as_gpu, all_commands=True):
         reports.append(report)
         if not args.json:
             print("\n".join(_lines(report, predicted[report.stage])), flush=True)
@@ -84,6 +92,10 @@ def run_dryrun(args: argparse.Namespace) -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         raise ConfigError("ranks would wait for each other: " + problems[0])
+    beyond = [f"{each.command}: {excess}" for report in reports for each in report.traffic for excess in each.excesses]
+    if beyond:
+        print("\n".join(beyond), file=sys.stderr)
+        raise ConfigError("host and GPU would wait for each other, or take each other's memory: " + beyond[0])
     return 0
 
 
@@ -103,8 +115,32 @@ def _lines(report: RankReport, predicted: StageBytes) -> list[str]:
     lines.append(f"  {'collective':16}{'group':18}{'ranks':>6}{'calls':>8}{'sent, MB':>14}")
     for (op, axis, size), (calls, num_bytes) in collectives_by_group(report).items():
         lines.append(f"  {op:16}{axis:18}{size:>6}{calls:>8}{num_bytes / 1e6:>14,.3f}")
-    lines.append(f"  about {report.num_kernels:,} kernels; the host reads {report.num_host_reads} values")
+    reads = "" if report.traffic else f"; the host reads {report.num_host_reads} values"
+    lines.append(f"  about {report.num_kernels:,} kernels{reads}")
+    if report.traffic:
+        lines += ["  between host and GPU:", *(f"    {line}" for line in aligned(_traffic(report)))]
     return lines
+
+
+def _traffic(report: RankReport) -> list[tuple[str, ...]]:
+    """Rows of a table, with its head."""
+    return [
+        ("command", "traffic", "calls", "allowed", "MB", "operation", "allowed for", "line"),
+        *(
+            (
+                each.command,
+                found.kind.value,
+                str(found.calls),
+                str(each.allowed(found)),
+                f"{found.num_bytes / 1e6:.3f}",
+                found.what,
+                each.reason(found),
+                str(found.place),
+            )
+            for each in report.traffic
+            for found in each.findings
+        ),
+    ]
 
 
 def _gb(num_bytes: float) -> str:
@@ -140,6 +176,20 @@ def as_json(report: RankReport, predicted: StageBytes) -> dict[str, Any]:
         ],
         "host_reads": report.num_host_reads,
         "kernels": report.num_kernels,
+        "traffic": [
+            {
+                "command": each.command,
+                "kind": found.kind.value,
+                "operation": found.what,
+                "line": found.place.line,
+                "through": found.place.through,
+                "calls": found.calls,
+                "allowed": each.allowed(found),
+                "bytes": found.num_bytes,
+            }
+            for each in report.traffic
+            for found in each.findings
+        ],
     }
 
 

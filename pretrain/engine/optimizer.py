@@ -163,6 +163,11 @@ class OffloadingOptimizer(MemoryDistributedOptimizer):
         """Host memory of this rank's main weights and moments."""
         return sum(tensor.nbytes for shard in self._shards.values() for tensor in shard.state.values())
 
+    @property
+    def num_windows(self) -> int:
+        """Windows in which the tables pass through the host."""
+        return self._tables.num_windows
+
     @classmethod
     def _build_model_and_main_param_groups(
         cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
@@ -249,6 +254,12 @@ class MemoryOptimizer(ChainedOptimizer):
         """
         super().__init__(optimizers)
         self._value_clip_grad = value_clip_grad
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in which tables pass through the host in an update; 0 if they are stepped on the device."""
+        offloading = (each for each in self.chained_optimizers if isinstance(each, OffloadingOptimizer))
+        return sum(optimizer.num_windows for optimizer in offloading)
 
     def sharded_state_dict(self, model_sharded_state_dict: Any) -> dict[str, Any]:
         """The entries of all optimizers; their names are the parameters' and do not collide."""

@@ -201,6 +201,11 @@ class HostTables:
             self._slots = [_Slot(size, device_weights.dtype, pinned=device_weights.is_cuda) for _ in range(2)]
             self._copies = torch.cuda.Stream()
 
+    @property
+    def num_windows(self) -> int:
+        """Windows of an update, over all shards."""
+        return len(self._windows)
+
     @torch.no_grad()
     def step(self) -> None:
         """Update main weights and moments from the gradients on the device, and the device's weights from them.

@@ -48,11 +48,13 @@ def test_a_plan_counts_its_best_layouts_as_dry_runs_do(megamem: Megamem, config_
     assert len([each for each in found if each["counted_bytes"] is not None]) == 2
     (best,) = (each for each in found if each["recommended"])
     keys = (f"{key}={'null' if value is None else value}" for key, value in best["overrides"].items())
-    ran = megamem("dryrun", config_file, "--world-size", 8, "--all-stages", "--json", *SIZED, *keys)
+    ran = megamem("dryrun", config_file, "--world-size", 8, "--all-stages", "--as-gpu", "--json", *SIZED, *keys)
     ranks = json.loads(ran.output[ran.output.index("{") :])["ranks"]
     totals = [sum(stage["bytes"].values()) for stage in best["stages"]]
     fullest = ranks[totals.index(max(totals))]
     assert best["counted_bytes"] == sum(fullest["peak_bytes"].values())
+    assert {each["command"] for each in ranks[0]["traffic"]} >= {"training", "evaluation", "generation"}
+    assert all(each["calls"] <= each["allowed"] for each in ranks[0]["traffic"])
     assert f"in all, as a dry run counts it {best['counted_bytes'] / 1e9:>9.2f}".split() == next(
         line.split() for line in shown.output.splitlines() if "as a dry run counts it" in line
     )

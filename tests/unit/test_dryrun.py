@@ -171,10 +171,10 @@ def with_blocks(config: RunConfig, number: int) -> RunConfig:
     return replace(config, model=replace(config.model, num_layers=number))
 
 
-def of_all_stages(config: RunConfig, world: int) -> list[Any]:
+def of_all_stages(config: RunConfig, world: int, *, as_gpu: bool) -> list[Any]:
     from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
 
-    return list(dry_run(config, world, first_ranks_of_stages(config, world)))
+    return list(dry_run(config, world, first_ranks_of_stages(config, world), as_gpu=as_gpu))
 
 
 class Reports(dict[str, list[Any]]):
@@ -186,8 +186,12 @@ class Reports(dict[str, list[Any]]):
     def __missing__(self, name: str) -> list[Any]:
         def main() -> list[Any]:
             if name in LAUNCHED:
-                return [of_all_stages(with_blocks(LAUNCHED[name], number), 8)[0] for number in (2, 4)]
-            return of_all_stages(REAL, 2) if name == "real" else of_all_stages((CONFIGS | TRAINED)[name], WORLD)
+                configs = [with_blocks(LAUNCHED[name], number) for number in (2, 4)]
+                return [of_all_stages(config, 8, as_gpu=False)[0] for config in configs]
+            if name == "real":
+                # Beside ranks on the CPU.
+                return of_all_stages(REAL, 2, as_gpu=False)
+            return of_all_stages((CONFIGS | TRAINED)[name], WORLD, as_gpu=True)
 
         (self[name],) = launch_within(main, 1, timeout_s=280, num_threads=1)
         return self[name]

@@ -5,19 +5,28 @@ its line.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from megamem.config import ModelConfig
+from megamem.config import ModelConfig, MoEConfig
+from megamem.families.midus.config import MidusConfig
 from megamem.families.ultramem_v2.config import UltraMemV2Config
-from pretrain.config.schema import ParallelConfig, RunConfig, TrainConfig
+from megamem.spans import PlacementConfig
+from pretrain.config.context_ways import WAYS
+from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from pretrain.config.stages import load_stages
+from tests.costly import COSTLY
 from tests.deadline import launch_within
+from tools.maintenance.check_plan import CONFIGS, on_few_ranks, shipped_models
 
 WORLD = 4
+MEMORY = UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16)
 SMALL = RunConfig(
     model=ModelConfig(
         num_layers=2,
@@ -27,7 +36,7 @@ SMALL = RunConfig(
         ffn_hidden_size=512,
         vocab_size=1024,
         qk_norm=True,
-        memory=UltraMemV2Config(num_keys=64, value_dim=128, pre_value_dim=64, top_k=16),
+        memory=MEMORY,
     ),
     parallel=ParallelConfig(tensor=2, memory=4),
     train=TrainConfig(sequence_length=512, micro_batch_size=1, global_batch_size=4, precision="bf16"),
@@ -46,7 +55,8 @@ def traffic_of(config: RunConfig, *plants: Callable[[], Any]) -> list[tuple[str,
             for plant in plants:
                 stack.enter_context(plant())
             (report,) = dry_run(config, WORLD, [0], as_gpu=True)
-        return [(found.kind.value, found.place.line, found.what, found.calls) for found in report.traffic]
+        (training,) = report.traffic
+        return [(found.kind.value, found.place.line, found.what, found.calls) for found in training.findings]
 
     return launch_within(main, 1, timeout_s=120, num_threads=1)[0]
 
@@ -149,3 +159,110 @@ def test_a_planted_defect_is_found_with_its_line(
     planted: set[tuple[str, str, str]], plant: Callable[..., Any], text: str, kind: str, what: str
 ) -> None:
     assert (kind, line_of(plant, text), what) in planted
+
+
+QUICK = ("quickstart", "compare/lave", "compare/ultramem")
+"""Configurations that take a few seconds: a memory of each slot; the costly tests have all that are shipped."""
+PATHS = [
+    path if Path(path).relative_to(CONFIGS).with_suffix("").as_posix() in QUICK else pytest.param(path, marks=COSTLY)
+    for path in (str(Path(path).resolve()) for path in shipped_models())
+]
+DENSE = replace(SMALL, model=replace(SMALL.model, memory=None))
+LAYOUTS = {
+    **{
+        f"context, {way}": replace(
+            DENSE,
+            parallel=ParallelConfig(context=4, context_attention=way),
+            train=replace(SMALL.train, sequence_length=2048, global_batch_size=1),
+        )
+        for way in WAYS
+    },
+    "interleaved, recomputed": replace(
+        SMALL,
+        model=replace(SMALL.model, num_layers=4),
+        parallel=ParallelConfig(pipeline=2, virtual_pipeline=2, memory=2),
+        train=replace(SMALL.train, recompute="full", global_batch_size=4),
+    ),
+    "stepped on the host": replace(
+        SMALL,
+        model=replace(SMALL.model, memory=replace(MEMORY, num_keys=512)),
+        optimizer=OptimizerConfig(value_offload="cpu"),
+    ),
+    "partly trained": replace(
+        SMALL,
+        model=replace(
+            SMALL.model,
+            num_layers=6,
+            memory=MidusConfig(num_heads=8, value_dim=32, placement=PlacementConfig(blocks=(2, 5))),
+        ),
+        optimizer=OptimizerConfig(trained_layers=(3, 6)),
+    ),
+    "mixture": replace(
+        DENSE,
+        model=replace(DENSE.model, moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=64)),
+        parallel=ParallelConfig(memory=4),
+        train=replace(SMALL.train, recompute="full"),
+    ),
+}
+
+
+def beyond(runs: Mapping[str, tuple[RunConfig, int]]) -> dict[str, tuple[list[str], dict[str, dict[str, int]]]]:
+    """For each of these runs: traffic of all commands beyond what is allowed, and the units that allowances count by."""
+
+    def main() -> dict[str, tuple[list[str], dict[str, dict[str, int]]]]:
+        from pretrain.planning.dryrun.rank import dry_run
+
+        found = {}
+        for name, (config, num_ranks) in runs.items():
+            (report,) = dry_run(config, num_ranks, [0], as_gpu=True, all_commands=True)
+            excesses = [f"{each.command}: {excess}" for each in report.traffic for excess in each.excesses]
+            found[name] = excesses, {each.command: dict(each.units) for each in report.traffic}
+        return found
+
+    return launch_within(main, 1, timeout_s=280, num_threads=1)[0]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.rpartition("configs/")[2])
+def test_commands_stay_within_their_budgets(path: str) -> None:
+    found, units = beyond({path: on_few_ranks(load_stages(path)[0])})[path]
+    assert found == []
+    assert set(units) == {"training", "evaluation", "saving", "restoring", "generation"}
+
+
+def test_layouts_stay_within_the_budgets_of_commands() -> None:
+    found = beyond({name: (config, WORLD) for name, config in LAYOUTS.items()})
+    assert {name: excesses for name, (excesses, _) in found.items() if excesses} == {}
+    training = {name: units["training"] for name, (_, units) in found.items()}
+    assert [name for name, units in training.items() if units["window"]] == ["stepped on the host"]
+    # Twice through two layers, for each of two microbatches of four sequences on four ranks.
+    assert [units["mixture"] for name, units in training.items() if units["mixture"]] == [4]
+    assert [name for name, units in training.items() if units["chunk"] == 2] == ["interleaved, recomputed"]
+
+
+def test_traffic_beyond_a_budget_is_told_with_its_line() -> None:
+    from pretrain.planning.dryrun.budgets import CommandTraffic
+    from pretrain.planning.dryrun.host_traffic import Finding, Traffic
+    from pretrain.planning.dryrun.lines import Place
+
+    copies = Finding(Traffic.PINNED, Place("pretrain/data/loader.py:96"), "copy to the device", 8, 64)
+    read = Finding(Traffic.READ, Place("megamem/bank.py:7"), "item", 1, 4)
+    assert CommandTraffic("training", (copies,), {"microbatch": 2}).excesses == ()
+    first, second = CommandTraffic("training", (copies, read), {"microbatch": 1}).excesses
+    assert str(first) == "8 pinned copies (copy to the device) from pretrain/data/loader.py:96, where 4 may be"
+    assert str(second) == "1 host reads (item) from megamem/bank.py:7, where none may be"
+
+
+def test_scratch_is_that_of_pytorchs_sources() -> None:
+    import torch
+
+    from pretrain.planning.dryrun import gpu_work
+
+    keys = torch.empty(1 << 20, dtype=torch.int32, device="meta")
+    # Positions, and the second halves of the double buffers of keys and positions.
+    assert gpu_work._sort(keys, stable=True) == (8 + 4 + 8) << 20
+    assert gpu_work._sort(torch.empty(300, 64, device="meta")) == 0
+    heads = torch.empty(2, 256, 8, 64, dtype=torch.bfloat16, device="meta")
+    shared = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16, device="meta")
+    of_query = 4 * 2 * 8 * 256 * (64 + 1)
+    assert gpu_work._flash_backward(heads, heads, heads) == of_query
+    assert gpu_work._flash_backward(heads, heads, shared) == of_query + 2 * heads.nbytes

@@ -194,7 +194,8 @@ def test_a_layout_that_counts_larger_than_the_device_is_not_recommended(monkeypa
     """The next one is counted in its place, then the fastest that are not counted yet."""
     asked, counts = [], iter([1e12, 5e9, 6e9])
 
-    def dry_run(config: RunConfig, world_size: int, ranks: list[int]) -> Iterator[SimpleNamespace]:
+    def dry_run(config: RunConfig, world_size: int, ranks: list[int], *, as_gpu: bool) -> Iterator[SimpleNamespace]:
+        assert as_gpu
         asked.append((config, world_size, ranks))
         yield SimpleNamespace(peak_of_step=SimpleNamespace(total=next(counts)))
 

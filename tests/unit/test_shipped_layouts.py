@@ -81,7 +81,7 @@ def test_a_rank_of_it_is_dry_run() -> None:
         from pretrain.planning.costs.memory import stage_bytes
         from pretrain.planning.dryrun.rank import dry_run
 
-        (report,), stage = dry_run(config, 64, [0]), stage_bytes(config, 64)[0]
+        (report,), stage = dry_run(config, 64, [0], as_gpu=True), stage_bytes(config, 64)[0]
         return report.held.total, stage.held, report.activation_bytes, stage.activations
 
     ((held, predicted_held, activations, predicted),) = launch_within(main, 1, timeout_s=280, num_threads=1)
@@ -123,7 +123,7 @@ def test_check_plan_prints_a_line_for_each_and_ends_with_1_outside_of_the_limits
     found = {"good": [held], "bad": [held, activations]}
     paths = [str(MODEL_FOLDER / "227m_1.2b.yaml"), str(REPOSITORY / "configs" / "stages" / "430m_5b.yaml")]
     for which, code in (("good", 0), ("bad", 1)):
-        monkeypatch.setattr(check_plan, "compare", lambda config, num_ranks, which=which: iter(found[which]))
+        monkeypatch.setattr(check_plan, "compare", lambda *_, which=which, **__: iter(found[which]))
         assert check_plan.main(paths) == code
         *lines, in_all, of_held = capsys.readouterr().out.splitlines()[:6]
         assert len(lines) == 4

@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("configs", metavar="CONFIG", nargs="*", help="YAML files (default: all that are shipped)")
     parser.add_argument("--set", action="append", default=[], metavar="key=value", dest="overrides", help="set a key")
+    parser.add_argument(
+        "--as-cpu",
+        action="store_true",
+        help="count with the CPU's branches, and without the scratch of a GPU's operations",
+    )
     parser.add_argument("--all", action="store_true", help="print every figure, and not the worst ones alone")
     parser.set_defaults(func=run_check_plan)
     return parser
@@ -71,7 +76,7 @@ def run_check_plan(args: argparse.Namespace) -> int:
     num_outside = 0
     for number, (name, config) in enumerate(runs, start=1):
         prepared, num_ranks = on_few_ranks(config)
-        found = list(compare(prepared, num_ranks))
+        found = list(compare(prepared, num_ranks, as_gpu=not args.as_cpu))
         fails = [figure for figure in found if not figure.agrees]
         num_outside += bool(fails)
         of_run = worst_by_kind(found)
@@ -123,8 +128,8 @@ def on_few_ranks(config: RunConfig) -> tuple[RunConfig, int]:
     return smaller, num_ranks
 
 
-def compare(config: RunConfig, num_ranks: int) -> Iterator[Figure]:
-    """All figures of the first and the last stage.
+def compare(config: RunConfig, num_ranks: int, *, as_gpu: bool) -> Iterator[Figure]:
+    """All figures of the first and the last stage, counted with a GPU's branches or with the CPU's.
 
     Raises:
         ConfigError: the configuration is not valid on so many ranks.
@@ -135,7 +140,7 @@ def compare(config: RunConfig, num_ranks: int) -> Iterator[Figure]:
 
     firsts = first_ranks_of_stages(config, num_ranks)
     held, sent = stage_bytes(config, num_ranks), stages_sent(config, num_ranks)
-    for report in dry_run(config, num_ranks, sorted({firsts[0], firsts[-1]})):
+    for report in dry_run(config, num_ranks, sorted({firsts[0], firsts[-1]}), as_gpu=as_gpu):
         for figure in figures(report, held[report.stage], sent[report.stage]):
             yield replace(figure, name=f"stage {report.stage}, {figure.name}")
 

@@ -183,7 +183,7 @@ def with_counts(found: list[Estimate], count: int, num_gpus: int, hardware: Hard
                 break
             chosen = candidates[0]
             rank = chosen.fullest_stage * (num_gpus // chosen.config.parallel.pipeline)
-            (report,) = dry_run(chosen.config, num_gpus, [rank])
+            (report,) = dry_run(chosen.config, num_gpus, [rank], as_gpu=True)
             counted = replace(chosen, counted_bytes=float(report.peak_of_step.total))
             found = [counted if each is chosen else each for each in found]
             progress.update(1)

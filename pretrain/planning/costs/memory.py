@@ -54,6 +54,8 @@ STATE_PARTS = (
 """Parts that are held from the first step to the last; the rest comes and goes within a step."""
 
 _GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
+SORT_SCRATCH = 8 + 4 + 8
+"""Bytes per entry that a GPU sorts by row: positions to begin with, and the second halves of CUB's double buffers."""
 ITEM_BYTES = 1 << 26
 """Bytes that a writing thread copies to the host at a time: `pretrain.checkpoint.write_plan` has the same."""
 CHUNK_BYTES = 1 << 30
@@ -318,7 +320,7 @@ def block_passing(
     The peak is the largest of six moments. Selection of entries: the family's figure. Read of the memory: the scores of
     all keys, all ranks' ids unpacked, 8 bytes and as many for bins, and coefficients as they are cut for ranks and as
     they leave, or before them rows and bins in one. Backward of the read: the ids again, and their sort, 4 bytes of
-    rows before and 4 after, and 8 of positions. Backward of the retrieval: the gradients of the key scores, when what
+    rows before and 4 after, and 8 of positions, with the sort's scratch. Backward of the retrieval: the gradients of the key scores, when what
     the lookup and the entries kept is gone. Backward of the feed-forward: see `_ffn_backward`. Backward of attention
     across ranks, when what the feed-forward kept is gone: see `attention_backward`.
     """
@@ -347,7 +349,7 @@ def block_passing(
         moments += [
             {MemoryPart.MEMORY: 4.0 * tokens * stage.memory.select_wide / len(stage.lookups)},
             {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: unpacked + passing},
-            {MemoryPart.EXCHANGE: unpacked, MemoryPart.MEMORY: float((_ID + 8) * ids)},
+            {MemoryPart.EXCHANGE: unpacked, MemoryPart.MEMORY: float((_ID + 8 + SORT_SCRATCH) * ids)},
             {
                 MemoryPart.BACKWARD: of_scores,
                 MemoryPart.MEMORY: -entries,

@@ -27,6 +27,7 @@ CAPABILITY = (9, 0)
 """Its compute capability."""
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
+_OF_VALUES = ("tensor", "new_tensor")
 _METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _get_backend = dist.ProcessGroup._get_backend
 _type = torch.Tensor.type
@@ -50,12 +51,14 @@ class StandInGpu:
         streams: which keep the order of what they are asked for.
         on_wait: called with the name of each call by which the host waits for the device.
         on_read: called with each tensor of the device whose values the host asks for as a list.
+        on_upload: called with each tensor of the device that is made of the host's values.
         on_announced: called with each tensor of which `record_stream` says that a stream uses it, and the stream's name.
     """
 
     def __init__(self) -> None:
         self.on_wait: Callable[[str], None] = lambda name: None
         self.on_read: Callable[[Tensor], None] = lambda tensor: None
+        self.on_upload: Callable[[Tensor], None] = lambda tensor: None
         self.on_announced: Callable[[Tensor, str], None] = lambda tensor, stream: None
         self.streams = Streams(lambda name: self.on_wait(name))
         # Storages by address: fake ones have no memory that could be page-locked.
@@ -73,7 +76,7 @@ class StandInGpu:
             "torch.cuda.get_device_capability": lambda *_: CAPABILITY,
             "torch.cuda.synchronize": lambda *_: self._wait(),
             "torch.Tensor.is_cuda": property(is_on_device),
-            "torch.Tensor.cuda": lambda tensor, *_, **__: tensor.to(DEVICE),
+            "torch.Tensor.cuda": _to_device,
             "torch.Tensor.type": _type_of,
             "torch.Tensor.pin_memory": lambda tensor, *_: self._pin(tensor.clone()),
             "torch.Tensor.is_pinned": lambda tensor, *_: self.is_pinned(tensor),
@@ -100,6 +103,9 @@ class StandInGpu:
             pin = kwargs.pop("pin_memory", False)
             kwargs = {name: DEVICE if _is_cuda(value) else value for name, value in kwargs.items()}
             made = function(*(DEVICE if _is_cuda(value) else value for value in args), **kwargs)
+            # PyTorch copies them without an operation of its own.
+            if function.__name__ in _OF_VALUES and is_on_device(made):
+                self.on_upload(made)
             return self._pin(made) if pin else made
 
         return make
@@ -114,6 +120,10 @@ class StandInGpu:
         if is_on_device(tensor):
             self.on_read(tensor)
         return _nested(1.0 if tensor.is_floating_point() else 1, tuple(tensor.shape))
+
+
+def _to_device(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
+    return tensor.to(DEVICE, non_blocking=non_blocking)
 
 
 def _is_cuda(value: Any) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -69,24 +70,18 @@ class HostTraffic(TorchDispatchMode):
     def watching(self) -> Iterator[HostTraffic]:
         """Count until the block ends."""
         gpu = self._gpu
-        before = gpu.on_wait, gpu.on_read
-        gpu.on_wait = lambda name: self._found(Traffic.WAIT, name)
-        gpu.on_read = lambda tensor: self._found(Traffic.READ, "tolist", tensor.nbytes)
-        try:
-            with self:
-                yield self
-        finally:
-            gpu.on_wait, gpu.on_read = before
+        with (
+            patch.object(gpu, "on_wait", lambda name: self._found(Traffic.WAIT, name)),
+            patch.object(gpu, "on_read", lambda tensor: self._found(Traffic.READ, "tolist", tensor.nbytes)),
+            patch.object(gpu, "on_upload", lambda tensor: self._found(Traffic.PAGEABLE, _TO_DEVICE, tensor.nbytes)),
+            self,
+        ):
+            yield self
 
     def findings(self) -> tuple[Finding, ...]:
         """All traffic so far, by kind, the most frequent first."""
         keys = sorted(self._calls, key=lambda key: (list(Traffic).index(key[0]), -self._calls[key], key[1], key[2]))
         return tuple(Finding(*key, self._calls[key], self._bytes[key]) for key in keys)
-
-    def forget(self) -> None:
-        """Count from here on."""
-        self._calls.clear()
-        self._bytes.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,7 +115,7 @@ class HostTraffic(TorchDispatchMode):
         host = target if is_on_device(source) else source
         pinned = host is not None and self._gpu.is_pinned(host)
         kind = Traffic.PAGEABLE if not pinned else Traffic.PINNED if non_blocking else Traffic.WAIT
-        self._found(kind, f"copy to the {'device' if to_device else 'host'}", source.nbytes)
+        self._found(kind, _TO_DEVICE if to_device else _TO_HOST, source.nbytes)
 
     def _found(self, kind: Traffic, what: str, num_bytes: int = 0) -> None:
         key = kind, calling_line(), what
@@ -128,6 +123,7 @@ class HostTraffic(TorchDispatchMode):
         self._bytes[key] += num_bytes
 
 
+_TO_DEVICE, _TO_HOST = "copy to the device", "copy to the host"
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _BY_INDICES = (_aten.index, _aten.index_put, _aten.index_put_)

@@ -26,6 +26,11 @@ class Place:
     line: str
     through: str = ""
 
+    @property
+    def source(self) -> str:
+        """Owner of the code: the module of another package that is innermost, or the file of ours."""
+        return (self.through or self.line).rpartition(":")[0]
+
     def __str__(self) -> str:
         return f"{self.line} ({self.through})" if self.through else self.line
 
@@ -38,7 +43,7 @@ def calling_line() -> Place:
         if not name.startswith(_STAND_INS):
             if path := _our_path(frame.f_code.co_filename):
                 return Place(f"{path}:{frame.f_lineno}", through)
-            if not through and name.partition(".")[0] not in ("torch", "contextlib"):
+            if not through and name.partition(".")[0] not in ("torch", "contextlib", "unittest"):
                 through = f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return Place("nowhere", through)

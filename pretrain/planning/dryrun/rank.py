@@ -32,9 +32,12 @@ from pretrain.engine.optimizer import MemoryOptimizer, build_optimizer
 from pretrain.engine.step import Batch, train_step
 from pretrain.engine.weight_gathering import start_gathering
 from pretrain.errors import ConfigError
+from pretrain.planning.dryrun import commands
+from pretrain.planning.dryrun.budgets import CommandTraffic
 from pretrain.planning.dryrun.collectives import Collective
 from pretrain.planning.dryrun.gpu import StandInGpu
-from pretrain.planning.dryrun.host_traffic import Finding, HostTraffic
+from pretrain.planning.dryrun.gpu_work import GpuWork
+from pretrain.planning.dryrun.host_traffic import HostTraffic
 from pretrain.planning.dryrun.order import Race
 from pretrain.planning.dryrun.order_watch import OrderWatch
 from pretrain.planning.dryrun.parts import MemoryPart
@@ -57,7 +60,7 @@ class RankReport:
         num_host_reads: values that the host reads in that step.
         num_kernels: that the step launches, about.
         num_microbatches: of that step.
-        traffic: between host and GPU in that step, if the rank was run as on one.
+        traffic: between host and GPU in that step and other commands, if the rank was run as on one.
         races: accesses of that step and the next that have no order, if order was watched.
         next_collectives: of the next step, if order was watched.
     """
@@ -74,7 +77,7 @@ class RankReport:
     num_host_reads: int
     num_kernels: int
     num_microbatches: int
-    traffic: tuple[Finding, ...] = ()
+    traffic: tuple[CommandTraffic, ...] = ()
     races: tuple[Race, ...] = ()
     next_collectives: tuple[Collective, ...] = ()
 
@@ -85,7 +88,13 @@ class RankReport:
 
 
 def dry_run(
-    config: RunConfig, world_size: int, ranks: Sequence[int], *, as_gpu: bool = False, in_order: bool = False
+    config: RunConfig,
+    world_size: int,
+    ranks: Sequence[int],
+    *,
+    as_gpu: bool = False,
+    in_order: bool = False,
+    all_commands: bool = False,
 ) -> Iterator[RankReport]:
     """One step of each of these ranks, one after the other, in this process.
 
@@ -94,6 +103,8 @@ def dry_run(
         as_gpu: take a GPU's branches, and watch what passes between it and the host.
         in_order: as a GPU, also take a second step, and watch the order of accesses to memory in both. DDP learns in
             the first one when gradients are complete, and reduces them beside backward from the second on.
+        all_commands: as a GPU, watch other commands too; generation for the first of the ranks alone, as it has a layout of
+            its own.
 
     Raises:
         ConfigError: it has what a dry run cannot follow, or this process sees a GPU.
@@ -112,7 +123,9 @@ def dry_run(
             warnings.simplefilter("ignore")
             gpu = StandInGpu() if as_gpu else None
             with fake_rank(rank, world_size, parallel_sizes(config), seed=config.seed, gpu=gpu) as groups:
-                report = _step_of(config, groups, gpu, in_order=in_order)
+                report = _step_of(config, groups, gpu, in_order=in_order, all_commands=all_commands)
+            if as_gpu and all_commands and rank == ranks[0]:
+                report = replace(report, traffic=(*report.traffic, commands.generation(config)))
         # Models and optimizers are cycles, and hold groups.
         gc.collect()
         gc.unfreeze()
@@ -124,17 +137,23 @@ def first_ranks_of_stages(config: RunConfig, world_size: int) -> range:
     return range(0, world_size, world_size // config.parallel.pipeline)
 
 
-def _step_of(config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None, *, in_order: bool) -> RankReport:
+def _step_of(
+    config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None, *, in_order: bool, all_commands: bool
+) -> RankReport:
     train = config.train
     num_microbatches = train.global_batch_size // (train.micro_batch_size * groups.data_size)
     # Whole sequences of one document, known to the host.
     bounds = document_bounds(torch.arange(train.sequence_length).expand(train.micro_batch_size, -1))
     moe = config.model.moe
-    with without_data(groups, experts_per_token=moe.top_k if moe is not None else 0) as recorder:
+    with (
+        without_data(groups, experts_per_token=moe.top_k if moe is not None else 0) as recorder,
+        patch("pretrain.data.loader.document_bounds", lambda _: bounds),
+    ):
         chunks, optimizer = _build(config, groups)
         gc.collect()
         _assign_state(recorder, chunks, optimizer)
         peak_of_building, held = recorder.peak, recorder.now()
+        work = GpuWork() if gpu is not None else None
         watch = HostTraffic(gpu) if gpu is not None else None
         order = OrderWatch(gpu) if gpu is not None and in_order else None
         batches = [on_device(repeat(_batch(config)), groups.device) for _ in chunks]
@@ -150,7 +169,8 @@ def _step_of(config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None, 
         )
         tables = sum(table.numel() for chunk in chunks for table in unwrap(chunk).banks.parameters())
         with (
-            patch("pretrain.data.loader.document_bounds", lambda _: bounds),
+            # Below the watch of order, which sees a Triton op as one access to each of its arguments.
+            work.working() if work is not None else nullcontext(),
             order.watching() if order is not None else nullcontext(),
         ):
             # As after an update, which starts the first gathers that the next forward pass waits for.
@@ -171,15 +191,26 @@ def _step_of(config: RunConfig, groups: ParallelGroups, gpu: StandInGpu | None, 
                 peak_of_step=recorder.peak,
                 collectives=tuple(recorder.collectives),
                 num_host_reads=recorder.num_host_reads,
-                num_kernels=recorder.num_kernels,
+                num_kernels=recorder.num_kernels + (work.launches.total() if work is not None else 0),
                 num_microbatches=num_microbatches,
-                traffic=watch.findings() if watch is not None else (),
             )
-            if order is None:
-                return report
-            recorder.collectives.clear()
-            step()
-            return replace(report, races=order.races, next_collectives=tuple(recorder.collectives))
+            if order is not None:
+                recorder.collectives.clear()
+                step()
+                report = replace(report, races=order.races, next_collectives=tuple(recorder.collectives))
+        if gpu is None or watch is None:
+            return report
+        units = commands.units_of_passes(chunks, num_microbatches)
+        units["mixture"] *= 2 if train.recompute == "full" else 1
+        units["window"] = optimizer.num_windows
+        traffic = [CommandTraffic("training", watch.findings(), units)]
+        if all_commands:
+            traffic += [
+                commands.evaluation(config, chunks, groups, gpu, partial(_batch, config)),
+                commands.saving(config, chunks, optimizer, gpu),
+                commands.restoring(chunks, optimizer, gpu),
+            ]
+        return replace(report, traffic=tuple(traffic))
 
 
 def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedDataParallel], MemoryOptimizer]:

@@ -1,0 +1,181 @@
+"""Traffic between host and GPU of commands that step a model: training is watched where it is stepped, the others here.
+
+Each runs its own code on a rank without data, from where tensors are there to where they are on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from parallel.groups import ParallelGroups, ParallelSizes
+from pretrain.checkpoint import loading
+from pretrain.checkpoint.run import entries_to_save, restore_run
+from pretrain.checkpoint.staging import StagingBuffer, placed
+from pretrain.checkpoint.store.tensors import pieces
+from pretrain.checkpoint.write_plan import ITEM_BYTES, data_of, held_shards, with_storage_of_its_own
+from pretrain.config.schema import ParallelConfig, RunConfig
+from pretrain.data.loader import on_device
+from pretrain.engine.build import Chunk, build_unset_chunks, unwrap
+from pretrain.engine.optimizer import MemoryOptimizer
+from pretrain.engine.step import Batch, evaluation_loss
+from pretrain.evaluation.generate import generate
+from pretrain.evaluation.sampling import Sampling
+from pretrain.planning.dryrun.budgets import CommandTraffic, Unit
+from pretrain.planning.dryrun.gpu import StandInGpu
+from pretrain.planning.dryrun.host_traffic import HostTraffic
+from pretrain.planning.dryrun.world import fake_rank, without_data
+from pretrain.state import RunState
+
+_PROMPT_TOKENS, _GENERATED_TOKENS = 8, 3
+
+
+def evaluation(
+    config: RunConfig,
+    chunks: Sequence[DistributedDataParallel],
+    groups: ParallelGroups,
+    gpu: StandInGpu,
+    batch: Callable[[], Batch],
+) -> CommandTraffic:
+    """Traffic of a pass over as many microbatches as there are stages, within `without_data`."""
+    train, number = config.train, config.parallel.pipeline
+    batches = [on_device(repeat(batch()), groups.device) for _ in chunks]
+    with HostTraffic(gpu).watching() as watch:
+        evaluation_loss(
+            chunks,
+            batches,
+            groups,
+            num_microbatches=number,
+            micro_batch_size=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        )
+    return CommandTraffic("evaluation", watch.findings(), units_of_passes(chunks, number))
+
+
+def units_of_passes(chunks: Sequence[Chunk], num_microbatches: int) -> dict[Unit, int]:
+    """Units of so many forward passes of all chunks."""
+    return {
+        "pass": 1,
+        "chunk": len(chunks),
+        "forward": num_microbatches * len(chunks),
+        "microbatch": num_microbatches * sum(unwrap(chunk).reads_tokens for chunk in chunks),
+        "mixture": num_microbatches * num_mixtures(chunks),
+    }
+
+
+def num_mixtures(chunks: Sequence[Chunk]) -> int:
+    """Mixtures of experts in these chunks."""
+    return sum(isinstance(module, MoELayer) for chunk in chunks for module in chunk.modules())
+
+
+def saving(
+    config: RunConfig, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, gpu: StandInGpu
+) -> CommandTraffic:
+    """Traffic of an asynchronous save and of a synchronous one, without the agreement of ranks on who writes what."""
+    with _storages_told_apart():
+        held = held_shards(entries_to_save(config, chunks, optimizer))
+    items = [
+        item
+        for shard in held
+        if shard.is_main
+        for item in pieces(shard.region, max(1, ITEM_BYTES // shard.tensor.dtype.itemsize))
+    ]
+    data = data_of(items, held)
+    buffer = StagingBuffer()
+    with HostTraffic(gpu).watching() as watch, _without_numpy():
+        buffer.copy(data)
+        for tensor in data.values():
+            with_storage_of_its_own(tensor)
+    _, buffers = placed(tensor.nbytes for tensor in data.values())
+    return CommandTraffic("saving", watch.findings(), {"pass": 1, "item": len(items), "buffer": len(buffers)})
+
+
+def restoring(chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer, gpu: StandInGpu) -> CommandTraffic:
+    """Traffic of restoring a run from items as large as their targets."""
+    num_items = 0
+
+    def load(folder: Path, targets_of: Callable[[Any], Sequence[loading.Target]]) -> None:
+        nonlocal num_items
+        # Of an index it is asked what is stored apart from what the model has.
+        for target in targets_of(SimpleNamespace(tensors={})):
+            stored: Any = _Stored(torch.empty((), dtype=target.data.dtype))
+            loading._copy(stored, target.region, target)
+            num_items += 1
+
+    saved: Any = SimpleNamespace(path=Path(), weights_dtype=None, run=RunState())
+    with (
+        _storages_told_apart(),
+        patch("pretrain.checkpoint.run.load", load),
+        HostTraffic(gpu).watching() as watch,
+    ):
+        restore_run(saved, chunks, optimizer)
+    return CommandTraffic("restoring", watch.findings(), {"item": num_items, "window": optimizer.num_windows})
+
+
+class _Stored:
+    """An item on disk."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._host = host
+
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        # A view, as nothing on the host is made of nothing here.
+        return self._host.expand(shape)
+
+
+def generation(config: RunConfig) -> CommandTraffic:
+    """Traffic of a short text from the first of as many ranks as the tables are split over in training.
+
+    A mixture's experts are never split in generation.
+    """
+    size, vocab_size = config.parallel.memory if config.model.moe is None else 1, config.model.vocab_size
+    assert vocab_size is not None
+    alone = replace(config, parallel=ParallelConfig(memory=size))
+    gpu = StandInGpu()
+    with (
+        fake_rank(0, size, ParallelSizes(memory=size), seed=config.seed, gpu=gpu) as groups,
+        without_data(groups, experts_per_token=config.model.moe.top_k if config.model.moe is not None else 0),
+    ):
+        (chunk,) = build_unset_chunks(alone, groups, vocab_size=vocab_size)
+        chunk.weights_are_set = True
+        chunk.eval()
+        with HostTraffic(gpu).watching() as watch:
+            for _ in generate(
+                chunk,
+                [1] * _PROMPT_TOKENS,
+                max_tokens=_GENERATED_TOKENS,
+                context_tokens=config.train.sequence_length,
+                vocab_size=vocab_size,
+                # Never generated: without data every id is 1.
+                eod=0,
+                sampling=Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=1),
+                group=groups.megatron.ep,
+            ):
+                pass
+        mixtures = _GENERATED_TOKENS * num_mixtures([chunk])
+    return CommandTraffic("generation", watch.findings(), {"token": _GENERATED_TOKENS, "mixture": mixtures})
+
+
+@contextmanager
+def _storages_told_apart() -> Iterator[None]:
+    """Give storages without memory an address each, by which a checkpoint finds the model's."""
+    with patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata):
+        yield
+
+
+@contextmanager
+def _without_numpy() -> Iterator[None]:
+    """Let tensors without data be taken for arrays of numpy."""
+    with patch("torch.Tensor.numpy", lambda tensor: tensor), patch("torch.from_numpy", lambda array: array):
+        yield
