@@ -48,6 +48,9 @@ def add_parser(subparsers: Any) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, default=0, metavar="R", help="whose place to take (default: 0)")
     which.add_argument(
+        "--all-ranks", action="store_true", help="every rank, one after the other, and whether their calls match"
+    )
+    which.add_argument(
         "--all-stages",
         action="store_true",
         help="the first rank of every pipeline stage, one after the other, and whether their calls match",
@@ -56,7 +59,8 @@ def add_parser(subparsers: Any) -> None:
         "--as-gpu",
         action="store_true",
         help="take a GPU's branches, and print what passes between host and GPU in a step, an evaluation, a save, a "
-        "restore and a generated text, with its lines; ends with 2 if that is more than is allowed",
+        "restore and a generated text, with its lines; ends with 2 if that is more than is allowed, or if accesses of two "
+        "steps have no order on its streams",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(func=run_dryrun)
@@ -73,9 +77,10 @@ def run_dryrun(args: argparse.Namespace) -> int:
     from pretrain.planning.dryrun.peers import mismatches
     from pretrain.planning.dryrun.rank import dry_run, first_ranks_of_stages
 
-    ranks = first_ranks_of_stages(config, args.world_size) if args.all_stages else [args.rank]
+    ranks = first_ranks_of_stages(config, args.world_size) if args.all_stages else range(args.rank, args.rank + 1)
+    ranks = range(args.world_size) if args.all_ranks else ranks
     reports, predicted = [], stage_bytes(config, args.world_size)
-    for report in dry_run(config, args.world_size, ranks, as_gpu=args.as_gpu, all_commands=True):
+    for report in dry_run(config, args.world_size, ranks, as_gpu=args.as_gpu, in_order=args.as_gpu, all_commands=True):
         reports.append(report)
         if not args.json:
             print("\n".join(_lines(report, predicted[report.stage])), flush=True)
@@ -87,11 +92,16 @@ def run_dryrun(args: argparse.Namespace) -> int:
                 indent=2,
             )
         )
-    elif args.all_stages and not problems:
-        print(f"\nThe calls of {len(reports)} stages match, in order and size.")
+    elif len(reports) > 1 and not problems:
+        whose = "ranks" if args.all_ranks else "stages"
+        print(f"\nThe calls of {len(reports)} {whose} match, in order and size.")
     if problems:
         print("\n".join(problems), file=sys.stderr)
         raise ConfigError("ranks would wait for each other: " + problems[0])
+    races = [str(race) for report in reports for race in report.races]
+    if races:
+        print("\n".join(races), file=sys.stderr)
+        raise ConfigError("streams would read or write before it is time: " + races[0])
     beyond = [f"{each.command}: {excess}" for report in reports for each in report.traffic for excess in each.excesses]
     if beyond:
         print("\n".join(beyond), file=sys.stderr)
@@ -119,6 +129,8 @@ def _lines(report: RankReport, predicted: StageBytes) -> list[str]:
     lines.append(f"  about {report.num_kernels:,} kernels{reads}")
     if report.traffic:
         lines += ["  between host and GPU:", *(f"    {line}" for line in aligned(_traffic(report)))]
+    if report.next_collectives:
+        lines.append(f"  accesses of two steps without an order on the GPU's streams: {len(report.races)}")
     return lines
 
 
@@ -176,6 +188,7 @@ def as_json(report: RankReport, predicted: StageBytes) -> dict[str, Any]:
         ],
         "host_reads": report.num_host_reads,
         "kernels": report.num_kernels,
+        "races": [str(race) for race in report.races],
         "traffic": [
             {
                 "command": each.command,
