@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import gather_tile, on_device_of, sum_dtype
+from kernels.common.launch import on_device_of, sum_dtype
 from kernels.common.tables import check_contiguous
+from kernels.common.tiles import gather_tile
 from kernels.gather_sum.op import empty_result
 
 

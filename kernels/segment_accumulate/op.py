@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.common import cpp
 from kernels.common.slices import token_slices, vectors_of_entries
 
-Order: TypeAlias = tuple[Tensor, Tensor]
+Order: TypeAlias = tuple[Tensor, ...]
 _ATTRIBUTE = "_megamem_row_order"
 # Buckets of entries by row: enough that the pages of one bucket's rows stay in the TLB, few enough that their counters
 # stay in cache.
@@ -31,7 +31,7 @@ def shared_order(ids: Tensor, num_rows: int, sort: Callable[[Tensor, int], Order
     Args:
         ids: [T, J].
         num_rows: of the table.
-        sort: returns two tensors that depend on its arguments alone.
+        sort: returns tensors that depend on its arguments alone.
     """
     if torch.compiler.is_compiling():
         return sort(ids, num_rows)

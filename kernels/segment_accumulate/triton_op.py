@@ -1,21 +1,18 @@
-"""`segment_accumulate` in Triton: entries are sorted by row, and each row of the accumulator is written by one program.
+"""`segment_accumulate` in Triton: each warp adds up a run of entries that are sorted by row.
 
 Launches are custom ops of PyTorch; nothing waits for the device.
 
-Legend: M entries (T tokens x J reads), C column groups, W columns, B bins, L the longest run that is added up in one
-go.
+Legend: M entries (T tokens x J reads), C column groups, W columns, B bins. Slot s is entries [s BLOCK, (s + 1) BLOCK).
 
-A run longer than L is cut where its position is a multiple of L. The first partial sum of a run goes to the
-accumulator, the others to scratch: partial q of the next level is the sum of the entries from q L on, and exists only
-if its run began before. The kernel is then launched on these partial sums as it was on the entries, level by level,
-until one launch sees them all. At level l an item stands for the L^l entries from q L^l =: p on. Because the rows S are
-sorted, one comparison tells what it is:
+**Order of additions.** The entries of a row, in their order, are cut into blocks of BLOCK. The first block is added to
+the accumulator entry by entry; each of the others is added up from zero. The sums of these are then items of the row as
+its entries were: the first BLOCK of them are added to the accumulator one by one, each BLOCK that follow are added up
+from zero, and so on, level by level. So a row's bits depend on its own entries alone, and are those of the naive loop
+for up to BLOCK of them.
 
-    it exists            if  S[p] = S[p - (1 + L + ... + L^(l - 1))]
-    it continues item q-1 if  S[p] = S[p - (1 + L + ... + L^l)]
-
-So nothing is scanned, no shape depends on the data, there are no atomics, and the order of additions depends on M
-alone.
+**Work.** A run is the blocks that begin in some consecutive slots, about as many entries for every run, whatever the
+rows. Where the row of a slot's first entry has a later block that begins in the slot, this is the only such block
+there: its sum gets the slot's place in scratch. No shape depends on the data, and there are no atomics.
 """
 
 from __future__ import annotations
@@ -25,160 +22,296 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import accumulate_tile, on_device_of, run_length, sum_dtype
+from kernels.common.launch import on_device_of, sum_dtype
 from kernels.common.tables import check_contiguous
+from kernels.common.tiles import ACCUMULATE_AHEAD, accumulate_tile, slots_per_run
 from kernels.segment_accumulate.op import shared_order
 
+BLOCK = 128
+"""Entries of a row that are added up one after the other. Part of the order of additions, so the same for every shape.
 
-@triton.jit(do_not_specialize=["num_items", "J", "stride", "reach_before", "reach"])
+Longer blocks need less scratch memory and fewer launches, shorter ones make runs more alike."""
+_MAX_ENTRIES = 2**31 - 2 * BLOCK
+
+
+@triton.jit(do_not_specialize=["num_slots", "slots_per_run"])
 def segment_accumulate_kernel(
     accumulator,
     sorted_rows,
     order,
+    cuts,
     coef,
     vec,
     bins,
     partials,
-    longer_partials,
-    num_items,
-    J,
-    stride,
-    reach_before,
-    reach,
-    FROM_ENTRIES: tl.constexpr,
-    L: tl.constexpr,
+    num_slots,
+    slots_per_run,
+    BLOCK: tl.constexpr,
+    J: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     B: tl.constexpr,
-    ITEMS: tl.constexpr,
+    RUNS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """One level; the grid is (tiles of ITEMS items, C x column tiles).
+    """Blocks of entries; the grid is (tiles of RUNS runs, C x column tiles).
 
-    stride is L^l, reach_before and reach the two sums above; items are entries (FROM_ENTRIES) or rows of `partials`.
+    The loads of AHEAD entries of each run are under way at once: their rows and places, then all that follows from
+    these. What belongs to a run is [RUNS, 1], so each thread loads what it needs, and threads exchange nothing.
     """
     PER_GROUP: tl.constexpr = W // C
     COLUMN_TILES: tl.constexpr = (PER_GROUP + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(1)
     group = tile // COLUMN_TILES
-    columns = tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
+    columns = (tile % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     in_row = columns < PER_GROUP
     columns += group * PER_GROUP
 
-    first = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
-    at = first * stride
-    exists = first < num_items
-    row = tl.load(sorted_rows + at, mask=exists, other=-1).to(tl.int64)
-    if not FROM_ENTRIES:
-        exists = exists & (at >= reach_before)
-        exists = exists & (tl.load(sorted_rows + at - reach_before, mask=exists, other=-1) == row)
-    continues = exists & (at >= reach)
-    continues = continues & (tl.load(sorted_rows + at - reach, mask=continues, other=-1) == row)
-    begins = exists & ((first % L == 0) | (continues == 0))
-
-    sums = tl.zeros([ITEMS, COLUMNS], SUM)
-    item = first
-    going = begins
-    num_going = tl.max(going.to(tl.int32), axis=0)
-    while num_going > 0:
-        mask = going[:, None] & in_row[None, :]
-        if FROM_ENTRIES:
-            entry = tl.load(order + item, mask=going, other=0).to(tl.int64)
-            vector = entry // J
+    slot = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)[:, None]) * slots_per_run
+    first = tl.load(cuts + tl.minimum(slot, num_slots))
+    length = tl.load(cuts + tl.minimum(slot + slots_per_run, num_slots)) - first
+    sorted_rows += first
+    order += first
+    coef += group
+    vec += columns
+    accumulator += columns
+    partials += columns
+    # The row of the entry before: -1 before the first, and behind a run's end, which closes its last block.
+    before = tl.load(sorted_rows - 1, mask=(length > 0) & (first > 0), other=-1)
+    # A run begins with a block.
+    began = tl.full([RUNS, 1], -BLOCK, tl.int32)
+    into = partials + tl.zeros([RUNS, 1], tl.int32)
+    sums = tl.zeros([RUNS, COLUMNS], SUM)
+    for start in range(0, tl.max(length) + 1, AHEAD):
+        rows = ()
+        entries = ()
+        for ahead in tl.static_range(AHEAD):
+            present = start + ahead < length
+            rows += (tl.load(sorted_rows + (start + ahead), mask=present, other=-1),)  # type: ignore[assignment]
+            entries += (tl.load(order + (start + ahead), mask=present, other=0).to(tl.uint32),)  # type: ignore[assignment]
+        scales = ()
+        terms = ()
+        held = ()
+        for ahead in tl.static_range(AHEAD):
+            present = start + ahead < length
+            vector = (entries[ahead] // J).to(tl.int64)
             if B > 1:
-                vector = vector * B + tl.load(bins + entry, mask=going, other=0)
-            scale = tl.load(coef + entry * C + group, mask=going, other=0).to(SUM)
-            terms = tl.load(vec + (vector * W)[:, None] + columns[None, :], mask=mask, other=0).to(SUM)
-            sums += tl.where(mask, scale[:, None] * terms, 0.0)
-        else:
-            sums += tl.load(partials + (item * W)[:, None] + columns[None, :], mask=mask, other=0)
+                vector = vector * B + tl.load(bins + entries[ahead], mask=present, other=0)
+            scales += (tl.load(coef + entries[ahead].to(tl.int64) * C, mask=present, other=0),)  # type: ignore[assignment]
+            terms += (tl.load(vec + vector * W, mask=present & in_row, other=0),)
+            if ahead == 0:
+                opens = present & (rows[ahead] != before)
+            else:
+                opens = present & (rows[ahead] != rows[ahead - 1])
+            held += (tl.load(accumulator + rows[ahead].to(tl.int64) * W, mask=opens & in_row, other=0),)
+        for ahead in tl.static_range(AHEAD):
+            at = start + ahead
+            opens = rows[ahead] != before
+            begins = opens | (at - began == BLOCK)
+            tl.store(into, sums, mask=begins & (before >= 0) & (at > 0) & in_row)
+            onto_row = accumulator + rows[ahead].to(tl.int64) * W
+            from_zero = partials + ((first + at).to(tl.uint32) // BLOCK).to(tl.int64) * W
+            into = tl.where(begins, tl.where(opens, onto_row, from_zero), into)
+            began = tl.where(begins, at, began)
+            sums = tl.where(begins, held[ahead].to(SUM), sums)
+            sums += scales[ahead].to(SUM) * terms[ahead].to(SUM)
+            before = rows[ahead]
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_items", "stride", "before"])
+def add_block_sums_kernel(
+    accumulator,
+    sorted_rows,
+    numbers,
+    partials,
+    longer_partials,
+    num_slots,
+    num_items,
+    stride,
+    before,
+    BLOCK: tl.constexpr,
+    W: tl.constexpr,
+    ITEMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """A level of sums of blocks; the grid is (tiles of ITEMS items, column tiles).
+
+    At level l an item stands for stride = BLOCK^(l - 1) later blocks of its row; before = BLOCK + ... + BLOCK^(l - 1)
+    of these are those of the levels below. Item q is of the first such blocks to begin in slots [q stride, (q + 1)
+    stride), if there are any.
+    """
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    in_row = columns < W
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)[:, None]
+    slot = item * stride
+    number = tl.load(numbers + slot, mask=item < num_items, other=0) - 1
+    first = before + tl.cdiv(tl.maximum(number - before, 0), stride) * stride
+    skipped = first - number
+    exists = (number >= 0) & (skipped < stride)
+    slot += skipped
+    exists = exists & (tl.load(numbers + slot, mask=exists & (slot < num_slots), other=0) == first + 1)
+    index = (first - before) // stride
+    begins = exists & (index % BLOCK == 0)
+    onto_row = begins & (index == 0)
+    row = tl.load(sorted_rows + slot.to(tl.int64) * BLOCK, mask=begins, other=0).to(tl.int64)
+    into = accumulator + row * W + columns
+    longer = longer_partials + (item // BLOCK).to(tl.int64) * W + columns
+    sums = tl.load(into, mask=onto_row & in_row, other=0).to(SUM)
+    going = begins
+    left = BLOCK
+    while (tl.max(going.to(tl.int32)) > 0) & (left > 0):
+        sums += tl.load(partials + item.to(tl.int64) * W + columns, mask=going & in_row, other=0)
         item += 1
-        going = going & (item < num_items) & (item % L != 0)
-        going = going & (tl.load(sorted_rows + item * stride, mask=going, other=-1) == row)
-        num_going = tl.max(going.to(tl.int32), axis=0)
-
-    whole = (begins & (continues == 0))[:, None] & in_row[None, :]
-    into = accumulator + (row * W)[:, None] + columns[None, :]
-    total = tl.load(into, mask=whole, other=0).to(SUM) + sums
-    tl.store(into, total.to(accumulator.dtype.element_ty), mask=whole)
-    cut = (begins & continues)[:, None] & in_row[None, :]
-    tl.store(longer_partials + (first // L * W)[:, None] + columns[None, :], sums, mask=cut)
+        slot += stride
+        first += stride
+        left -= 1
+        going = going & (tl.load(numbers + slot, mask=going & (slot < num_slots), other=0) == first + 1)
+    tl.store(into, sums, mask=onto_row & in_row)
+    tl.store(longer, sums, mask=begins & (index > 0) & in_row)
 
 
-def sort_by_row(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The rows of all entries in ascending order, and the entry that each belongs to, [M] both; a stable sort."""
+def sort_by_row(ids: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+    """Entries in ascending order of their rows, a stable sort, and where blocks begin among them.
+
+    Returns:
+        The row of each entry and the entry itself, [M] both, then `block_starts` of the rows.
+    """
     rows = ids.flatten()
     if num_rows <= 2**31:
         # Half the passes of a radix sort.
         rows = rows.int()
     sorted_rows, order = rows.sort(stable=True)
-    return sorted_rows, order
+    return sorted_rows, order, *block_starts(sorted_rows)
+
+
+def block_starts(sorted_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """For each slot the position of the first block that begins there or later, and that block's number in its row.
+
+    Returns:
+        cuts: [slots + 1], int32; the last is M.
+        numbers: [slots], int32; 0 for the first block of a row, and where none begins in the slot.
+    """
+    num_entries = sorted_rows.numel()
+    at = torch.arange(0, num_entries, BLOCK, device=sorted_rows.device, dtype=torch.int32)
+    rows = sorted_rows[::BLOCK].contiguous()
+    start = torch.searchsorted(sorted_rows, rows, out_int32=True)
+    stop = torch.searchsorted(sorted_rows, rows, out_int32=True, right=True)
+    numbers = (at - start + (BLOCK - 1)) // BLOCK
+    begin = start + numbers * BLOCK
+    cuts = torch.cat([torch.minimum(begin, stop), stop.new_full((1,), num_entries)])
+    return cuts, torch.where(begin < stop, numbers, 0)
 
 
 @torch.library.custom_op("megamem::triton_segment_accumulate", mutates_args=("accumulator",))
 def _segment_accumulate(
-    accumulator: Tensor, sorted_rows: Tensor, order: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None
+    accumulator: Tensor,
+    sorted_rows: Tensor,
+    order: Tensor,
+    cuts: Tensor,
+    numbers: Tensor,
+    coef: Tensor,
+    vec: Tensor,
+    bins: Tensor | None,
 ) -> None:
-    check_contiguous(accumulator)
     reads, groups = coef.shape[1:]
-    width = accumulator.shape[1]
+    width, num_slots = accumulator.shape[1], numbers.numel()
     num_bins = 1 if bins is None else vec.shape[1] // width
     coef, vec = coef.contiguous(), vec.contiguous()
     bins = order if bins is None else bins.contiguous()
     tile = accumulate_tile(width // groups)
-    longest = run_length(order.numel())
-    sums = torch.float64 if accumulator.dtype == torch.float64 else torch.float32
-    # The first level has no partial sums to read: any tensor stands for them.
-    partials = accumulator
-    num_items, stride, reach_before = order.numel(), 1, 0
-    while True:
-        num_longer = -(-num_items // longest)
-        longer_partials = accumulator.new_empty(num_longer, width, dtype=sums)
-        with on_device_of(accumulator):
-            segment_accumulate_kernel[(-(-num_items // tile.entries), groups * tile.column_tiles(width // groups))](
-                accumulator,
-                sorted_rows,
-                order,
-                coef,
-                vec,
-                bins,
-                partials,
-                longer_partials,
-                num_items,
-                reads,
-                stride,
-                reach_before,
-                reach_before + stride,
-                FROM_ENTRIES=stride == 1,
-                L=longest,
-                C=groups,
-                W=width,
-                B=num_bins,
-                ITEMS=tile.entries,
-                COLUMNS=tile.columns,
-                SUM=sum_dtype(accumulator),
-                num_warps=tile.num_warps,
-            )
-        # A partial sum belongs to a run that began before it: the first does not exist, so one alone needs no further
-        # level.
-        if num_longer <= 1:
-            return
-        partials, num_items = longer_partials, num_longer
-        reach_before, stride = reach_before + stride, stride * longest
+    slots = slots_per_run(num_slots)
+    partials = accumulator.new_empty(num_slots, width)
+    with on_device_of(accumulator):
+        grid = (-(-num_slots // (slots * tile.entries)), groups * tile.column_tiles(width // groups))
+        segment_accumulate_kernel[grid](
+            accumulator,
+            sorted_rows,
+            order,
+            cuts,
+            coef,
+            vec,
+            bins,
+            partials,
+            num_slots,
+            slots,
+            BLOCK=BLOCK,
+            J=reads,
+            C=groups,
+            W=width,
+            B=num_bins,
+            RUNS=tile.entries,
+            COLUMNS=tile.columns,
+            AHEAD=ACCUMULATE_AHEAD,
+            SUM=sum_dtype(accumulator),
+            num_warps=tile.num_warps,
+            # Products of bf16 are exact in fp32: only those of wider types would be rounded otherwise.
+            enable_fp_fusion=coef.dtype == vec.dtype == torch.bfloat16,
+        )
+        _add_block_sums(accumulator, sorted_rows, numbers, partials)
+
+
+def _add_block_sums(accumulator: Tensor, sorted_rows: Tensor, numbers: Tensor, partials: Tensor) -> None:
+    """Add the sums of all but the first block of each row, [slots, W], level by level."""
+    width, num_slots = accumulator.shape[1], numbers.numel()
+    tile = accumulate_tile(width)
+    stride, before = 1, 0
+    # The first slot has no later block of a row.
+    while num_slots - 1 > before:
+        num_items = -(-num_slots // stride)
+        longer = accumulator.new_empty(-(-num_items // BLOCK), width)
+        add_block_sums_kernel[(-(-num_items // tile.entries), tile.column_tiles(width))](
+            accumulator,
+            sorted_rows,
+            numbers,
+            partials,
+            longer,
+            num_slots,
+            num_items,
+            stride,
+            before,
+            BLOCK=BLOCK,
+            W=width,
+            ITEMS=tile.entries,
+            COLUMNS=tile.columns,
+            SUM=sum_dtype(accumulator),
+            num_warps=tile.num_warps,
+        )
+        partials, stride = longer, stride * BLOCK
+        before += stride
 
 
 @_segment_accumulate.register_fake
-def _(accumulator: Tensor, sorted_rows: Tensor, order: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None) -> None:
+def _(
+    accumulator: Tensor,
+    sorted_rows: Tensor,
+    order: Tensor,
+    cuts: Tensor,
+    numbers: Tensor,
+    coef: Tensor,
+    vec: Tensor,
+    bins: Tensor | None,
+) -> None:
     return None
 
 
 def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None = None) -> None:
-    """The function of `kernels.segment_accumulate.naive.segment_accumulate`.
+    """The function of `kernels.segment_accumulate.naive.segment_accumulate`, in the order of additions told above.
 
-    The entries of a row are summed in fp32 (fp64 for fp64) before they are added to the accumulator.
+    Raises:
+        ValueError: the accumulator has strides or sums in less than fp32, or too many rows are read at once.
     """
+    check_contiguous(accumulator)
+    if accumulator.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"the accumulator is {accumulator.dtype}: gradients of tables are summed in fp32 or fp64")
+    if ids.numel() > _MAX_ENTRIES:
+        raise ValueError(
+            f"{ids.numel()} rows are read at once, and the memory kernels count to {_MAX_ENTRIES}: use smaller "
+            "microbatches"
+        )
     if coef.numel() == 0 or accumulator.shape[1] == 0:
         return
-    sorted_rows, order = shared_order(ids, accumulator.shape[0], sort_by_row)
-    _segment_accumulate(accumulator, sorted_rows, order, coef, vec, bins)
+    sorted_rows, order, cuts, numbers = shared_order(ids, accumulator.shape[0], sort_by_row)
+    _segment_accumulate(accumulator, sorted_rows, order, cuts, numbers, coef, vec, bins)

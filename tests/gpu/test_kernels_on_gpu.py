@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.implementations import Implementation, unavailable
 from kernels.parity import parity_problems
+from kernels.segment_accumulate.op import torch_segment_accumulate
 from kernels.select import Kernels, select_kernels
 
 
@@ -64,6 +65,27 @@ def test_repeats_are_bit_identical(kernels: Kernels, gpu: torch.device) -> None:
 
     first = run()
     assert all(torch.equal(run(), first) for _ in range(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [240, 60, 20, 30, 10])
+def test_gradients_of_rows_are_those_of_the_cpu_to_the_bit(
+    kernels: Kernels, gpu: torch.device, width: int, dtype: torch.dtype
+) -> None:
+    """As long as a row is read no more often than a block of Triton's is long."""
+    if kernels.implementations["segment_accumulate"] == "torch":
+        pytest.skip("index_put_ of PyTorch adds in an order of its own")
+    generator = torch.Generator().manual_seed(0)
+    # 65,536 entries: 10 to 40 reads of most rows.
+    ids = torch.randint(0, 2500, (2048, 32), generator=generator)
+    assert ids.flatten().bincount().max() <= 128
+    coef = torch.randn(2048, 32, 1, generator=generator).to(dtype)
+    vec = torch.randn(2048, width, generator=generator).to(dtype)
+    start = torch.randn(2500, width, generator=generator)
+    on_gpu, on_cpu = start.to(gpu), start.clone()
+    kernels.segment_accumulate(on_gpu, ids.to(gpu), coef.to(gpu), vec.to(gpu))
+    torch_segment_accumulate(on_cpu, ids, coef, vec)
+    assert torch.equal(on_gpu.cpu(), on_cpu)
 
 
 def test_nothing_waits_for_the_device(kernels: Kernels, gpu: torch.device) -> None:

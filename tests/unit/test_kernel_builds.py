@@ -88,8 +88,8 @@ def test_the_command_prints_what_machine_code_tells(reports: list[dict[str, Any]
         accumulated.append(sum(float(row[4]) for row in rows if row[0].startswith("segment_accumulate")))
         assert "memory: gathers of rows" in parts
         assert "memory: table gradients" in parts
-    # Some rows are read often: who waits for the longest run waits longer.
-    assert accumulated[1] > 1.5 * accumulated[0] > 0
+    # Runs of entries are about as long whatever is read.
+    assert 0 < accumulated[0] < 1.25 * accumulated[1] < 1.6 * accumulated[0]
 
 
 def test_the_command_names_the_tool_that_is_missing(reports: list[dict[str, Any]]) -> None:

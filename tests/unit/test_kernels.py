@@ -293,18 +293,13 @@ def test_rows_that_are_not_read_may_hold_anything(kernels: Kernels, dtype: torch
 def test_segment_accumulate_equals_its_twin(
     kernels: Kernels, shape: Shape, dtype: torch.dtype, accumulator_dtype: torch.dtype
 ) -> None:
-    """Implementations that add in the twin's order agree to the bit; Triton adds up a row's run before it adds to the
-    accumulator.
-    """
+    """To the bit; Triton for rows that are read no more often than its blocks are long, as all are here."""
     c = draw(fitting(kernels, shape), dtype)
     start = torch.randn(shape.rows, shape.width, generator=torch.Generator().manual_seed(1)).to(accumulator_dtype)
     actual, reference = start.clone(), start.clone()
     kernels.segment_accumulate(actual, c.ids, c.coef, c.x)
     naive_accumulate.segment_accumulate(reference, c.ids, c.coef, c.x)
-    if kernels.implementations["segment_accumulate"] == "triton":
-        assert_close(actual, reference.double(), accumulator_dtype)
-    else:
-        assert torch.equal(actual, reference)
+    assert torch.equal(actual, reference)
     assert not torch.equal(actual, start)
 
 
@@ -408,11 +403,11 @@ def test_every_row_at_once_adds_up(kernels: Kernels) -> None:
     assert not gradient[2].any()
 
 
-@pytest.mark.parametrize("longest", [2, 3, 7])
-def test_long_runs_are_added_up_in_pieces(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+@pytest.mark.parametrize("block", [2, 3, 7])
+def test_long_runs_are_added_up_in_pieces(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Several levels of pieces: one row that everybody reads, and rows whose runs begin and end anywhere."""
     if kernels.implementations["segment_accumulate"] == "triton":
-        monkeypatch.setattr("kernels.segment_accumulate.triton_op.run_length", lambda num_entries: longest)
+        monkeypatch.setattr("kernels.segment_accumulate.triton_op.BLOCK", block)
     for rows, seed in ((1, 0), (2, 1), (5, 2), (40, 3)):
         c = draw(Shape(rows=rows, tokens=11, reads=9, groups=1, width=8), seed=seed)
         ids = c.ids.clone()
@@ -459,7 +454,7 @@ def sorts_from_now_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list
     original = getattr(importlib.import_module(module), attribute)
     calls: list[int] = []
 
-    def counted(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    def counted(ids: Tensor, num_rows: int) -> tuple[Tensor, ...]:
         calls.append(num_rows)
         return original(ids, num_rows)
 

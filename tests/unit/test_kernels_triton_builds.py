@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.triton_builds import CAPABILITIES, SHAPES, reports_of
+from kernels.common.tiles import ACCUMULATE_AHEAD, accumulate_instructions, accumulate_tile
+from tests.unit.triton_builds import CAPABILITIES, SHAPES, SHARES, reports_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason='Triton is not installed: pip install "megamem[gpu]"'
@@ -25,10 +26,17 @@ def builds() -> list[dict[str, Any]]:
 
 
 def test_every_kernel_compiles_for_every_capability_and_shape(builds: list[dict[str, Any]]) -> None:
-    kernels = {"gather_sum_kernel", "gather_dot_kernel", "segment_accumulate_kernel"}
+    gathers, accumulations = (
+        {"gather_sum_kernel", "gather_dot_kernel"},
+        {
+            "segment_accumulate_kernel",
+            "add_block_sums_kernel",
+        },
+    )
     built = {(build["kernel"], build["capability"], json.dumps(build["shape"])) for build in builds}
-    assert len(built) == len(CAPABILITIES) * len(kernels) * len(SHAPES)
-    assert {kernel for kernel, _, _ in built} == kernels
+    num_builds = len(gathers | accumulations) * len(SHAPES) + len(accumulations) * len(SHARES)
+    assert len(built) == len(CAPABILITIES) * num_builds
+    assert {kernel for kernel, _, _ in built} == gathers | accumulations
 
 
 def test_nothing_spills(builds: list[dict[str, Any]]) -> None:
@@ -51,3 +59,21 @@ def test_rows_are_loaded_sixteen_bytes_at_a_time(builds: list[dict[str, Any]]) -
         per_row = {str(element_bits), "32", "64"}
         assert wide >= 2, build
         assert set(build["load_bits"]) <= {"128", *per_row}, build
+
+
+def test_entries_are_added_up_without_waiting_for_each_other(builds: list[dict[str, Any]]) -> None:
+    """Nothing passes between threads, all loads of a step are under way before a row is stored, and a plan knows how
+    many instructions an entry takes.
+    """
+    accumulations = [build for build in builds if build["kernel"] == "segment_accumulate_kernel"]
+    assert accumulations
+    for build in accumulations:
+        names = [name.split(".")[0] for name in build["loop"]]
+        assert not {"BAR", "SHFL", "LDS", "STS", "REDUX", "VOTE"} & set(names), build
+        # Row, place, coefficient, vector and held row of each entry, and with bins one more.
+        assert names[: names.index("STG")].count("LDG") == names.count("LDG") >= 5 * ACCUMULATE_AHEAD, build
+        assert names.count("STG") == ACCUMULATE_AHEAD, build
+        width = build["shape"]["width"] // build["shape"]["groups"]
+        tile = accumulate_tile(width)
+        instructions = len(names) * tile.num_warps * tile.column_tiles(width) / (ACCUMULATE_AHEAD * tile.entries)
+        assert instructions == pytest.approx(accumulate_instructions(width), rel=0.1), build

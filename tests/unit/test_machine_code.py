@@ -134,11 +134,11 @@ def test_reads_are_those_of_drawn_entries(exponent: float) -> None:
     entries = [row for row, count in enumerate(reads.counts) for _ in range(count)]
     assert len(entries) == pytest.approx(5000, rel=0.05)
     assert reads.num_distinct == len(set(entries))
-    items, cut = 16, 32
-    begins = [i for i, row in enumerate(entries) if i % cut == 0 or entries[i - 1] != row]
-    lengths = {at: end - at for at, end in zip(begins, [*begins[1:], len(entries)], strict=True)}
-    longest = [max(lengths.get(i, 0) for i in range(t, t + items)) for t in range(0, len(entries), items)]
-    assert reads.longest_runs(items, cut).tolist() == longest
+    block, slots = 8, 3
+    begins = [i for i in range(len(entries)) if (i - entries.index(entries[i])) % block == 0]
+    cuts = [min([b for b in begins if b >= at], default=len(entries)) for at in range(0, len(entries), slots * block)]
+    lengths = [end - at for at, end in zip(cuts, [*cuts[1:], len(entries)], strict=True)]
+    assert reads.run_lengths(block, slots).tolist() == lengths
     by_count = sorted(reads.counts.tolist(), reverse=True)
     for cached in (0, 7, 300, 400):
         assert reads.misses(cached) == sum(count > 0 for count in by_count[:cached]) + sum(by_count[cached:])

@@ -24,6 +24,7 @@ from typing import Any
 ALL_CAPABILITIES = (80, 90, 100)
 CAPABILITIES = ALL_CAPABILITIES if os.environ.get("MEGAMEM_BUILD_FOR") == "all" else (90,)
 _LOADS = re.compile(r"\bLDG\.E(?:\.[A-Z0-9_]+)*")
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*?);", re.MULTILINE)
 
 
 def reports_of(module: str) -> list[dict[str, Any]]:
@@ -78,16 +79,21 @@ class Build:
     shared_bytes: int
     load_bits: dict[int, int]
     """Number of global loads in the machine code by their width in bits."""
+    loop: list[str]
+    """Names of the longest loop's instructions, with their modifiers, in their order."""
+
+
+# Shares of the largest model's rows where 16 ranks split them.
+SHARES = tuple(Shape("bf16", width, reads=256) for width in (60, 20))
 
 
 def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel with the types of its arguments, its constants and its warps, as their `triton_op.py` launch it."""
     import triton.language as tl
 
-    from kernels.common.launch import accumulate_tile, gather_tile, run_length
+    from kernels.common.tiles import gather_tile
     from kernels.gather_dot.triton_op import gather_dot_kernel
     from kernels.gather_sum.triton_op import gather_sum_kernel
-    from kernels.segment_accumulate.triton_op import segment_accumulate_kernel
 
     row = f"*{shape.dtype}"
     common = {"C": shape.groups, "W": shape.width, "B": shape.blocks, "SUM": tl.float32}
@@ -98,20 +104,28 @@ def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
         yield gather_sum_kernel, pointers, constants, tile.num_warps
         pointers = {"table": row, "ids": "*i64", "x": row, "bins": "*i64", "out": row, "J": "i32"}
         yield gather_dot_kernel, pointers, constants, tile.num_warps
+    yield from accumulations(shape)
+
+
+def accumulations(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """As `sources`: the kernels of segment_accumulate."""
+    import triton.language as tl
+
+    from kernels.common.tiles import ACCUMULATE_AHEAD, accumulate_tile
+    from kernels.segment_accumulate import triton_op
+
+    row = f"*{shape.dtype}"
     tile = accumulate_tile(shape.width // shape.groups)
-    constants = {**common, "ITEMS": tile.entries, "COLUMNS": tile.columns, "L": run_length(4096 * shape.reads)}
-    pointers = {
-        "accumulator": "*fp32",
-        "sorted_rows": "*i32",
-        "order": "*i64",
-        "coef": row,
-        "vec": row,
-        "bins": "*i64",
-    }
-    pointers |= {"partials": "*fp32", "longer_partials": "*fp32", "num_items": "i32", "J": "i32"}
-    pointers |= dict.fromkeys(("stride", "reach_before", "reach"), "i32")
-    for is_first in (True, False):
-        yield segment_accumulate_kernel, pointers, {**constants, "FROM_ENTRIES": is_first}, tile.num_warps
+    constants = {"BLOCK": triton_op.BLOCK, "W": shape.width, "COLUMNS": tile.columns, "SUM": tl.float32}
+    entries = {"J": shape.reads, "C": shape.groups, "B": shape.blocks, "RUNS": tile.entries, "AHEAD": ACCUMULATE_AHEAD}
+    pointers = {"accumulator": "*fp32", "sorted_rows": "*i32", "order": "*i64", "cuts": "*i32", "partials": "*fp32"}
+    pointers |= {"coef": row, "vec": row, "bins": "*i64", "num_slots": "i32", "slots_per_run": "i32"}
+    yield triton_op.segment_accumulate_kernel, pointers, {**constants, **entries}, tile.num_warps
+    tile = accumulate_tile(shape.width)
+    constants |= {"ITEMS": tile.entries, "COLUMNS": tile.columns}
+    pointers = {"accumulator": "*fp32", "sorted_rows": "*i32", "numbers": "*i32", "partials": "*fp32"}
+    pointers |= {"longer_partials": "*fp32"} | dict.fromkeys(("num_slots", "num_items", "stride", "before"), "i32")
+    yield triton_op.add_block_sums_kernel, pointers, constants, tile.num_warps
 
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, capability: int) -> Any:
@@ -153,18 +167,33 @@ def inspect(compiled: Any, kernel: str, capability: int, shape: Shape, tool: Pat
         numbers["LOCAL"],
         compiled.metadata.shared,
         load_bits,
+        _longest_loop(code),
     )
+
+
+def _longest_loop(code: str) -> list[str]:
+    """Names of the instructions between a branch back and its target, where these are the most."""
+    instructions = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(code)]
+    longest: list[str] = []
+    for at, name, rest in instructions:
+        target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
+        # The branch at the very end goes to itself.
+        if target is not None and int(target[1], 16) < at:
+            body = [other for address, other, _ in instructions if int(target[1], 16) <= address <= at]
+            longest = max(longest, body, key=len)
+    return longest
 
 
 def main() -> None:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    for shape in SHAPES:
-        for kernel, types, constants, num_warps in sources(shape):
-            for capability in CAPABILITIES:
-                compiled = build(kernel, types, constants, num_warps, capability)
-                print(json.dumps(asdict(inspect(compiled, kernel.__name__, capability, shape, tool))), flush=True)
+    every = [(shape, source) for shape in SHAPES for source in sources(shape)]
+    every += [(shape, source) for shape in SHARES for source in accumulations(shape)]
+    for shape, (kernel, types, constants, num_warps) in every:
+        for capability in CAPABILITIES:
+            compiled = build(kernel, types, constants, num_warps, capability)
+            print(json.dumps(asdict(inspect(compiled, kernel.__name__, capability, shape, tool))), flush=True)
     for kernel, types, constants, num_warps in sources(NARROW):
         for name in (name for name, kind in types.items() if not kind.startswith("*")):
             # As Triton specialises it at a launch: a constant, with no type.

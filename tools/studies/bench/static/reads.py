@@ -59,17 +59,12 @@ class Reads:
         """Rows that are read 0 times, once, twice, ..."""
         return [int(rows) for rows in np.bincount(self.counts)]
 
-    def longest_runs(self, items: int, cut: int) -> NDArray[np.int64]:
-        """Entries of the longest run that begins in each tile of `items` sorted entries; runs end at multiples of `cut`,
-        where the next begins."""
+    def run_lengths(self, block: int, num_slots: int) -> NDArray[np.int64]:
+        """Entries of the runs of `segment_accumulate`: the blocks of rows that begin in so many slots of `block` entries."""
         lengths = self.counts[self.counts > 0]
-        starts = np.cumsum(lengths) - lengths
-        # The pieces of runs that cross a multiple.
-        pieces = (starts + lengths - 1) // cut - starts // cut + 1
-        run = np.repeat(np.arange(len(lengths)), pieces)
-        nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        begins = np.where(nth == 0, starts[run], (starts[run] // cut + nth) * cut)
-        ends = np.minimum((begins // cut + 1) * cut, starts[run] + lengths[run])
-        longest = np.zeros(-(-int(lengths.sum()) // items), dtype=np.int64)
-        np.maximum.at(longest, begins // items, ends - begins)
-        return longest
+        starts, blocks = np.cumsum(lengths) - lengths, -(-lengths // block)
+        row = np.repeat(np.arange(len(lengths)), blocks)
+        begins = starts[row] + (np.arange(len(row)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * block
+        num_entries = int(lengths.sum())
+        cuts = np.searchsorted(begins, np.arange(0, num_entries, num_slots * block))
+        return np.diff(np.append(begins, num_entries)[np.append(cuts, len(begins))])

@@ -306,6 +306,9 @@ def _innermost_loop(file: str, line: int) -> SourceLoop | None:
     for function in (each for each in ast.walk(_tree(path)) if isinstance(each, ast.FunctionDef)):
         for node in ast.walk(function):
             if isinstance(node, (ast.For, ast.While)) and node.lineno <= line <= (node.end_lineno or node.lineno):
+                # Written out, so no loop of the machine.
+                if isinstance(node, ast.For) and ast.unparse(node.iter).startswith("tl.static_range("):
+                    continue
                 if isinstance(node, ast.For):
                     header = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
                 else:

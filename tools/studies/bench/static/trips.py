@@ -47,18 +47,32 @@ def _chunks_of_columns(launch: Launch, reads: Reads | None) -> float:
     return float(math.ceil(values["W"] // values["C"] / values["COLUMNS"]))
 
 
-def _longest_run(launch: Launch, reads: Reads | None) -> float:
+def _steps_of_runs(launch: Launch, reads: Reads | None) -> float:
     assert reads is not None
     values = launch.values
-    if values["FROM_ENTRIES"]:
-        return _mean_longest_run(reads, values["ITEMS"], values["L"])
-    # Partial sums of the rows that are read more often; were all in one tile's runs, they would take so many.
-    return float(np.minimum(reads.counts // values["stride"], values["L"]).sum() / launch.grid[0])
+    return _mean_steps(reads, values["BLOCK"], values["slots_per_run"], values["RUNS"], values["AHEAD"])
 
 
 @lru_cache(maxsize=64)
-def _mean_longest_run(reads: Reads, items: int, cut: int) -> float:
-    return float(reads.longest_runs(items, cut).mean())
+def _mean_steps(reads: Reads, block: int, num_slots: int, runs: int, ahead: int) -> float:
+    """Steps of a tile, which ends with its longest run; an entry more closes a run's last block."""
+    lengths = reads.run_lengths(block, num_slots)
+    longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), runs))
+    return float((-(-(longest + 1) // ahead)).mean())
+
+
+def _sums_of_blocks(launch: Launch, reads: Reads | None) -> float:
+    """Were all of a tile's sums added one after the other, they would take so many."""
+    assert reads is not None
+    values = launch.values
+    return _num_sums(reads, values["BLOCK"], values["before"], values["stride"]) / launch.grid[0]
+
+
+@lru_cache(maxsize=64)
+def _num_sums(reads: Reads, block: int, before: int, stride: int) -> int:
+    """Sums of blocks at a level of `kernels.segment_accumulate`."""
+    later = -(-reads.counts // block) - 1
+    return int((-(-np.maximum(0, later - before) // stride)).sum())
 
 
 def _bisections(launch: Launch, reads: Reads | None) -> float:
@@ -131,7 +145,8 @@ def _never(launch: Launch, reads: Reads | None) -> float:
 _KNOWN: dict[tuple[str, str], Callable[[Launch, Reads | None], float]] = {
     ("gather_sum_kernel", "for start in range(0, J, ENTRIES)"): _chunks_of_reads,
     ("gather_dot_kernel", "for start in range(0, PER_GROUP, COLUMNS)"): _chunks_of_columns,
-    ("segment_accumulate_kernel", "while num_going > 0"): _longest_run,
+    ("segment_accumulate_kernel", "for start in range(0, tl.max(length) + 1, AHEAD)"): _steps_of_runs,
+    ("add_block_sums_kernel", "while (tl.max(going.to(tl.int32)) > 0) & (left > 0)"): _sums_of_blocks,
     ("_above", "while (num_above > CAPACITY) & (low < high)"): _bisections,
     ("_above", "while (num_above > CAPACITY) & (first < last)"): _never,
 }

@@ -1,0 +1,95 @@
+"""Tiles of the Triton kernels: the rows and columns that a program has in registers.
+
+Tile sizes are a closed form of widths and counts, so that all ranks launch the same kernels. Nothing is timed at run
+time. Autotuning would have to be bounded, cached and agreed on between ranks, and the kernels wait for memory: what
+matters is how wide the loads are, and how many are under way at once.
+
+Imports neither Triton nor torch: plans count with these tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Elements of a tile that one thread holds in registers: 32 sums in fp32, and the loads that feed them.
+_PER_THREAD = 32
+_WARP = 32
+_MAX_COLUMNS = 1024
+# Fewer programs than a GPU can keep in flight: then each takes more entries at once.
+_FEW_PROGRAMS = 256
+# Columns that a run's threads have at once, and runs that keep a GPU busy.
+_MAX_RUN_COLUMNS = 256
+_MANY_RUNS = 1 << 14
+
+ACCUMULATE_AHEAD = 4
+"""Entries of a run of `segment_accumulate` whose loads are under way at once."""
+_ACCUMULATE_STEP = 250
+"""Instructions of a warp for so many entries of each of its runs: 231 to 268 in the machine code
+(`tests/unit/test_kernels_triton_builds.py`)."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a table that one program has in registers."""
+
+    entries: int
+    """Rows, a power of two."""
+    columns: int
+    """Columns of each, a power of two; what is past the row's end is masked."""
+    num_warps: int
+
+    def column_tiles(self, width: int) -> int:
+        """Tiles beside each other in a row."""
+        return -(-width // self.columns)
+
+
+def columns_of(width: int) -> int:
+    """The widest power of two that masks at most a quarter: rows are read whole where that wastes little."""
+    columns = _MAX_COLUMNS
+    while columns > 8 and -(-width // columns) * columns * 3 > width * 4:
+        columns //= 2
+    return columns
+
+
+def gather_tile(width: int, num_reads: int, num_programs: int) -> Tile:
+    """Tile of `gather_sum` and `gather_dot`.
+
+    Args:
+        width: of a column group.
+        num_reads: J.
+        num_programs: with one program per token and column group.
+    """
+    columns = columns_of(width)
+    num_warps = 8 if num_programs < _FEW_PROGRAMS else 4
+    entries = max(1, num_warps * _WARP * _PER_THREAD // columns)
+    return Tile(min(entries, _power_of_two(num_reads)), columns, num_warps)
+
+
+def accumulate_tile(width: int) -> Tile:
+    """Tile of `segment_accumulate`: runs of entries, and the columns of each, of which a thread has four, or as many as
+    are aligned.
+
+    Rows are read whole where they can be, though more of a tile is masked then: every tile of columns reads the entries
+    anew.
+    """
+    columns = min(_power_of_two(max(4, width)), _MAX_RUN_COLUMNS)
+    if width > columns:
+        columns = min(columns_of(width), _MAX_RUN_COLUMNS)
+    threads = columns // math.gcd(width, 4)
+    return Tile(max(1, _WARP // threads), columns, max(1, threads // _WARP))
+
+
+def accumulate_instructions(width: int) -> float:
+    """Instructions of warps that `segment_accumulate` issues per entry, for a column group of this width."""
+    tile = accumulate_tile(width)
+    return _ACCUMULATE_STEP * tile.num_warps * tile.column_tiles(width) / (ACCUMULATE_AHEAD * tile.entries)
+
+
+def slots_per_run(num_slots: int) -> int:
+    """Slots of entries in a run of `segment_accumulate`. Longer runs are more alike; short ones keep a GPU busy."""
+    return min(4, max(1, num_slots // _MANY_RUNS))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
