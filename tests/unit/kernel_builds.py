@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,20 @@ ALL = os.environ.get("MEGAMEM_BUILD_FOR") == "all"
 """Most of what a build shows is the same for every generation of GPUs and most shapes, and each takes its time."""
 PUBLISHED = tuple(f"{folder}/*.yaml" for folder in ("h100", "memory_plus", "ultramem", "ultramemv2"))
 """Configurations of published models, and their layouts."""
-FEW = ("h100/2.5b_120b_top256_on_*.yaml", "ultramem/2.5b_120b.yaml", "memory_plus/2.5b_120b.yaml")
-"""One model of each family; the layouts of the first leave rows of 240 to 20 bytes to a rank."""
+FEW = ("h100/2.5b_120b_top256_on_256.yaml", "ultramem/2.5b_120b.yaml", "memory_plus/2.5b_120b.yaml")
+"""One model of each family."""
+GROUPS = (8, 16, 32)
+"""Ranks that tables of large models are split over: rows of 240 to 20 bytes are left to each, whatever is planned today."""
 
 
 def configs(patterns: Iterable[str]) -> Iterator[RunConfig]:
-    """The first stage of shipped configurations."""
+    """The first stage of shipped configurations; of those whose tables are split, with every number of `GROUPS`."""
     for pattern in patterns:
         for file in sorted((REPOSITORY / "configs").glob(pattern)):
-            yield with_vocabulary(load_stages(file)[0], 50_304)
+            config = with_vocabulary(load_stages(file)[0], 50_304)
+            yield config
+            if config.parallel.memory > 1:
+                yield from (replace(config, parallel=replace(config.parallel, memory=number)) for number in GROUPS)
 
 
 def launches(patterns: Iterable[str], num_tokens: int | None = None) -> list[Launch]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from kernels.common.tiles import accumulate_instructions
 from megamem.memory_config import MemoryConfig
 from parallel.layout import bytes_per_id, coefficients_per_rank
 from pretrain.config.schema import RunConfig
@@ -32,11 +33,6 @@ _ORDER_BYTES = 4 + 8
 """Bytes per entry that `segment_accumulate` reads of the sort's result."""
 _SECTOR_BYTES = 32
 """Bytes that a read of one coefficient, in the order of rows, moves into the cache."""
-_WARPS, _INSTRUCTIONS, _INSTRUCTIONS_PER_ELEMENT = 4, 77, 8
-"""Warps of a program of `segment_accumulate`, and instructions of each for a turn and for an element of a thread: 205 with
-16 of them (60 columns) and 93 with 2 (20), by the machine code for sm_90."""
-_LONGEST_RUNS = ((0.0, 4.2), (0.6, 9.1), (0.8, 15.2), (1.0, 22.7))
-"""By the skew of reads, of 33.5M entries in 22.9M rows: see `_longest_run`."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +115,8 @@ def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, h
     """Seconds of `kernels.segment_accumulate` on a GPU: of the bytes that it moves, or of its instructions if they take
     longer.
 
-    A row is read and written once, in fp32, however many entries it has: fewer rows move where reads are skewed, and more
-    instructions are issued. An entry brings its row, its place in the order and a coefficient, which is a random
+    A row is read and written once, in fp32, however many entries it has: fewer rows move where reads are skewed, and as
+    many instructions are issued. An entry brings its row, its place in the order and a coefficient, which is a random
     read; its vector is in the cache.
 
     Args:
@@ -131,32 +127,8 @@ def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, h
     """
     rows = distinct_rows(num_entries, num_rows, hardware.row_skew)
     num_bytes = rows * 2 * moved_bytes(4 * width) + num_entries * (_ORDER_BYTES + _SECTOR_BYTES)
-    instructions = num_entries * num_groups * accumulate_instructions(width // num_groups, hardware.row_skew)
+    instructions = num_entries * num_groups * accumulate_instructions(width // num_groups)
     return max(num_bytes / hardware.gather_bytes_per_s, instructions / (hardware.issue_g_per_s * 1e9))
-
-
-def accumulate_instructions(width: int, skew: float) -> float:
-    """Instructions of warps that `segment_accumulate` issues per entry, for a column group of this width.
-
-    A program adds up the runs of some rows side by side, and takes as many turns as the longest of them has entries.
-    """
-    # As `kernels.common.launch.accumulate_tile` does, which imports Triton.
-    columns = 1024
-    while columns > 8 and -(-width // columns) * columns * 3 > width * 4:
-        columns //= 2
-    rows = max(1, min(32, 2048 // columns))
-    of_turn = _WARPS * (_INSTRUCTIONS + _INSTRUCTIONS_PER_ELEMENT * rows * columns / (32 * _WARPS))
-    # One row takes a turn per entry; beyond, the longest run grows about with the logarithm of the number of rows.
-    turns = 1 + (_longest_run(skew) - 1) * math.log2(rows) / math.log2(32)
-    return -(-width // columns) * of_turn * turns / rows
-
-
-def _longest_run(skew: float) -> float:
-    """Entries of the longest of the runs that begin in 32 entries, between those of the skews that were counted."""
-    for (low, before), (high, after) in pairwise(_LONGEST_RUNS):
-        if skew <= high or high == _LONGEST_RUNS[-1][0]:
-            return before + (after - before) * (skew - low) / (high - low)
-    raise AssertionError
 
 
 def moved_bytes(row_bytes: int) -> int:
