@@ -18,7 +18,7 @@ WORKERS ?= 3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint pytest test-more test-ranks check-plan mutants lock bench-gpu gpu-check clean
+.PHONY: help quickstart test lint pytest test-more test-ranks check-plan check-traffic mutants lock bench-gpu gpu-check clean
 .NOTPARALLEL:
 
 BIN := $(VENV)/bin
@@ -76,16 +76,19 @@ pytest:  ## the test suite alone
 	@$(INSTALL) $(TEST_EXTRAS)
 	"$(BIN)/python" -m pytest -p tests.every_test_collected $(SPREAD)
 
-test-more:  ## what make test leaves out: kernels built for every generation of GPUs, what passes between host and GPU with every configuration, a run of stages killed twenty times, lm-eval on an exported model, the largest models' initial outputs, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
+test-more:  ## what make test leaves out: kernels built for every generation of GPUs, a run of stages killed twenty times, lm-eval on an exported model, the largest models' initial outputs, DeepSpeed's optimizer and the mistakes of make mutants, which are installed for it
 	@$(INSTALL) $(TEST_EXTRAS),deepspeed,mutants
-	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required MEGAMEM_KILLS=20 MEGAMEM_COSTLY=1 "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants or killed or lm_eval or budgets or (promises and (ultramem/1b_7b or 2.5b_25b))" \
-	  tests/integration/test_stages.py tests/unit/test_kernel_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/unit/test_dryrun_as_gpu.py tests/distributed/test_value_offload.py \
+	PATH="$(abspath $(BIN)):$$PATH" MEGAMEM_BUILD_FOR=all MEGAMEM_DEEPSPEED=required MEGAMEM_KILLS=20 MEGAMEM_COSTLY=1 "$(BIN)/python" -m pytest $(SPREAD) -k "builds or deepspeed or mutants or killed or lm_eval or (promises and (ultramem/1b_7b or 2.5b_25b))" \
+	  tests/integration/test_stages.py tests/unit/test_kernel_builds.py tests/unit/test_kernels_triton_builds.py tests/unit/test_host_adamw.py tests/unit/test_mutants.py tests/distributed/test_value_offload.py \
 	  tests/integration/test_huggingface_folder.py tests/unit/test_initialisation_of_configs.py
 
 test-ranks:  ## a short quickstart and tests that start ranks, for another interpreter or build of torch, as in PYTHON=python3.12 VENV=.venv-312
 	@$(MAKE) --no-print-directory quickstart RUN=runs/short-$(notdir $(VENV)) OVERRIDES="train.num_steps=60 checkpoint.every_steps=50"
 	@$(INSTALL) $(TEST_EXTRAS)
 	"$(BIN)/python" -m pytest $(SPREAD) $(RANK_TESTS)
+
+check-traffic:  ## what passes between host and GPU in every command with every shipped configuration, beside its budget, by dry runs as on a GPU
+	MEGAMEM_COSTLY=1 "$(BIN)/python" -m pytest $(SPREAD) -k budgets tests/unit/test_dryrun_as_gpu.py
 
 check-plan:  ## what megamem plan predicts of every configuration, beside what dry runs count, in half an hour of one core
 	@$(INSTALL) $(TEST_EXTRAS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megamem.families.ultramem_v2.config import UltraMemV2Config
 from pretrain.config.schema import RunConfig
 from pretrain.run.folder import RunFolder
 from slurm.profile import ClusterConfig, ContainerConfig, VariableEntry, find_profile, load_profile
@@ -105,7 +106,8 @@ def test_what_the_layout_needs_is_set_before_python_starts() -> None:
         assert script.index(f"export {name}") < start
     own = replace(gpus, environment=(VariableEntry("CUDA_DEVICE_MAX_CONNECTIONS", "tried", "8"),))
     assert rendered(own, config).count("CUDA_DEVICE_MAX_CONNECTIONS=") == 1
-    split = replace(config, parallel=replace(config.parallel, memory=2))
+    model = replace(config.model, memory=UltraMemV2Config())
+    split = replace(config, model=model, parallel=replace(config.parallel, memory=2))
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32 " in rendered(gpus, split)
 
 
