@@ -50,7 +50,9 @@ class Walk:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         path = code.co_filename
-        if self.arrived or code in self.passed or not path.startswith(str(REPOSITORY)) or code.co_name == "<module>":
+        # A virtual environment may lie in the repository.
+        is_ours = path.startswith(str(REPOSITORY)) and "site-packages" not in path
+        if self.arrived or code in self.passed or not is_ours or code.co_name == "<module>":
             return
         in_kernel = path.startswith(_KERNELS)
         if in_kernel and not _in_step(frame):
