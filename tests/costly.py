@@ -6,5 +6,10 @@ import os
 
 import pytest
 
-COSTLY = pytest.mark.skipif("MEGAMEM_COSTLY" not in os.environ, reason="costly: `make test-more` runs it")
-"""Leaves a test to `make test-more`, which sets MEGAMEM_COSTLY and names the file."""
+
+def costly(command: str) -> pytest.MarkDecorator:
+    """Mark that leaves a test to a command, which sets MEGAMEM_COSTLY and names the file."""
+    return pytest.mark.skipif("MEGAMEM_COSTLY" not in os.environ, reason=f"costly: `{command}` runs it")
+
+
+COSTLY = costly("make test-more")

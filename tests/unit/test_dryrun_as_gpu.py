@@ -5,7 +5,6 @@ its line.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from megamem.spans import PlacementConfig
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.config.stages import load_stages
+from tests.costly import costly
 from tests.deadline import launch_within
 from tools.maintenance.check_plan import CONFIGS, on_few_ranks, shipped_models
 
@@ -163,9 +163,10 @@ def test_a_planted_defect_is_found_with_its_line(
 
 QUICK = ("quickstart", "compare/lave", "compare/ultramem")
 """Configurations that take a few seconds: a memory of each slot; `make check-traffic` has all that are shipped."""
-COSTLY = pytest.mark.skipif("MEGAMEM_COSTLY" not in os.environ, reason="costly: `make check-traffic` runs it")
 PATHS = [
-    path if Path(path).relative_to(CONFIGS).with_suffix("").as_posix() in QUICK else pytest.param(path, marks=COSTLY)
+    path
+    if Path(path).relative_to(CONFIGS).with_suffix("").as_posix() in QUICK
+    else pytest.param(path, marks=costly("make check-traffic"))
     for path in (str(Path(path).resolve()) for path in shipped_models())
 ]
 DENSE = replace(SMALL, model=replace(SMALL.model, memory=None))

@@ -26,13 +26,13 @@ from parallel.devices import hide_gpus
 from parallel.launch import launch_ranks
 from pretrain.config.source import Node, apply_overrides, dump_yaml, read_with_bases, to_plain
 from pretrain.config.stages import read_run
+from pretrain.planning.dryrun.lines import our_path
 from pretrain.run.folder import RunFolder
 from pretrain.run.preflight import check_stages
 from tools.train import train_rank
 
 REPOSITORY = Path(__file__).parents[2]
 _STEP = str(REPOSITORY / "pretrain" / "train" / "loop.py")
-_KERNELS = str(REPOSITORY / "kernels")
 
 
 @dataclass
@@ -49,17 +49,16 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        path = code.co_filename
-        # A virtual environment may lie in the repository.
-        is_ours = path.startswith(str(REPOSITORY)) and "site-packages" not in path
-        if self.arrived or code in self.passed or not is_ours or code.co_name == "<module>":
+        if self.arrived or code in self.passed or code.co_name == "<module>":
             return
-        in_kernel = path.startswith(_KERNELS)
+        if (path := our_path(code.co_filename)) is None:
+            return
+        in_kernel = path.startswith("kernels/")
         if in_kernel and not _in_step(frame):
             return
         if not (self._is_given(frame) if event == "call" else event == "return" and self._is_value(argument)):
             return
-        self.passed[code] = (str(Path(path).relative_to(REPOSITORY)), code.co_qualname)
+        self.passed[code] = (path, code.co_qualname)
         self.arrived = in_kernel
 
     def _is_given(self, frame: FrameType) -> bool:

@@ -131,9 +131,9 @@ def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, h
     return max(num_bytes / hardware.gather_bytes_per_s, instructions / (hardware.issue_g_per_s * 1e9))
 
 
-def moved_bytes(row_bytes: int) -> int:
+def moved_bytes(row_bytes: int, granule_bytes: int = GRANULE_BYTES) -> int:
     """Bytes of the granules that a row touches, on the average over the rows of a table."""
-    return row_bytes + GRANULE_BYTES - math.gcd(row_bytes, GRANULE_BYTES)
+    return row_bytes + granule_bytes - math.gcd(row_bytes, granule_bytes)
 
 
 def _unpacked_bytes(bank_rows: int, bins: int) -> float:

@@ -41,7 +41,7 @@ def calling_line() -> Place:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(_STAND_INS):
-            if path := _our_path(frame.f_code.co_filename):
+            if path := our_path(frame.f_code.co_filename):
                 return Place(f"{path}:{frame.f_lineno}", through)
             if not through and name.partition(".")[0] not in ("torch", "contextlib", "unittest"):
                 through = f"{name}:{frame.f_lineno}"
@@ -50,8 +50,8 @@ def calling_line() -> Place:
 
 
 @cache
-def _our_path(file: str) -> str | None:
-    """The path from the root of the repository, or of the folder that our packages are installed in; None: not ours."""
+def our_path(file: str) -> str | None:
+    """Path of a source file from the root of the repository, or of the folder that our packages are installed in; None: not ours."""
     path = Path(file)
     if not path.is_relative_to(_ROOT):
         return None

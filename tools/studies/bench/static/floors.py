@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretrain.errors import ConfigError
+from pretrain.planning.costs import rows
 from tools.studies.bench.static.builds import Build
 from tools.studies.bench.static.warp import Way
 from tools.studies.bench.static.work import Access
@@ -84,8 +85,7 @@ def moved_bytes(accesses: Sequence[Access], granule: int, gpu: Gpu) -> float:
         if not access.item_bytes or access.tensor_bytes <= gpu.l2_bytes // 2:
             total += access.tensor_bytes
             continue
-        # On the average over the places where items begin.
-        touched = access.item_bytes + granule - math.gcd(access.item_bytes, granule)
+        touched = rows.moved_bytes(access.item_bytes, granule)
         if access.reads is None:
             count = access.count
         elif access.once:
