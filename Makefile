@@ -30,6 +30,7 @@ RANK_TESTS := tests/unit/test_devices.py tests/distributed/test_launch.py tests/
 # Not te, which compiles for the torch that is there.
 LOCK := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --python-platform linux --extra dev --extra gpu --extra tracking --extra deepspeed --extra mutants --extra hf pyproject.toml
 TOKENIZER := data/stdlib-4096.json
+DATA := data/stdlib
 # A file's tests stay together, as what they share is made once; files in their order, in which the long ones come first.
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -42,8 +43,10 @@ quickstart:  ## train, evaluate and sample a small memory model on this machine;
 	@echo "1/7 A tokenizer of 4096 ids from the sources of Python's standard library: $(TOKENIZER)"
 	@if [ -e $(TOKENIZER) ]; then echo "It is there already."; \
 	  else "$(BIN)/megamem" data tokenizer python-stdlib --vocab-size 4096 --output $(TOKENIZER); fi
-	@echo "2/7 The same sources as token ids, one document in twenty held out: data/stdlib"
-	@"$(BIN)/megamem" data prepare python-stdlib --tokenizer $(TOKENIZER) --validation-fraction 0.05 --output data/stdlib
+	@echo "2/7 The same sources as token ids, one document in twenty held out: $(DATA)"
+	@# Another Python has other sources, and prepare would refuse to write over what is there.
+	@if [ -e $(DATA)/manifest.json ]; then echo "It is there already."; \
+	  else "$(BIN)/megamem" data prepare python-stdlib --tokenizer $(TOKENIZER) --validation-fraction 0.05 --output $(DATA); fi
 	@echo "3/7 Training configs/quickstart.yaml on $(RANKS) data-parallel ranks of this machine. Ctrl-C saves; make quickstart goes on from there."
 	@"$(BIN)/megamem" train configs/quickstart.yaml --nproc $(RANKS) train.micro_batch_size=$$(( $(RANKS) > 2 ? 8 / $(RANKS) : 4 )) --run-dir "$(RUN)" $(OVERRIDES)
 	@echo "4/7 The last ten steps again, from the same checkpoint, on tensor 2 x pipeline 2 with the tables split over two ranks each: the losses stay."
