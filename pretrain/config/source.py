@@ -9,7 +9,6 @@ lists are replaced, `null` removes a section, and a mapping over null starts fro
 
 from __future__ import annotations
 
-import difflib
 import enum
 import itertools
 import math
@@ -22,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import ConfigError
 
 BASE_KEY = "base"
@@ -367,10 +367,7 @@ def _base_paths(path: Path, node: Node) -> list[Path]:
 
 def _missing_message(path: Path, chain: tuple[Path, ...]) -> str:
     wanted_by = f" (the base of {chain[-1]})" if chain else ""
-    siblings = sorted(entry.name for entry in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    hint = f": did you mean {path.parent / close[0]}?" if close else ""
-    return f"there is no configuration file {path}{wanted_by}{hint}"
+    return f"there is no configuration file {path}{wanted_by}{did_you_mean_path(path).removesuffix('.')}"
 
 
 def apply_overrides(node: Node, overrides: Sequence[str]) -> Node:

@@ -15,14 +15,26 @@ def did_you_mean(value: object, choices: Iterable[object]) -> str:
 
 
 def did_you_mean_path(path: Path) -> str:
-    """`: did you mean X?` by the names beside a path that is not there, or a full stop where none is alike."""
-    try:
-        # Names alone, as a long folder would make all of them alike; and not a link's own, which leads nowhere.
-        beside = [name for name in os.listdir(path.parent) if name != path.name]
-    except OSError:
-        beside = []
-    close = difflib.get_close_matches(path.name, beside, n=1)
-    return f": did you mean {path.parent / close[0]}?" if close else "."
+    """`: did you mean X?` for a path that is not there, or a full stop where no name is alike.
+
+    The first part of the path that is missing is compared with the names beside it. Parts behind it are kept where
+    they exist under the name that is meant.
+    """
+    for missing in reversed((path, *path.parents)):
+        if missing.exists():
+            continue
+        try:
+            # Names alone, as a long folder would make all of them alike; and not a link's own, which leads nowhere.
+            beside = [name for name in os.listdir(missing.parent) if name != missing.name]
+        except OSError:
+            break
+        close = difflib.get_close_matches(missing.name, beside, n=1)
+        if not close:
+            break
+        meant = missing.with_name(close[0])
+        whole = meant / path.relative_to(missing)
+        return f": did you mean {whole if whole.exists() else meant}?"
+    return "."
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Literal
 
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.contents import COMPRESSIONS, ending_of
 from pretrain.data.installed import INSTALLED
 from pretrain.errors import DataError
@@ -161,7 +162,8 @@ def _paths_of(name: str, *, as_text: bool) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise DataError(
-            f"{name}: no such file or directory. Give an existing path, or {_INSTALLED_NAMES} for sources of this machine."
+            f"{name}: no such file or directory{did_you_mean_path(root)} "
+            f"Give an existing path, or {_INSTALLED_NAMES} for sources of this machine."
         )
     paths: list[Path] = []
     for folder, subfolders, file_names in os.walk(root):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.data.indexed_files import IDX_MAGIC, header_problem, prompts_bytes, read_prompts
 from pretrain.data.tokenizer import BYTES, CODES, HUGGING_FACE, TOKENIZER_FILE, Tokenizer, TokenizerInfo, load_tokenizer
 from pretrain.errors import DataError
@@ -296,7 +297,10 @@ def open_dataset(path: str | Path) -> PreparedDataset:
 
 def _read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such data set. Make it with `megamem data prepare INPUT --output {folder}`.")
+        raise DataError(
+            f"{folder}: no such data set{did_you_mean_path(folder)} "
+            f"Make it with `megamem data prepare INPUT --output {folder}`."
+        )
     try:
         return Manifest.from_json((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

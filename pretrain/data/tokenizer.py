@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from parallel.atomic_write import atomic_write
 from parallel.refusals import check_can_write, in_words
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import DataError
 from pretrain.progress import Progress
 
@@ -277,7 +278,8 @@ def load_tokenizer(spec: str | Path, eod_token: str | None = None) -> Tokenizer:
         definition = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(
-            f"{spec}: no such tokenizer. Give `{BYTES}`, a tokenizer.json, or a folder that holds one."
+            f"{spec}: no such tokenizer{did_you_mean_path(path)} "
+            f"Give `{BYTES}`, a tokenizer.json, or a folder that holds one."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error}). Give a readable tokenizer.json.") from error

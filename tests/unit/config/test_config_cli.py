@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pretrain.config.stages import load_config
+from pretrain.config.suggest import did_you_mean_path
 from pretrain.errors import CheckpointError, ConfigError, DataError, StoppedEarly
 from tools import cli
 
@@ -236,6 +237,24 @@ def test_a_mistyped_run_gets_the_nearest_name(
         for other in ("xyz", "tiny", "gone"):
             assert cli.main([*command, f"runs/{other}"]) != 0
             assert "did you mean" not in capsys.readouterr().err, (command, other)
+
+
+def test_the_part_of_a_path_that_is_mistyped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data/stdlib").mkdir(parents=True)
+    Path("data/stdlib/file").touch()
+    for mistyped, meant in (
+        ("data/sdtlib", ": did you mean data/stdlib?"),
+        ("dat/stdlib", ": did you mean data/stdlib?"),
+        ("dat/stdlib/file", ": did you mean data/stdlib/file?"),
+        # Both parts are mistyped: the first is mended.
+        ("dat/sdtlib", ": did you mean data?"),
+        (str(tmp_path / "dat" / "stdlib"), f": did you mean {tmp_path}/data/stdlib?"),
+        ("data/stdlib/file/in", "."),
+        ("data/web", "."),
+        ("elsewhere/stdlib", "."),
+    ):
+        assert did_you_mean_path(Path(mistyped)) == meant, mistyped
 
 
 def test_show_imports_no_torch() -> None:
