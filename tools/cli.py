@@ -48,7 +48,7 @@ STUDY_MODULES = (
     "tools.studies.recall",
     "tools.studies.probe.command",
     "tools.studies.analyse.command",
-    "tools.studies.bench.command",
+    "tools.bench.command",
 )
 """Commands of `megamem study`; their names are answered without that word, too."""
 

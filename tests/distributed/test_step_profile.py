@@ -24,9 +24,9 @@ from parallel.exchange import Exchange
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import unwrap
 from pretrain.planning.costs.step import Part, part_costs
-from tools.studies.bench import step_profile
-from tools.studies.bench.step_profile import Phase, measure_steps, profiled_steps
-from tools.studies.bench.timeline import Range, RangeTimes, Timeline
+from tools.bench import step_profile
+from tools.bench.step_profile import Phase, measure_steps, profiled_steps
+from tools.bench.timeline import Range, RangeTimes, Timeline
 
 NUM_STEPS = 2
 

@@ -20,9 +20,9 @@ from kernels.implementations import automatic
 from megamem.retrieval.config import TuckerConfig
 from pretrain.config.stages import load_config
 from pretrain.errors import ConfigError, UserError
+from tools.bench.kernels import draw_ids
+from tools.bench.retrieval import RETRIEVALS
 from tools.cli import build_parser, main
-from tools.studies.bench.kernels import draw_ids
-from tools.studies.bench.retrieval import RETRIEVALS
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["bench", "kernels", "--rows", "500", "--tokens", "3", "--rounds", "1"]

@@ -19,10 +19,10 @@ from typing import Any
 
 from pretrain.config.schema import RunConfig
 from pretrain.config.stages import load_stages
+from tools.bench.static.builds import CAPABILITIES, Launch, recorded
+from tools.bench.static.limits import compiles_alike, described, of_ones, problems, specialised
+from tools.bench.static.work import calls_of
 from tools.cli import main as megamem
-from tools.studies.bench.static.builds import CAPABILITIES, Launch, recorded
-from tools.studies.bench.static.limits import compiles_alike, described, of_ones, problems, specialised
-from tools.studies.bench.static.work import calls_of
 from tools.vocabulary import with_vocabulary
 
 REPOSITORY = Path(__file__).parents[2]

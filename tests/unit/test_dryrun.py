@@ -332,7 +332,7 @@ def allocations_of_a_real_step() -> tuple[int, int]:
     """Bytes held, and at the peak of a step, of one of two gloo ranks with data."""
     from pretrain.engine.session import session
     from pretrain.planning.dryrun.recorder import Recorder
-    from tools.studies.bench.synthetic_run import SyntheticRun
+    from tools.bench.synthetic_run import SyntheticRun
 
     with session(REAL) as groups, Recorder({}, answers=False).recording() as recorder:
         run = SyntheticRun(REAL, groups)

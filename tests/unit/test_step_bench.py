@@ -17,10 +17,10 @@ from pretrain.planning.costs.formulas import count_parameters, forward_flops_per
 from pretrain.planning.costs.hardware import load_hardware
 from pretrain.planning.costs.step import Part, part_costs
 from pretrain.planning.costs.timing import TimePart, step_time
+from tools.bench.step import Contender, config_lines, known_peak, plan_lines, ratios, with_pairs
+from tools.bench.step_profile import StepTimes, turns
+from tools.bench.timeline import Range, RangeTimes
 from tools.cli import build_parser
-from tools.studies.bench.step import Contender, config_lines, known_peak, plan_lines, ratios, with_pairs
-from tools.studies.bench.step_profile import StepTimes, turns
-from tools.studies.bench.timeline import Range, RangeTimes
 
 H100 = load_hardware("h100-80g")
 CONFIGS = Path(__file__).parents[2] / "configs"

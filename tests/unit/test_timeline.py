@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tools.studies.bench import timeline as module
-from tools.studies.bench.timeline import Range, RangeTimes, Timeline
+from tools.bench import timeline as module
+from tools.bench.timeline import Range, RangeTimes, Timeline
 
 CPU = torch.device("cpu")
 

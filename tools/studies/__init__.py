@@ -1,1 +1,1 @@
-"""Studies: models compared, timed, questioned and looked into. No run needs them, and nothing imports them."""
+"""Studies: models compared, questioned and looked into. No run needs them, and nothing imports them."""

@@ -12,9 +12,9 @@ from pretrain.config.schema import ParallelConfig
 from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from tools.bench.arguments import add_configs, add_vocabulary, load_configs, numbers, with_given_vocabulary
 from tools.parsers import add_command, add_config, add_stage
 from tools.ranks import add_device, run_on_ranks
-from tools.studies.bench.arguments import add_configs, add_vocabulary, load_configs, numbers, with_given_vocabulary
 from tools.tables import token_tables
 
 _GENERATE_EPILOG = """\
@@ -99,7 +99,7 @@ def run_bench_generate(args: argparse.Namespace) -> int:
     configs = {name: replace(config, parallel=ParallelConfig()) for name, config in load_configs(args).items()}
     for config in configs.values():
         validate(config, 1)
-    from tools.studies.bench.generation import bench_generation_rank, with_expanded
+    from tools.bench.generation import bench_generation_rank, with_expanded
 
     contenders = with_expanded(configs, expanded=args.expand_values)
     return run_on_ranks(lambda: bench_generation_rank(contenders, args.prompts, args.tokens, args.rounds), 1)
@@ -113,7 +113,7 @@ def run_bench_tables(args: argparse.Namespace) -> int:
     config = replace(config, parallel=ParallelConfig())
     validate(config, 1)
     memory = token_tables(config, "megamem bench tables")
-    from tools.studies.bench.tables import bench_tables_rank, check_sizes
+    from tools.bench.tables import bench_tables_rank, check_sizes
 
     sizes = [round(size * 2**30) for size in args.sizes]
     check_sizes(config, memory, sizes, args.dir)

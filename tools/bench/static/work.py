@@ -16,9 +16,9 @@ from pretrain.config.schema import RunConfig
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.stages import Division
 from pretrain.planning.costs.timing import TimePart
+from tools.bench.static.builds import Launch, launcher, recorded
+from tools.bench.static.reads import Reads
 from tools.ranks import fewest_ranks
-from tools.studies.bench.static.builds import Launch, launcher, recorded
-from tools.studies.bench.static.reads import Reads
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from pretrain.config.stages import load_stage
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import load_hardware
+from tools.bench.arguments import with_given_vocabulary
 from tools.parsers import add_config, add_stage
-from tools.studies.bench.arguments import with_given_vocabulary
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "h100" / "2.5b_120b_top256_on_256.yaml"
 _STAGE, _GPU, _EXPONENTS = "pretrain", "h100-80g", [0.0, 0.8]
@@ -58,8 +58,8 @@ def run_static(args: argparse.Namespace) -> int:
     """Builds the kernels and prints."""
     if importlib.util.find_spec("triton") is None:
         raise ConfigError('--static looks at what Triton builds, which is not installed: pip install "megamem[gpu]"')
-    from tools.studies.bench.static.floors import gpu_of
-    from tools.studies.bench.static.report import static_lines
+    from tools.bench.static.floors import gpu_of
+    from tools.bench.static.report import static_lines
 
     name = args.gpu or _GPU
     gpu, hardware = gpu_of(name), load_hardware(name)

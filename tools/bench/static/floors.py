@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from pretrain.errors import ConfigError
 from pretrain.planning.costs import rows
-from tools.studies.bench.static.builds import Build
-from tools.studies.bench.static.warp import Way
-from tools.studies.bench.static.work import Access
+from tools.bench.static.builds import Build
+from tools.bench.static.warp import Way
+from tools.bench.static.work import Access
 
 
 @dataclass(frozen=True)

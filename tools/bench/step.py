@@ -18,8 +18,8 @@ from pretrain.planning.costs.formulas import count_parameters, forward_flops_per
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.step import Cost, Part, part_costs
 from pretrain.planning.costs.timing import StepTime, TimePart, step_time
-from tools.studies.bench.step_profile import Phase, StepTimes, measure_turns, turns
-from tools.studies.bench.timeline import RangeTimes
+from tools.bench.step_profile import Phase, StepTimes, measure_turns, turns
+from tools.bench.timeline import RangeTimes
 
 _PEAKS = (
     ("H100 PCIe", 756.0),

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from tools.studies.bench.static.builds import Build, Launch, build
-from tools.studies.bench.static.offsets import places_of_lines, wrapped_offsets
+from tools.bench.static.builds import Build, Launch, build
+from tools.bench.static.offsets import places_of_lines, wrapped_offsets
 
 MAX_SHARED_BYTES = 48 * 1024
 """Shared memory of a program without opting in to more, on every one of these GPUs."""

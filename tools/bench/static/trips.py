@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.errors import UserError
-from tools.studies.bench.static.builds import Launch
-from tools.studies.bench.static.reads import Reads
-from tools.studies.bench.static.sass import SourceLoop
-from tools.studies.bench.static.warp import Trips
+from tools.bench.static.builds import Launch
+from tools.bench.static.reads import Reads
+from tools.bench.static.sass import SourceLoop
+from tools.bench.static.warp import Trips
 
 _LISTS = 32
 _PADDING = -(2**31)
@@ -31,7 +31,7 @@ def trips_of(launch: Launch, reads: Reads | None) -> Trips:
         if count is None:
             raise UserError(
                 f"{launch.name} has a loop of which nobody says how often it runs ({loop or 'of no line of ours'}): add "
-                "it to tools/studies/bench/static/trips.py"
+                "it to tools/bench/static/trips.py"
             )
         return count(launch, reads)
 

@@ -18,6 +18,17 @@ from pretrain.config.stages import load_stage
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.planning.costs.hardware import hardware_file, load_hardware
+from tools.bench.arguments import (
+    add_configs,
+    add_rounds,
+    add_steps,
+    add_vocabulary,
+    load_configs,
+    numbers,
+    with_given_vocabulary,
+)
+from tools.bench.generation_command import add_generation_parsers
+from tools.bench.static.command import add_static_options, check_options, run_static
 from tools.parsers import add_command, add_config, add_stage
 from tools.ranks import (
     add_nproc,
@@ -27,17 +38,6 @@ from tools.ranks import (
     run_on_ranks,
     started_world_size,
 )
-from tools.studies.bench.arguments import (
-    add_configs,
-    add_rounds,
-    add_steps,
-    add_vocabulary,
-    load_configs,
-    numbers,
-    with_given_vocabulary,
-)
-from tools.studies.bench.generation_command import add_generation_parsers
-from tools.studies.bench.static.command import add_static_options, check_options, run_static
 
 _EPILOG = """\
 examples:
@@ -232,7 +232,7 @@ def run_bench_kernels(args: argparse.Namespace) -> int:
         return run_static(args)
     if args.rounds < 1:
         raise ConfigError(f"--rounds is {args.rounds}: nothing is measured with less than 1")
-    from tools.studies.bench.kernels import run_kernel_bench
+    from tools.bench.kernels import run_kernel_bench
 
     return run_kernel_bench(args)
 
@@ -244,7 +244,7 @@ def run_bench_hardware(args: argparse.Namespace) -> int:
     like = hardware_file(args.like)
     load_hardware(args.like)
     num_ranks = started_world_size() or args.nproc or num_visible_gpus() or 1
-    from tools.studies.bench.hardware import bench_hardware_rank
+    from tools.bench.hardware import bench_hardware_rank
 
     if args.write is not None:
         check_can_write(args.write)
@@ -255,7 +255,7 @@ def run_bench(args: argparse.Namespace) -> int:
     """Measures training speed and prints."""
     configs = _load_trained(args)
     num_ranks = _num_ranks(args, configs.values())
-    from tools.studies.bench.throughput import bench_rank, memory_lines
+    from tools.bench.throughput import bench_rank, memory_lines
 
     code = run_on_ranks(lambda: bench_rank(configs, args.rounds, args.steps), num_ranks)
     if code == 0 and args.memory and current_rank_is_first():
@@ -269,7 +269,7 @@ def run_bench_step(args: argparse.Namespace) -> int:
     if args.peak_tflops is not None and args.peak_tflops <= 0:
         raise ConfigError(f"--peak-tflops is {args.peak_tflops:g}: it must be above 0")
     hardware = None if args.gpu is None else load_hardware(args.gpu)
-    from tools.studies.bench.step import Contender, bench_steps_rank, with_pairs
+    from tools.bench.step import Contender, bench_steps_rank, with_pairs
 
     if args.pair:
         contenders = with_pairs(configs)
@@ -288,7 +288,7 @@ def run_bench_context(args: argparse.Namespace) -> int:
     config = with_given_vocabulary(load_stage(args.config, args.overrides, args.stage), args.vocab_size)
     largest = replace(config.parallel, context=max(args.sizes))
     num_ranks = started_world_size() or args.nproc or fewest_ranks(largest)
-    from tools.studies.bench.context import bench_context_rank, context_cases
+    from tools.bench.context import bench_context_rank, context_cases
 
     cases = context_cases(config, args.lengths, args.sizes, num_ranks)
     for case in cases:

@@ -1,4 +1,4 @@
-"""Time of a training step by part: puts the marks of `tools.studies.bench.timeline` around the parts of a built run.
+"""Time of a training step by part: puts the marks of `tools.bench.timeline` around the parts of a built run.
 
 Nothing in the run knows of them, and they are taken away again. Phases come from Megatron's timers (`config.timers`),
 from the gradient reduction and from the optimizer's methods; parts of the memory from the layers' methods, their
@@ -34,8 +34,8 @@ from pretrain.engine.build import unwrap
 from pretrain.engine.optimizer import MemoryOptimizer
 from pretrain.engine.session import relaid
 from pretrain.planning.costs.step import Part
-from tools.studies.bench.synthetic_run import SyntheticRun
-from tools.studies.bench.timeline import RangeTimes, Timeline
+from tools.bench.synthetic_run import SyntheticRun
+from tools.bench.timeline import RangeTimes, Timeline
 
 
 class Phase(StrEnum):

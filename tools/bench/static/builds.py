@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pretrain.errors import ConfigError
-from tools.studies.bench.static.sass import Code
+from tools.bench.static.sass import Code
 
 CAPABILITIES = (80, 90, 100)
 """Compute capabilities, times ten, that the kernels are for: A100, H100 and H200, B200."""

@@ -13,7 +13,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.planning.costs.formulas import count_parameters
 from pretrain.planning.costs.traffic import attention_bytes, exchanged_bytes
-from tools.studies.bench.step_profile import StepTimes, measure_turns, turns
+from tools.bench.step_profile import StepTimes, measure_turns, turns
 
 
 def bench_rank(configs: Mapping[str, RunConfig], rounds: int, steps: int) -> None:

@@ -17,7 +17,7 @@ from pretrain.config.context_ways import WAYS, context_way, heads_problem, run_c
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import relaid, session
 from pretrain.planning.costs.traffic import attention_bytes
-from tools.studies.bench.synthetic_run import SyntheticRun
+from tools.bench.synthetic_run import SyntheticRun
 
 _HEADER = ("tokens", "context", "attention", "tokens/s", "peak MB", "kept MB", "sent MB")
 

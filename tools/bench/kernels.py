@@ -22,7 +22,7 @@ from kernels.implementations import KernelUnavailableError, describe
 from kernels.parity import parity_problems, selection_problems
 from kernels.select import Kernels
 from pretrain.errors import ConfigError, UserError
-from tools.studies.bench import retrieval
+from tools.bench import retrieval
 
 _COPY_BYTES = 1 << 28
 # Calls read this many bytes before they read the same rows again, so that rows come from memory and not from a cache.

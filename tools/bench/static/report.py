@@ -10,9 +10,8 @@ from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.stages import Division, stages_of
 from pretrain.planning.costs.timing import step_time
 from pretrain.progress import Progress
-from tools.ranks import fewest_ranks
-from tools.studies.bench.static.builds import Build, build
-from tools.studies.bench.static.floors import (
+from tools.bench.static.builds import Build, build
+from tools.bench.static.floors import (
     BURST_BYTES,
     SECTOR_BYTES,
     Gpu,
@@ -21,9 +20,10 @@ from tools.studies.bench.static.floors import (
     moved_bytes,
     resident_programs,
 )
-from tools.studies.bench.static.trips import trips_of
-from tools.studies.bench.static.warp import Latencies, Way, follow
-from tools.studies.bench.static.work import Call, calls_of
+from tools.bench.static.trips import trips_of
+from tools.bench.static.warp import Latencies, Way, follow
+from tools.bench.static.work import Call, calls_of
+from tools.ranks import fewest_ranks
 from tools.words import aligned
 
 

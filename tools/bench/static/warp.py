@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tools.studies.bench.static.sass import Block, Code, Instruction, Loop, SourceLoop
+from tools.bench.static.sass import Block, Code, Instruction, Loop, SourceLoop
 
 Trips = Callable[[SourceLoop | None], float]
 """Iterations of a loop each time that it is entered."""

@@ -17,7 +17,7 @@ from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
 from pretrain.engine.session import session
 from pretrain.run.preflight import machine_memory_bytes
-from tools.studies.bench.step import known_peak
+from tools.bench.step import known_peak
 
 _ROW_COLUMNS = 256
 """Columns of the table that is gathered from: rows of 512 bytes in bf16."""

@@ -1,0 +1,1 @@
+"""`megamem study bench`: the speed of configurations, of the parts of a step, and of the memory kernels."""

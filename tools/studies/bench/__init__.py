@@ -1,1 +1,0 @@
-"""`megamem bench`: the speed of configurations, of the parts of a step, and of the memory kernels."""
