@@ -1,0 +1,148 @@
+"""The end of the training loop: finished, stopped, diverged or failed; and which callbacks a run has."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import pretrain.train.loop as loop
+from megamem.config import ModelConfig
+from pretrain.config.health import HealthConfig, SlowRankConfig
+from pretrain.config.schema import LoggingConfig, RunConfig
+from pretrain.errors import StoppedEarly, UserError
+from pretrain.state import RunState
+from pretrain.train.callback import Callback
+from pretrain.train.callbacks import MetricsFile, default_callbacks
+from pretrain.train.run import Run
+from tests.unit.loop.world import CONFIG, spaced
+
+
+class Ends(Callback):
+    """Notes where the run ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+
+    def on_end(self, run: Run) -> None:
+        self.ends.append(run.state.step)
+
+
+def test_a_run_that_some_rank_was_told_to_stop_ends_after_the_step_and_is_saved(make: Any) -> None:
+    world, ends = make(), Ends()
+    world.asked = 5
+    with pytest.raises(StoppedEarly, match="stopped at step 5 of 12"):
+        loop.train(world.run, [ends, *default_callbacks(world.run)])
+    assert ends.ends == [5]
+    assert world.log[-1] == "save 5"
+    assert "evaluate 5" not in world.log
+
+
+def test_a_signal_stops_after_the_next_step(make: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        world = make()
+
+        class Kill(Callback):
+            def on_step(self, run: Run, row: dict[str, Any], number: int = number) -> None:
+                if run.state.step == 3:
+                    os.kill(os.getpid(), number)
+
+        with pytest.raises(StoppedEarly, match="stopped at step 4 of 12"):
+            loop.train(world.run, [Kill()])
+        assert [step.arguments["stop_requested"] for step in world.steps] == [False, False, False, True]
+
+
+def test_a_run_that_is_told_to_stop_on_its_last_step_is_finished(make: Any) -> None:
+    world = make()
+    world.asked = 12
+    world.train()
+    assert world.log[-2:] == ["evaluate 12", "save 12"]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_as_an_error(make: Any) -> None:
+    world = make()
+    world.skipped = {3, 4, 6, 7, 8}
+    ends = Ends()
+    with pytest.raises(UserError, match=r"the last 3 steps had no finite gradient .* diverged at step 8"):
+        loop.train(world.run, [ends, MetricsFile()])
+    assert ends.ends == []
+    assert world.run.state == RunState(8, 96, 768, 3, 5, 3)
+    assert world.rows[-1]["step"] == 8
+
+
+def test_the_limit_counts_skips_from_before_a_resume(make: Any) -> None:
+    world = make(state=RunState(step=5, num_skipped=2, num_skipped_in_row=2))
+    world.skipped = {6}
+    with pytest.raises(UserError, match="the last 3 steps"):
+        world.train()
+    assert len(world.steps) == 1
+
+
+def test_a_step_is_saved_once(make: Any) -> None:
+    world = make()
+    for _ in range(2):
+        world.run.save()
+    world.run.state = RunState(step=1)
+    world.run.save()
+    assert world.log == ["save 0", "save 1"]
+    assert world.run.last_saved_step == 1
+
+
+def test_a_save_is_told_of_when_it_is_complete(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    world = make(spaced(checkpoint=5))
+    world.train()
+    assert world.saves == [
+        {"step": step, "save_stall_s": 0.5, "save_s": 2.5, "save_bytes": 1000} for step in (5, 10, 12)
+    ]
+    # The save of step 5 is in flight in step 6, in which the ranks hear of it.
+    assert [row["step"] for row in world.all_rows][4:8] == [5, 6, 5, 7]
+    assert [step.arguments["save_votes"].done for step in world.steps] == [step in (6, 11) for step in range(1, 13)]
+    assert "saved step 5: stalled 0.5 s, written in 2.5 s, 0.001 MB" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_finishes_the_save_in_flight_and_one_that_fails_abandons_it(make: Any) -> None:
+    world = make(spaced(checkpoint=1))
+    world.skipped = set(range(1, 20))
+    with pytest.raises(UserError, match="no finite gradient"):
+        world.train()
+    assert world.run.saver.in_flight is None
+    assert world.log[-1] == "abandon"
+
+
+@pytest.mark.parametrize(
+    ("config", "is_main", "kinds"),
+    [
+        (
+            spaced(usage=3),
+            True,
+            "Hangs MemoryUsage MemoryWatch SlowRanks MetricsFile ProgressLine Evaluations Checkpoints NextStep",
+        ),
+        (spaced(), True, "Hangs SlowRanks MetricsFile ProgressLine Evaluations Checkpoints NextStep"),
+        (spaced(usage=3), False, "Hangs MemoryUsage MemoryWatch SlowRanks Evaluations Checkpoints NextStep"),
+        (replace(spaced(usage=3), model=ModelConfig()), False, "Hangs SlowRanks Evaluations Checkpoints NextStep"),
+        (
+            replace(CONFIG, logging=LoggingConfig(memory_every_steps=0, tensorboard=True, wandb_mode="offline")),
+            True,
+            "Hangs SlowRanks MetricsFile ProgressLine TensorBoard WandB Evaluations Checkpoints NextStep",
+        ),
+        (
+            replace(
+                spaced(),
+                health=HealthConfig(
+                    hang_minutes=0.0, slow_ranks=SlowRankConfig(every_steps=0), compare_replicas_every_steps=5
+                ),
+            ),
+            False,
+            "Evaluations Replicas Checkpoints",
+        ),
+    ],
+    ids=["observed", "not observed", "another rank", "dense", "with trackers", "other health"],
+)
+def test_a_run_does_what_its_configuration_asks_for(make: Any, config: RunConfig, is_main: bool, kinds: str) -> None:
+    """Counters of what is never observed would take memory."""
+    assert [
+        type(callback).__name__ for callback in default_callbacks(make(config, is_main=is_main).run)
+    ] == kinds.split()
