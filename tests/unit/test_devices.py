@@ -173,11 +173,9 @@ print(len(asked), set(asked), started, os.environ["CUDA_VISIBLE_DEVICES"])
 """
 
 
-# GPUs that do not work lack what counts them, as machines without GPUs do.
-@pytest.mark.parametrize("visible", ["", "0"])
-def test_the_engines_import_does_not_start_cuda(visible: str) -> None:
-    if visible and _counted_without_cuda():
-        pytest.skip("the driver of this machine's GPUs is there")
+def test_the_engines_import_does_not_start_cuda() -> None:
+    # GPUs that do not work lack what counts them, as machines without GPUs do.
+    visible = "" if _counted_without_cuda() else "0"
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_UNDER_WATCH],
         cwd=ROOT,
