@@ -141,8 +141,9 @@ def _cases(shape: ParityShape, dtype: torch.dtype) -> Iterator[_Case]:
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g).to(dtype)
 
-    ids = torch.randint(0, shape.rows, (tokens, reads), generator=g)
-    bins = torch.randint(0, num_bins, (tokens, reads), generator=g) if num_bins > 1 else None
+    # As wide as layers give them.
+    ids = torch.randint(0, shape.rows, (tokens, reads), generator=g, dtype=torch.int32)
+    bins = torch.randint(0, num_bins, (tokens, reads), generator=g, dtype=torch.int32) if num_bins > 1 else None
     table, coef, grad_sum = normal(shape.rows, shape.width), normal(tokens, reads, shape.groups), normal(tokens, wide)
     vectors, grad_dot = normal(tokens, wide), normal(tokens, reads, shape.groups)
     yield _Case("gather_sum", table, ids, coef, (bins, num_bins), grad_sum)

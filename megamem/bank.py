@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
 from torch import Tensor, nn
 
+from kernels.common.tables import row_dtype
 from kernels.select import Kernels
 from megamem.memory_config import MemoryConfig, Table
 from megamem.parameters import ONLY_COPY, Copy, ReducedOver, declare, mark_copy
@@ -51,10 +52,10 @@ class TableLookup(Protocol):
         with p[t, j] = act(<pre_values[rows[t, j]], pre_input[t]>)
 
         Args:
-            rows: [T, J], int64 rows of the bank.
+            rows: [T, J], rows of the bank, int32 or int64.
             scores: [T, J, C].
             pre_input: [T, P]; None: without pre-values, p = 1.
-            bins: [T, J], int64 in [0, B), the sum that each entry belongs to; None: all belong to one.
+            bins: [T, J], int32 or int64 in [0, B), the sum that each entry belongs to; None: all belong to one.
             num_bins: B; 1 without `bins`.
             values: the name of the table that is summed.
             pre_values: of the one that is multiplied with `pre_input`.
@@ -70,7 +71,7 @@ class TableLookup(Protocol):
         out[t, h V/n + d] = sum_j scores[t, j, h] values[rows[t, j], h V/n + d], for its own of n heads h
 
         Args:
-            rows: [S, J], int64 rows of the bank, for the S tokens of all ranks of the group.
+            rows: [S, J], rows of the bank, int32 or int64, for the S tokens of all ranks of the group.
             scores: [T, J, n], for this rank's own T = S / size tokens: number `rank` of equal parts.
             tensor_group: None: this rank has all heads and tokens.
 
@@ -152,11 +153,16 @@ class Bank(nn.Module):
         pre_values: str = "pre_values",
     ) -> Tensor:
         """See `TableLookup.read`."""
+        rows, bins = self.narrowed(rows), None if bins is None else bins.to(torch.int32)
         coef = scores
         if pre_input is not None:
             products = self.kernels.gather_dot(self.get_parameter(pre_values), rows, pre_input).squeeze(2)
             coef = weighted(scores, products, self.activation)
         return self.weighted_sum(values, rows, coef, bins, num_bins)
+
+    def narrowed(self, rows: Tensor) -> Tensor:
+        """Rows in as many bits as the bank needs. All kernels get this one tensor, which keeps the order of its entries."""
+        return rows.to(row_dtype(self.spec.num_rows))
 
     def weighted_sum(self, name: str, rows: Tensor, coef: Tensor, bins: Tensor | None, num_bins: int) -> Tensor:
         """`Kernels.gather_sum` of a table's columns on this rank, resident or fetched."""

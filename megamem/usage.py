@@ -54,12 +54,12 @@ class LayerUsage:
         """Add the tokens of one forward pass.
 
         Args:
-            rows: [T, J], int64 rows of the bank.
+            rows: [T, J], rows of the bank, int32 or int64.
             scores: [T, H, K, C], best first within a head; None in layers whose rows have none.
             out: [T, D], the layer's output.
             router: [T, K + 1], a softmax over the rows and, last, nothing; None in layers without.
         """
-        in_window = ((rows - self.view.first_row) % self.view.num_bank_rows).flatten()
+        in_window = ((rows.long() - self.view.first_row) % self.view.num_bank_rows).flatten()
         # Integers: the order of the atomic additions does not show.
         self.counts.scatter_add_(0, in_window, self.counts.new_ones(()).expand(in_window.shape))
         wide = out.to(torch.promote_types(out.dtype, torch.float32))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.common.tables import row_dtype
 from parallel.layout import coefficients_per_rank
 
 
@@ -45,19 +46,15 @@ class Exchange:
         """T."""
         return self.counts[self.group.rank()]
 
-    def gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """The tensors of all ranks, in the order of the ranks: from [T, ...] to [S, ...].
-
-        `sizes` are the ranks' lengths where these are not numbers of tokens.
-        """
-        sizes = self.counts if sizes is None else sizes
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, in the order of the ranks: from [T, ...] to [S, ...]."""
         x = x.contiguous()
         # Equal in training. The collective wants them so.
-        if len(set(sizes)) == 1:
+        if len(set(self.counts)) == 1:
             out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
             dist.all_gather_into_tensor(out, x, group=self.group)
             return out
-        return self._all_to_all(x.repeat(self.size, *(1,) * (x.dim() - 1)), [x.shape[0]] * self.size, sizes)
+        return self._all_to_all(x.repeat(self.size, *(1,) * (x.dim() - 1)), [x.shape[0]] * self.size, self.counts)
 
     def to_columns(self, x: Tensor) -> Tensor:
         """Send tensors to the ranks whose columns they are for: from [G, T, ...] to [S, ...]."""
@@ -72,6 +69,20 @@ class Exchange:
         out = x.new_empty(sum(receive_counts), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(receive_counts), list(send_counts), group=self.group)
         return out
+
+
+def gather_ids(
+    rows: Tensor, bins: Tensor | None, num_rows: int, num_bins: int, exchange: Exchange
+) -> tuple[Tensor, Tensor | None]:
+    """Rows that all ranks read, and their bins if there are any: from [T, J] to [S, J].
+
+    They are sent, kept and read by kernels in 32 bits, a bin in one number with its row; in 64 where these do not do.
+    """
+    dtype = row_dtype(num_rows * num_bins)
+    if bins is None:
+        return exchange.gather(rows.to(dtype)), None
+    both = exchange.gather(torch.add(rows.to(dtype), bins.to(dtype), alpha=num_rows))
+    return both % num_rows, both // num_rows
 
 
 def linear(x: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:

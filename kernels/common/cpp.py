@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.common.tables import check_contiguous
+from kernels.common.tables import check_contiguous, row_dtype
 from kernels.implementations import KernelUnavailableError, compiler
 
 _OPS = Path(__file__).parents[1]
@@ -102,8 +102,12 @@ def types_of(rows: Tensor, operand: Tensor) -> tuple[int, Tensor]:
     return _TYPES[rows.dtype, operand.dtype], operand.contiguous()
 
 
-def check_rows(rows: Tensor, ids: Tensor) -> None:
-    """Raises ValueError for a table on a device or with strides, and for too many ids."""
+def ids_in(rows: Tensor, ids: Tensor) -> Tensor:
+    """Ids of a table's rows as the C++ takes them: contiguous, in 32 bits.
+
+    Raises:
+        ValueError: the table is on a device, has strides or too many rows, or too many are read.
+    """
     if rows.device.type != "cpu":
         raise ValueError(
             f"the memory kernels in C++ take tensors on the CPU, and the table is on {rows.device}: use triton or torch"
@@ -114,6 +118,14 @@ def check_rows(rows: Tensor, ids: Tensor) -> None:
             f"{ids.numel()} rows are read at once, and the memory kernels in C++ count to 2^31: use smaller "
             "microbatches"
         )
+    if row_dtype(rows.shape[0]) != torch.int32:
+        raise ValueError(f"the table has {rows.shape[0]} rows, and the memory kernels in C++ count to 2^31: use torch")
+    return in_32_bits(ids)
+
+
+def in_32_bits(numbers: Tensor) -> Tensor:
+    """Ids or bins, which fit, as the C++ takes them."""
+    return numbers.to(torch.int32).contiguous()
 
 
 def lists(*scores: Tensor) -> tuple[Tensor, ...]:

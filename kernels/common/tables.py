@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.common.ids import bytes_per_id
+
 
 class GatherDot(Protocol):
     """See `kernels.gather_dot.naive.gather_dot`. Tables are contiguous; sums are in fp32 (fp64 for fp64 tables)."""
@@ -35,6 +37,11 @@ class SegmentAccumulate(Protocol):
     def __call__(
         self, accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, /, bins: Tensor | None = None
     ) -> None: ...
+
+
+def row_dtype(num_rows: int) -> torch.dtype:
+    """Dtype of ids below `num_rows`: 32 bits where they do."""
+    return torch.int32 if bytes_per_id(num_rows) == 4 else torch.int64
 
 
 def check_contiguous(rows: Tensor) -> None:

@@ -37,7 +37,7 @@ inline Sum dot(const Row* row, const Sum* x, int64_t n) {
 
 // out[t, j, c] = <table[ids[t, j], group c], x[t, bins[t, j], group c]>
 template <class Row, class Operand>
-void gather_dot(const void* table_at, const int64_t* ids, const void* x_at, const int64_t* bins, void* out_at,
+void gather_dot(const void* table_at, const int32_t* ids, const void* x_at, const int32_t* bins, void* out_at,
                 int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
   using Sum = typename sum_of<Row>::type;
   const Row* table = static_cast<const Row*>(table_at);
@@ -62,8 +62,8 @@ void gather_dot(const void* table_at, const int64_t* ids, const void* x_at, cons
 
 }  // namespace
 
-extern "C" void megamem_gather_dot(int64_t types, const void* table, const int64_t* ids, const void* x,
-                                   const int64_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
+extern "C" void megamem_gather_dot(int64_t types, const void* table, const int32_t* ids, const void* x,
+                                   const int32_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
                                    int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
     gather_dot<decltype(row), decltype(operand)>(table, ids, x, bins, out, T, J, C, W, B, threads);

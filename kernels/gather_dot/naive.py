@@ -18,10 +18,10 @@ def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins:
 
     Args:
         table: [rows, W], floating point.
-        ids: [T, J], int64 in [0, rows). Rows may repeat.
+        ids: [T, J], int32 or int64 in [0, rows). Rows may repeat.
         x: [T, B W], the table's dtype.
         num_groups: C.
-        bins: [T, J], int64 in [0, B): the vector that each entry meets. None: B is 1.
+        bins: [T, J], int32 or int64 in [0, B): the vector that each entry meets. None: B is 1.
 
     Returns:
         [T, J, C], the dtype of `x`.
@@ -31,5 +31,5 @@ def gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins:
     num_bins = 1 if bins is None else x.shape[1] // width
     per_group = (num_groups, width // num_groups)
     rows = table[ids].view(num_tokens, num_rows_read, *per_group)
-    member = F.one_hot(torch.zeros_like(ids) if bins is None else bins, num_bins).to(table.dtype)
+    member = F.one_hot((torch.zeros_like(ids) if bins is None else bins).long(), num_bins).to(table.dtype)
     return torch.einsum("tjcd,tjb,tbcd->tjc", rows, member, x.reshape(num_tokens, num_bins, *per_group))

@@ -82,10 +82,10 @@ def torch_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1,
 @torch.library.custom_op("megamem::cpu_gather_dot", mutates_args=())
 def cpu_gather_dot(table: Tensor, ids: Tensor, x: Tensor, num_groups: int = 1, bins: Tensor | None = None) -> Tensor:
     """The same in C++, as a custom op: `torch.compile` takes it as it is."""
-    cpp.check_rows(table, ids)
+    ids = cpp.ids_in(table, ids)
     dtype, width = x.dtype, table.shape[1]
     types, x = cpp.types_of(table, x)
-    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
+    bins = None if bins is None else cpp.in_32_bits(bins)
     out = empty_result(table, ids, x, num_groups)
     sizes = (*ids.shape, num_groups, width, x.shape[1] // width)
     cpp.call("gather_dot", "gather_dot", types, table, ids, x, bins, out, *sizes)

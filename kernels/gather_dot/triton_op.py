@@ -42,7 +42,7 @@ def gather_dot_kernel(
     group = tl.program_id(2)
     present = j < J
     entry = t * J + j
-    row = tl.load(ids + entry, mask=present, other=0)
+    row = tl.load(ids + entry, mask=present, other=0).to(tl.int64)
     b = row
     if B > 1:
         b = tl.load(bins + entry, mask=present, other=0)

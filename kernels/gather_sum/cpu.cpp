@@ -8,8 +8,8 @@ namespace {
 template <class Row, class Operand>
 struct Reads {
   const Row* table;
-  const int64_t* ids;
-  const int64_t* last_id;
+  const int32_t* ids;
+  const int32_t* last_id;
   const Operand* coef;
   int64_t J, C, W;
 
@@ -128,7 +128,7 @@ inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
 
 // out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c]
 template <class Row, class Operand>
-void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, const int64_t* bins, void* out_at,
+void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, const int32_t* bins, void* out_at,
                 int64_t T, int64_t J, int64_t C, int64_t W, int64_t B, int64_t threads) {
   using Sum = typename sum_of<Row>::type;
   const Row* table = static_cast<const Row*>(table_at);
@@ -162,8 +162,8 @@ void gather_sum(const void* table_at, const int64_t* ids, const void* coef_at, c
 
 }  // namespace
 
-extern "C" void megamem_gather_sum(int64_t types, const void* table, const int64_t* ids, const void* coef,
-                                   const int64_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
+extern "C" void megamem_gather_sum(int64_t types, const void* table, const int32_t* ids, const void* coef,
+                                   const int32_t* bins, void* out, int64_t T, int64_t J, int64_t C, int64_t W,
                                    int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
     gather_sum<decltype(row), decltype(operand)>(table, ids, coef, bins, out, T, J, C, W, B, threads);

@@ -17,9 +17,9 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
 
     Args:
         table: [rows, W], floating point.
-        ids: [T, J], int64 in [0, rows). Rows may repeat.
+        ids: [T, J], int32 or int64 in [0, rows). Rows may repeat.
         coef: [T, J, C], the table's dtype.
-        bins: [T, J], int64 in [0, B): the sum that each entry belongs to. None: all belong to one.
+        bins: [T, J], int32 or int64 in [0, B): the sum that each entry belongs to. None: all belong to one.
         num_bins: B; 1 without `bins`.
 
     Returns:
@@ -29,5 +29,5 @@ def gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = N
     if bins is None:
         bins = torch.zeros_like(ids)
     rows = table[ids].view(num_tokens, num_rows_read, num_groups, table.shape[1] // num_groups)
-    member = F.one_hot(bins, num_bins).to(table.dtype)
+    member = F.one_hot(bins.long(), num_bins).to(table.dtype)
     return torch.einsum("tjc,tjb,tjcd->tbcd", coef, member, rows).reshape(num_tokens, num_bins * table.shape[1])

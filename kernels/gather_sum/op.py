@@ -70,7 +70,7 @@ def torch_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | No
         ids, coef, starts = _sorted_by_bin(ids, coef, bins, num_bins)
     # Column group c of row i is row i C + c of the table seen as [rows x C, W / C].
     group = torch.arange(num_groups, device=ids.device).view(1, num_groups, 1)
-    group_ids = (ids.unsqueeze(1) * num_groups + group).flatten()
+    group_ids = torch.add(group, ids.unsqueeze(1), alpha=num_groups).flatten()
     weights = coef.transpose(1, 2).flatten()
     columns = table.view(table.shape[0] * num_groups, -1)
     # One bag per (token, group, bin), of any length.
@@ -87,7 +87,7 @@ def _sorted_by_bin(ids: Tensor, coef: Tensor, bins: Tensor, num_bins: int) -> tu
     Args:
         ids: [T, J].
         coef: [T, J, C].
-        bins: [T, J], int64 in [0, B).
+        bins: [T, J], int32 or int64 in [0, B).
         num_bins: B.
 
     Returns:
@@ -97,7 +97,7 @@ def _sorted_by_bin(ids: Tensor, coef: Tensor, bins: Tensor, num_bins: int) -> tu
     num_tokens, num_rows_read, num_groups = coef.shape
     bins, order = bins.sort(dim=1, stable=True)
     coef = coef.gather(1, order.unsqueeze(2).expand(-1, -1, num_groups))
-    every = torch.arange(num_bins, device=ids.device).expand(num_tokens, -1).contiguous()
+    every = torch.arange(num_bins, device=ids.device, dtype=bins.dtype).expand(num_tokens, -1).contiguous()
     before = torch.searchsorted(bins, every)
     first = torch.arange(num_tokens * num_groups, device=ids.device) * num_rows_read
     return ids.gather(1, order), coef, before.unsqueeze(1) + first.view(num_tokens, num_groups, 1)
@@ -106,9 +106,9 @@ def _sorted_by_bin(ids: Tensor, coef: Tensor, bins: Tensor, num_bins: int) -> tu
 @torch.library.custom_op("megamem::cpu_gather_sum", mutates_args=())
 def cpu_gather_sum(table: Tensor, ids: Tensor, coef: Tensor, bins: Tensor | None = None, num_bins: int = 1) -> Tensor:
     """The same in C++, as a custom op: `torch.compile` takes it as it is."""
-    cpp.check_rows(table, ids)
+    ids = cpp.ids_in(table, ids)
     types, coef = cpp.types_of(table, coef)
-    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
+    bins = None if bins is None else cpp.in_32_bits(bins)
     out = empty_result(table, ids, coef, bins, num_bins)
     cpp.call("gather_sum", "gather_sum", types, table, ids, coef, bins, out, *coef.shape, table.shape[1], num_bins)
     return out

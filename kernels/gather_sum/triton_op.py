@@ -54,7 +54,7 @@ def gather_sum_kernel(
         entry = t * J + j
         if B > 1:
             present = present & (tl.load(bins + entry, mask=present, other=-1) == b)
-        row = tl.load(ids + entry, mask=present, other=0)
+        row = tl.load(ids + entry, mask=present, other=0).to(tl.int64)
         scale = tl.load(coef + entry * C + group, mask=present, other=0).to(SUM)
         at = (row * W + group * PER_GROUP)[:, None] + columns[None, :]
         sums += scale[:, None] * tl.load(table + at, mask=present[:, None] & in_row[None, :], other=0).to(SUM)

@@ -19,8 +19,8 @@ inline void add_product(Sum* row, const Operand* vector, Sum scale, int64_t n) {
 
 // Columns [first, last) of the entries of one bucket: accumulator[ids[e]] += coef[e, c] vec[e / J, bins[e]]
 template <class Row, class Operand>
-void accumulate_bucket(Row* accumulator, const int64_t* ids, const Operand* coef, const Operand* vec,
-                       const int64_t* bins, const int32_t* order, int64_t count, int64_t first, int64_t last,
+void accumulate_bucket(Row* accumulator, const int32_t* ids, const Operand* coef, const Operand* vec,
+                       const int32_t* bins, const int32_t* order, int64_t count, int64_t first, int64_t last,
                        int64_t J, int64_t C, int64_t W, int64_t B) {
   using Sum = typename sum_of<Row>::type;
   const int64_t per_group = W / C;
@@ -44,7 +44,7 @@ struct Task {
 };
 
 template <class Row, class Operand>
-void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef, const void* vec, const int64_t* bins,
+void segment_accumulate(void* accumulator, const int32_t* ids, const void* coef, const void* vec, const int32_t* bins,
                         const int32_t* order, const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J,
                         int64_t C, int64_t W, int64_t B, int64_t threads) {
   // A bucket of more than its share (hot rows) is split by columns, which changes no sum.
@@ -69,8 +69,8 @@ void segment_accumulate(void* accumulator, const int64_t* ids, const void* coef,
 
 }  // namespace
 
-extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int64_t* ids, const void* coef,
-                                           const void* vec, const int64_t* bins, const int32_t* order,
+extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, const int32_t* ids, const void* coef,
+                                           const void* vec, const int32_t* bins, const int32_t* order,
                                            const int64_t* starts, int64_t num_buckets, int64_t M, int64_t J,
                                            int64_t C, int64_t W, int64_t B, int64_t threads) {
   dispatch(types, [&](auto row, auto operand) {
@@ -81,7 +81,7 @@ extern "C" void megamem_segment_accumulate(int64_t types, void* accumulator, con
 
 // Entries by bucket, a bucket being the rows that agree but for their low `shift` bits, in the order of the entries
 // within each: order [M], and starts [num_buckets + 1], where each bucket's entries begin.
-extern "C" void megamem_bucket_order(const int64_t* ids, int32_t* order, int64_t* starts, int64_t M,
+extern "C" void megamem_bucket_order(const int32_t* ids, int32_t* order, int64_t* starts, int64_t M,
                                      int64_t num_buckets, int64_t shift, int64_t threads) {
   // Each thread counts, and later places, a contiguous run of the entries: one after the other within every bucket.
   std::vector<int64_t> next(threads * num_buckets, 0);

@@ -15,10 +15,10 @@ def segment_accumulate(accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tens
 
     Args:
         accumulator: [rows, W], fp32 in training (Megatron's main_grad).
-        ids: [T, J], int64 in [0, rows). Rows may repeat.
+        ids: [T, J], int32 or int64 in [0, rows). Rows may repeat.
         coef: [T, J, C].
         vec: [T, B W].
-        bins: [T, J], int64 in [0, B), or None if B is 1.
+        bins: [T, J], int32 or int64 in [0, B), or None if B is 1.
     """
     num_groups = coef.shape[2]
     for t in range(ids.shape[0]):

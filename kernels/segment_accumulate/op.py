@@ -70,7 +70,7 @@ def _buckets(num_rows: int) -> tuple[int, int]:
 
 @torch.library.custom_op("megamem::cpu_bucket_order", mutates_args=())
 def _bucket_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    ids = ids.contiguous()
+    ids = cpp.in_32_bits(ids)
     num_buckets, shift = _buckets(num_rows)
     order = torch.empty(ids.numel(), dtype=torch.int32)
     starts = torch.empty(num_buckets + 1, dtype=torch.int64)
@@ -80,17 +80,18 @@ def _bucket_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 @_bucket_order.register_fake
 def _(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(_buckets(num_rows)[0] + 1)
+    num_buckets, _ = _buckets(num_rows)
+    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(num_buckets + 1, dtype=torch.int64)
 
 
 @torch.library.custom_op("megamem::cpu_segment_accumulate", mutates_args=("accumulator",))
 def _accumulate_buckets(
     accumulator: Tensor, ids: Tensor, coef: Tensor, vec: Tensor, bins: Tensor | None, order: Tensor, starts: Tensor
 ) -> None:
-    cpp.check_rows(accumulator, ids)
+    ids = cpp.ids_in(accumulator, ids)
     types, vec = cpp.types_of(accumulator, vec)
     coef = coef.to(vec.dtype).contiguous()
-    ids, bins = ids.contiguous(), None if bins is None else bins.contiguous()
+    bins = None if bins is None else cpp.in_32_bits(bins)
     width = accumulator.shape[1]
     sizes = (starts.numel() - 1, ids.numel(), ids.shape[1], coef.shape[2], width, vec.shape[1] // width)
     cpp.call(

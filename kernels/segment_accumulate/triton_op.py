@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.launch import on_device_of, sum_dtype
-from kernels.common.tables import check_contiguous
+from kernels.common.tables import check_contiguous, row_dtype
 from kernels.common.tiles import ACCUMULATE_AHEAD, accumulate_tile, slots_per_run
 from kernels.segment_accumulate.op import shared_order
 
@@ -179,11 +179,8 @@ def sort_by_row(ids: Tensor, num_rows: int) -> tuple[Tensor, ...]:
     Returns:
         The row of each entry and the entry itself, [M] both, then `block_starts` of the rows.
     """
-    rows = ids.flatten()
-    if num_rows <= 2**31:
-        # Half the passes of a radix sort.
-        rows = rows.int()
-    sorted_rows, order = rows.sort(stable=True)
+    # Half the passes of a radix sort, where 32 bits are enough.
+    sorted_rows, order = ids.flatten().to(row_dtype(num_rows)).sort(stable=True)
     return sorted_rows, order, *block_starts(sorted_rows)
 
 

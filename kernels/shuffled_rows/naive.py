@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.common.hashing import mix
@@ -53,8 +54,11 @@ def shuffled_rows(
         with_blocks: whether the blocks are asked for.
 
     Returns:
-        Rows and blocks, int64 of the entries' shape; None for blocks that were not asked for.
+        Rows and blocks of the entries' shape, int32 where the largest of both fits, else int64; None for blocks that were
+        not asked for.
     """
     permuted = shuffled(entries, num_keys, round_keys)
-    rows = (permuted % num_rows + first_row) % num_bank_rows
-    return rows, permuted // num_rows if with_blocks else None
+    rows, blocks = (permuted % num_rows + first_row) % num_bank_rows, permuted // num_rows
+    last = max(num_bank_rows - 1, (num_keys**2 - 1) // num_rows)
+    dtype = torch.int32 if last < 2**31 else torch.int64
+    return rows.to(dtype), blocks.to(dtype) if with_blocks else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.common import cpp
 from kernels.common.slices import token_slices
+from kernels.common.tables import row_dtype
 from kernels.shuffled_rows import naive
 
 
@@ -51,7 +52,10 @@ SCHEMA = (
 def empty_result(*operands: Any) -> tuple[Tensor, Tensor]:
     """Uninitialised results as `SCHEMA` declares them; also the ops' fake for `torch.compile`."""
     o = RowOperands(*operands)
-    return o.entries.new_empty(o.entries.shape), o.entries.new_empty(o.entries.shape if o.with_blocks else 0)
+    dtype = row_dtype(max(o.num_bank_rows, -(-(o.num_keys**2) // o.num_rows)))
+    shapes = (o.entries.shape, o.entries.shape if o.with_blocks else (0,))
+    rows, blocks = (o.entries.new_empty(shape, dtype=dtype) for shape in shapes)
+    return rows, blocks
 
 
 def from_custom_op(op: Callable[..., tuple[Tensor, Tensor]]) -> ShuffledRows:
@@ -103,7 +107,8 @@ def _in_cpp(*operands: Any) -> tuple[Tensor, Tensor]:
     rows, blocks = empty_result(*o)
     sizes = (o.num_keys, reciprocal(o.num_keys), o.num_rows, reciprocal(o.num_rows), o.first_row, o.num_bank_rows)
     cpp.call(
-        *("shuffled_rows", "shuffled_rows", entries, rows, blocks if o.with_blocks else None, entries.numel()),
+        *("shuffled_rows", "shuffled_rows", int(rows.dtype == torch.int64), entries, rows),
+        *(blocks if o.with_blocks else None, entries.numel()),
         *(*sizes, *o.round_keys),
     )
     return rows, blocks

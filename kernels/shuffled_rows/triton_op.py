@@ -72,9 +72,9 @@ def shuffled_rows_kernel(
     row += tl.cast(first_row, tl.uint64)
     bank = tl.cast(num_bank_rows, tl.uint64)
     row = tl.where(row >= bank, row - bank, row)
-    tl.store(rows + e, row.to(tl.int64), mask=present)
+    tl.store(rows + e, row.to(rows.dtype.element_ty), mask=present)
     if WITH_BLOCKS:
-        tl.store(blocks + e, block.to(tl.int64), mask=present)
+        tl.store(blocks + e, block.to(blocks.dtype.element_ty), mask=present)
 
 
 _ENTRIES = 512

@@ -78,6 +78,7 @@ class FetchedRows:
     def table(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See `RowFetch`."""
         self._wait()
+        rows = rows.to(self._held_ids.dtype)
         if not rows.numel():
             return self._held, rows
         places = self._places(rows)

@@ -191,7 +191,7 @@ class Reads(LayerUsage):
         self.problems: list[str] = []
 
     def record(self, rows: Tensor, scores: Tensor | None, out: Tensor, router: Tensor | None = None) -> None:
-        if rows.dtype != torch.int64 or len(rows) != len(out) or not out.is_floating_point():
+        if rows.dtype not in (torch.int32, torch.int64) or len(rows) != len(out) or not out.is_floating_point():
             self.problems.append(f"reads rows {rows.dtype} {tuple(rows.shape)} for {out.dtype} {tuple(out.shape)}")
         # Of several cores the sum decides.
         if scores is not None and (scores.dim() != 4 or (scores.sum(3).diff(dim=2) > 1e-6).any()):

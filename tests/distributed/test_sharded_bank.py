@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,9 +27,9 @@ from megamem.families.ultramem_v2.config import UltraMemV2Config
 from megamem.memory_config import MemoryConfig
 from megamem.random_fill import fill
 from megamem.sharing import BankSpec
-from parallel import sharded_bank
+from parallel.exchange import Exchange, gather_ids
 from parallel.layout import coefficients_per_rank
-from parallel.sharded_bank import GatheredRows, ShardedBank, announce_tokens
+from parallel.sharded_bank import ShardedBank, announce_tokens
 
 WORLD = 6
 
@@ -218,43 +217,35 @@ def on_rank(case: Case, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], bo
     return first, all(torch.equal(first[name], again[name]) for name in first)
 
 
-def ids_between_the_passes(group: dist.ProcessGroup) -> list[int]:
-    """Bytes of the unpacked ids after the forward pass and after a backward pass whose graph is retained, and of those
-    that the graph has after its last; and 1 if it has the packed ones still.
-    """
-    kept: list[weakref.ref[GatheredRows]] = []
+BANKS_OF_IDS = {(300, 1): torch.int32, (2**31, 1): torch.int32, (2**29, 4): torch.int32, (2**30, 4): torch.int64}
+"""Sizes of banks with their numbers of bins, and the dtype of their ids."""
 
-    class Watched(GatheredRows):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            kept.append(weakref.ref(self))
 
-    sharded_bank.GatheredRows = Watched  # type: ignore[misc]
-    case = CASES["ranks without tokens"]
-    bank = ShardedBank(
-        case.spec, case.memory, select_kernels("auto"), dtype=case.dtype, device="cpu", replica_rank=0, group=group
-    )
-    fill_bank(bank)
-    announce_tokens([bank], case.counts)
-    inputs = inputs_of(case, group.rank())
-    out = bank.read(inputs.rows, inputs.scores.requires_grad_(), inputs.pre_input, inputs.block, case.num_blocks)
-    sharded_bank.GatheredRows = GatheredRows  # type: ignore[misc]
-    (gathered,) = (ref() for ref in kept)
-    assert gathered is not None
-    ids = [part.untyped_storage() for part in (gathered.rows, gathered.bins) if part is not None]
-    del gathered
-    sizes = [sum(part.nbytes() for part in ids)]
-    out.sum().backward(retain_graph=True)
-    sizes.append(sum(part.nbytes() for part in ids))
-    freed: list[int] = []
-    for part in ids:
-        weakref.finalize(part, freed.append, part.nbytes())
-    del part, ids
-    assert not freed
-    once = inputs.scores.grad.clone()
-    out.sum().backward()
-    assert torch.equal(inputs.scores.grad, 2 * once)
-    return [*sizes, sizes[1] - sum(freed), int(kept[0]() is not None)]
+def ids_that_arrive(group: dist.ProcessGroup) -> list[bool]:
+    """Whether ids and bins of each bank come from all ranks as they were sent, in as many bits as they need."""
+    counts = (1, 0, 3)
+
+    def sent(rank: int, num_rows: int, num_bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(rank)
+        of_rank = (torch.randint(end, (counts[rank], 7), generator=g) for end in (num_rows, num_bins))
+        # The largest of all.
+        rows, bins = (
+            ids.index_fill_(1, torch.tensor(2), end - 1) for ids, end in zip(of_rank, (num_rows, num_bins), strict=True)
+        )
+        return rows, bins
+
+    found = []
+    for (num_rows, num_bins), dtype in BANKS_OF_IDS.items():
+        rows, bins = (
+            torch.cat(parts) for parts in zip(*(sent(rank, num_rows, num_bins) for rank in range(3)), strict=True)
+        )
+        own_rows, own_bins = sent(group.rank(), num_rows, num_bins)
+        bins_too = num_bins > 1
+        exchange = Exchange(group, counts)
+        ids, of_bin = gather_ids(own_rows, own_bins if bins_too else None, num_rows, num_bins, exchange)
+        right = ids.dtype == dtype and torch.equal(ids.long(), rows)
+        found.append(right and (torch.equal(of_bin.long(), bins) if of_bin is not None else not bins_too))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +256,7 @@ def outcomes(run_ranks: Any) -> dict[str, list[Any]]:
         found: dict[str, Any] = {
             name: on_rank(case, groups[case.size]) for name, case in CASES.items() if rank < case.size
         }
-        return found | ({"ids": ids_between_the_passes(groups[3])} if rank < 3 else {})
+        return found | ({"ids": ids_that_arrive(groups[3])} if rank < 3 else {})
 
     by_rank = run_ranks(main, WORLD)
     return {name: [of_rank[name] for of_rank in by_rank if name in of_rank] for name in by_rank[0]}
@@ -289,9 +280,8 @@ def test_a_lookup_repeats_to_the_bit(outcomes: dict[str, Any], name: str) -> Non
     assert all(repeats for _, repeats in outcomes[name])
 
 
-def test_ids_are_kept_packed_between_the_passes_and_not_at_all_after_the_last(outcomes: dict[str, Any]) -> None:
-    # 5 tokens with 5 ids each, with as many blocks, of 8 bytes.
-    assert outcomes["ids"] == [[0, 2 * 5 * 5 * 8, 0, 0]] * 3
+def test_ids_and_bins_arrive_in_32_bits_where_these_do(outcomes: dict[str, Any]) -> None:
+    assert outcomes["ids"] == [[True] * len(BANKS_OF_IDS)] * 3
 
 
 def test_a_rank_gets_the_coefficients_of_its_own_columns_only() -> None:

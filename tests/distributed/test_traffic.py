@@ -22,7 +22,6 @@ from megamem.families.tide.config import TideConfig
 from megamem.families.ultramem.config import UltraMemConfig
 from megamem.memory_config import MemoryConfig
 from megamem.sharing import BankSpec
-from parallel.packed_rows import RowFormat
 from parallel.sharded_bank import ShardedBank
 from pretrain.config.context_ways import WAYS
 from pretrain.config.schema import RunConfig
@@ -79,7 +78,7 @@ def lookup(memory: MemoryConfig, num_rows: int, dtype: torch.dtype) -> tuple[lis
     assert group is not None
     kernels = select_kernels("auto")
     bank = ShardedBank(BankSpec(0, 8, (0,)), memory, kernels, dtype=dtype, device="cpu", replica_rank=0, group=group)
-    # Ids are packed for a bank of this size; only its first rows are read, so only they are allocated.
+    # Ids are as wide as a bank of this size needs; only its first rows are read, so only they are allocated.
     bank.spec = BankSpec(0, num_rows, (0,))
     reads = memory.lookup.rows
     blocks = memory.lookup.bins
@@ -209,37 +208,3 @@ def test_attention_across_ranks_sends_what_the_formula_says(run_ranks: Any) -> N
         for config, total in zip(configs, totals, strict=True):
             assert total == attention_bytes(config, 4)
             assert total > 0
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_blocks", "bytes_per_id"),
-    [
-        (16, 1, 0.5),
-        (17, 1, 1),
-        (256, 1, 1),
-        (65_536, 1, 2),
-        (65_537, 1, 2.5),
-        (2**20, 1, 2.5),
-        (4781**2, 1, 3.5),
-        (2**22, 4, 3),
-    ],
-)
-def test_ids_take_as_many_half_bytes_as_the_bank_needs(num_rows: int, num_blocks: int, bytes_per_id: float) -> None:
-    form = RowFormat(num_rows, num_blocks)
-    assert form.num_bytes(1000) == 1000 * bytes_per_id
-    g = torch.Generator().manual_seed(1)
-    for count in (0, 1, 2, 9, 1000):
-        ranks = []
-        for _ in range(3):
-            rows = torch.randint(num_rows, (count,), generator=g)
-            block = torch.randint(num_blocks, (count,), generator=g) if num_blocks > 1 else None
-            if count:
-                rows[-1] = num_rows - 1
-            ranks.append((rows, block))
-        packed = [form.pack(rows, block) for rows, block in ranks]
-        assert {part.numel() for part in packed} == {form.num_bytes(count)}
-        rows, block = form.rows_and_bins(form.unpack(torch.cat(packed), count))
-        assert torch.equal(rows, torch.cat([rows for rows, _ in ranks]))
-        assert (block is None) == (num_blocks == 1)
-        if block is not None:
-            assert torch.equal(block, torch.cat([block for _, block in ranks if block is not None]))

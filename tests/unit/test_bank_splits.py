@@ -67,7 +67,7 @@ def test_whole_rows_move_no_byte_for_nothing(config: RunConfig) -> None:
     rows, columns = (bank_splits.rows_s(config, split, stage, TOKENS, H100) for split in (ROWS, COLUMNS))
     assert rows.gathers / columns.gathers == pytest.approx((1920 + 640) / 16 / (176 + 96))
     # Everybody's ids are walked as before, but sent to their owners alone 1/16 of them.
-    assert rows.ids > columns.ids > 2 * bank_splits.rows_s(config, TO_OWNERS, stage, TOKENS, H100).ids
+    assert rows.ids > columns.ids > 1.5 * bank_splits.rows_s(config, TO_OWNERS, stage, TOKENS, H100).ids
 
 
 def test_vectors_of_all_tokens_leave_the_cache(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,20 +43,56 @@ SMALL = RunConfig(
 )
 
 
-def traffic_of(config: RunConfig, *plants: Callable[[], Any]) -> list[tuple[str, str, str, int]]:
-    """Kind, line, operation and number of everything that passes between host and device in a rank's step."""
+@contextmanager
+def moved_ids(least: int, num_bytes: dict[str, int]) -> Iterator[None]:
+    """Adds up in `num_bytes`, by operation, what it reads and writes, by its schema, of tensors of so many integers."""
+    import torch
+    from torch.utils._pytree import tree_leaves
 
-    def main() -> list[tuple[str, str, str, int]]:
+    from pretrain.planning.dryrun.gpu_work import GpuWork
+
+    dispatch = GpuWork.__torch_dispatch__
+
+    def counted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = dispatch(self, func, types, args, kwargs)
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        if func.namespace != "prim" and not is_view and "empty" not in func._schema.name:
+            tensors = {id(each): each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
+            for each in tensors.values():
+                if not each.is_floating_point() and each.numel() >= least:
+                    num_bytes[func._schema.name] = num_bytes.get(func._schema.name, 0) + each.nbytes
+        return out
+
+    with patch.object(GpuWork, "__torch_dispatch__", counted):
+        yield
+
+
+def traffic_of(
+    config: RunConfig, *plants: Callable[[], Any]
+) -> tuple[list[tuple[str, str, str, int]], dict[str, float]]:
+    """Kind, line, operation and number of everything that passes between host and device in a rank's step; and bytes of
+    ids by operation, per entry that the rank looks up."""
+    memory = config.model.memory
+    assert memory is not None
+    # The entries of all ranks of the group in a microbatch.
+    num_entries = config.parallel.memory // config.parallel.tensor * config.train.sequence_length * memory.lookup.rows
+
+    def main() -> tuple[list[tuple[str, str, str, int]], dict[str, float]]:
         from contextlib import ExitStack
 
         from pretrain.planning.dryrun.rank import dry_run
 
+        num_bytes: dict[str, int] = {}
         with ExitStack() as stack:
+            stack.enter_context(moved_ids(num_entries, num_bytes))
             for plant in plants:
                 stack.enter_context(plant())
             (report,) = dry_run(config, WORLD, [0], as_gpu=True)
         (training,) = report.traffic
-        return [(found.kind.value, found.place.line, found.what, found.calls) for found in training.findings]
+        passes = report.num_microbatches * config.model.num_layers
+        per_entry = {op.partition("::")[2]: total / (num_entries * passes) for op, total in num_bytes.items()}
+        found = [(found.kind.value, found.place.line, found.what, found.calls) for found in training.findings]
+        return found, per_entry
 
     return launch_within(main, 1, timeout_s=120, num_threads=1)[0]
 
@@ -121,23 +157,37 @@ def line_of(plant: Callable[..., Any], text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def clean() -> list[tuple[str, str, str, int]]:
+def clean() -> tuple[list[tuple[str, str, str, int]], dict[str, float]]:
     return traffic_of(SMALL)
 
 
 @pytest.fixture(scope="module")
 def planted() -> set[tuple[str, str, str]]:
-    return {(kind, line, what) for kind, line, what, _ in traffic_of(SMALL, *PLANTS)}
+    return {(kind, line, what) for kind, line, what, _ in traffic_of(SMALL, *PLANTS)[0]}
 
 
-def test_a_step_copies_its_batch_and_reads_its_loss(clean: list[tuple[str, str, str, int]]) -> None:
+def test_a_step_copies_its_batch_and_reads_its_loss(clean: Any) -> None:
     by_kind: dict[str, int] = {}
-    for kind, _, _, calls in clean:
+    findings, _ = clean
+    for kind, _, _, calls in findings:
         by_kind[kind] = by_kind.get(kind, 0) + calls
     # Tokens, labels, positions and mask of each of two microbatches; the loss, the norms, and Megatron's number of tokens.
     assert by_kind == {"pinned copies": 8, "host reads": 3}
-    assert {line.partition(":")[0] for kind, line, *_ in clean if kind == "pinned copies"} == {
+    assert {line.partition(":")[0] for kind, line, *_ in findings if kind == "pinned copies"} == {
         "pretrain/data/loader.py"
+    }
+
+
+def test_ids_of_32_bits_are_all_that_a_lookup_moves_of_ids(clean: Any) -> None:
+    _, per_entry = clean
+    # Twice each; of the sort's results the rows are searched twice for blocks, and both are read for two tables.
+    assert per_entry == {
+        "_allgather_base_": 4,
+        "triton_gather_dot": 2 * 4,
+        "triton_gather_sum": 2 * 4,
+        "sort": 4 + 4 + 8,
+        "searchsorted": 2 * 4,
+        "triton_segment_accumulate": 2 * (4 + 8),
     }
 
 

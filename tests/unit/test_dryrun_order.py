@@ -118,18 +118,16 @@ def backward_on_a_stream_of_its_own() -> Iterator[None]:
 
 
 @contextmanager
-def ids_refilled_on_another_stream() -> Iterator[None]:
+def ids_gathered_on_another_stream() -> Iterator[None]:
     import torch
 
-    from parallel.sharded_bank import GatheredRows
+    from parallel.exchange import gather_ids
 
-    refill = GatheredRows._refill
-
-    def elsewhere(self: Any) -> None:
+    def elsewhere(*arguments: Any) -> Any:
         with torch.cuda.stream(torch.cuda.Stream()):
-            refill(self)
+            return gather_ids(*arguments)
 
-    with patch.object(GatheredRows, "_refill", elsewhere):
+    with patch("parallel.sharded_bank.gather_ids", elsewhere):
         yield
 
 
@@ -251,7 +249,7 @@ RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
         ("a batch overwritten before it left", a_batch_buffer_that_is_filled_again, "on the host", "a copy to the device"),
     )),
     (ALONE, (
-        ("ids written beside their reader", ids_refilled_on_another_stream, "sharded_bank.py", "copy_ writes"),
+        ("ids that are not there yet", ids_gathered_on_another_stream, "kernels/", "parallel/exchange.py"),
     )),
     (RING, (
         ("keys that are not there", messages_that_are_not_waited_for, "megamem/attention_tile.py", "recv writes"),

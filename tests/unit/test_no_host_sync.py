@@ -42,7 +42,7 @@ OUTSIDE_OF_STEPS = {
 STEP_PATH = [
     *sorted((REPOSITORY / "megamem").rglob("*.py")),
     *sorted((REPOSITORY / "kernels").rglob("*.py")),
-    *(REPOSITORY / "parallel" / name for name in ("exchange.py", "sharded_bank.py", "packed_rows.py")),
+    *(REPOSITORY / "parallel" / name for name in ("exchange.py", "sharded_bank.py")),
     *sorted((REPOSITORY / "parallel").glob("context*.py")),
 ]
 FILES = [path for path in STEP_PATH if path.relative_to(REPOSITORY).as_posix() not in OUTSIDE_OF_STEPS]

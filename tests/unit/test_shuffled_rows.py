@@ -43,6 +43,8 @@ def some_entries(num_keys: int, *shape: int) -> Tensor:
         # Four virtual blocks; a window that wraps around the bank.
         (64, 1024, 700, 1500),
         (1138, 1138**2, 1138**2 - 1, 1138**2),
+        # The largest rows of 32 bits.
+        (46_341, 2**31, 2**31 - 1, 2**31),
         (LARGEST, LARGEST**2 // 9, 10**15, LARGEST**2),
         (LARGEST, LARGEST, LARGEST, 2**62 - 1),
     ],

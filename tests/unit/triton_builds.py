@@ -100,9 +100,9 @@ def sources(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
     for tokens in (1, 4096):
         tile = gather_tile(shape.width // shape.groups, shape.reads, tokens * shape.groups)
         constants = {**common, "ENTRIES": tile.entries, "COLUMNS": tile.columns}
-        pointers = {"table": row, "ids": "*i64", "coef": row, "bins": "*i64", "out": row, "J": "i32"}
+        pointers = {"table": row, "ids": "*i32", "coef": row, "bins": "*i32", "out": row, "J": "i32"}
         yield gather_sum_kernel, pointers, constants, tile.num_warps
-        pointers = {"table": row, "ids": "*i64", "x": row, "bins": "*i64", "out": row, "J": "i32"}
+        pointers = {"table": row, "ids": "*i32", "x": row, "bins": "*i32", "out": row, "J": "i32"}
         yield gather_dot_kernel, pointers, constants, tile.num_warps
     yield from accumulations(shape)
 
@@ -119,7 +119,7 @@ def accumulations(shape: Shape) -> Iterator[tuple[Any, dict[str, str], dict[str,
     constants = {"BLOCK": triton_op.BLOCK, "W": shape.width, "COLUMNS": tile.columns, "SUM": tl.float32}
     entries = {"J": shape.reads, "C": shape.groups, "B": shape.blocks, "RUNS": tile.entries, "AHEAD": ACCUMULATE_AHEAD}
     pointers = {"accumulator": "*fp32", "sorted_rows": "*i32", "order": "*i64", "cuts": "*i32", "partials": "*fp32"}
-    pointers |= {"coef": row, "vec": row, "bins": "*i64", "num_slots": "i32", "slots_per_run": "i32"}
+    pointers |= {"coef": row, "vec": row, "bins": "*i32", "num_slots": "i32", "slots_per_run": "i32"}
     yield triton_op.segment_accumulate_kernel, pointers, {**constants, **entries}, tile.num_warps
     tile = accumulate_tile(shape.width)
     constants |= {"ITEMS": tile.entries, "COLUMNS": tile.columns}

@@ -101,7 +101,11 @@ class MidusLayer(MemoryLayer):
         bins = queries.shape[1] * self.num_ranks
         rows = found.entries.reshape(-1, bins * self.memory.top_k)
         scores = found.scores.reshape(-1, bins * self.memory.top_k, 1).to(heads.dtype)
-        bin_of_row = torch.arange(bins, device=rows.device).repeat_interleave(self.memory.top_k).expand_as(rows)
+        bin_of_row = (
+            torch.arange(bins, dtype=torch.int32, device=rows.device)
+            .repeat_interleave(self.memory.top_k)
+            .expand_as(rows)
+        )
         latent = self.lookup.read(rows, scores, None, bin_of_row.contiguous(), bins)
         # [n, S, V] x [n, V, d].
         out = torch.bmm(

@@ -41,7 +41,7 @@ def read_normalised(
     """RMSNorm(E_k[w]) without a gain, [t, b, K, D] in at least fp32, for token ids [t, b] and rows of `dtype`."""
     rows = rows_of_tokens(token_ids, num_tables)
     # A sum of its own for each row.
-    bins = torch.arange(num_tables, device=rows.device).expand_as(rows).contiguous()
+    bins = torch.arange(num_tables, dtype=torch.int32, device=rows.device).expand_as(rows).contiguous()
     ones = torch.ones(*rows.shape, 1, dtype=dtype, device=rows.device)
     read = lookup.read(rows, ones, None, bins, num_tables)
     # The width in full: there may be no token to infer it from.

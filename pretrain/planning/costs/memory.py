@@ -13,9 +13,10 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kernels.common.ids import bytes_per_id
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
-from parallel.layout import coefficients_per_rank, packed_bytes, padded_size
+from parallel.layout import coefficients_per_rank, padded_size
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
@@ -53,7 +54,7 @@ STATE_PARTS = (
 )
 """Parts that are held from the first step to the last; the rest comes and goes within a step."""
 
-_GRADIENT, _MOMENTS, _MAIN_WEIGHT, _ID = 4, 8, 4, 8
+_GRADIENT, _MOMENTS, _MAIN_WEIGHT = 4, 8, 4
 SORT_SCRATCH = 8 + 4 + 8
 """Bytes per entry that a GPU sorts by row: positions to begin with, and the second halves of CUB's double buffers."""
 ITEM_BYTES = 1 << 26
@@ -269,7 +270,7 @@ def block_kept(
     own = stage.memory
     if not stage.lookups or not blocks.memories:
         return parts
-    per_token = 4 * own.kept_wide + element * own.kept_narrow + _ID * own.kept_ids
+    per_token = 4 * own.kept_wide + element * own.kept_narrow + 8 * own.kept_ids
     memory = tokens * per_token + own.kept_keys * element
     assert model.memory is not None
     shared = family_of(model.memory).shared_kept_wide(model.memory, model.hidden_size)
@@ -292,7 +293,7 @@ def _core_kept(config: RunConfig, tokens: int) -> float:
 
 
 def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
-    """Ids (packed, of all ranks of the group), coefficients, projected inputs, products and sums of one lookup.
+    """Ids and bins (of all ranks of the group), coefficients, projected inputs, products and sums of one lookup.
 
     Without pre-values on whole tables the coefficients are the scores, which are the layer's own.
     """
@@ -302,14 +303,19 @@ def _lookup_kept(config: RunConfig, bank_rows: int, tokens: int) -> float:
     reads = tokens * lookup.rows
     sums = tokens * lookup.bins * memory.width("values") * element
     coefficients = group * reads * coefficients_per_rank(lookup.scores, group) * element
-    if group > 1:
-        ids: float = group * packed_bytes(reads, bank_rows * lookup.bins)
-    else:
-        ids = reads * _ID * (1 if lookup.bins == 1 else 2)
-        coefficients = coefficients if pre_width else 0
+    ids = group * reads * _id_bytes(config, bank_rows) * (1 if lookup.bins == 1 else 2)
+    if group == 1 and not pre_width:
+        coefficients = 0
     # Products before their activation and after it.
     products = reads * element * (1 if lookup.activation == "none" else 2) if pre_width else 0
     return ids + coefficients + tokens * pre_width * element + products + sums
+
+
+def _id_bytes(config: RunConfig, bank_rows: int) -> int:
+    """Bytes of an id, and of a bin, as a lookup keeps them."""
+    assert config.model.memory is not None
+    bins = config.model.memory.lookup.bins if config.parallel.memory > 1 else 1
+    return bytes_per_id(bank_rows * bins)
 
 
 def block_passing(
@@ -318,10 +324,9 @@ def block_passing(
     """Bytes that one block adds at its peak to `kept`, the bytes that backward needs of its forward pass, by part.
 
     The peak is the largest of six moments. Selection of entries: the family's figure. Read of the memory: the scores of
-    all keys, all ranks' ids unpacked, 8 bytes and as many for bins, and coefficients as they are cut for ranks and as
-    they leave, or before them rows and bins in one. Backward of the read: the ids again, and their sort, 4 bytes of
-    rows before and 4 after, and 8 of positions, with the sort's scratch. Backward of the retrieval: the gradients of the key scores, when what
-    the lookup and the entries kept is gone. Backward of the feed-forward: see `_ffn_backward`. Backward of attention
+    all keys, and coefficients as they are cut for ranks and as they leave, or before them rows and bins in one number.
+    Backward of the read: the ids' sort, their rows and 8 bytes of positions, with the sort's scratch. Backward of the
+    retrieval: the gradients of the key scores, when what the lookup and the entries kept is gone. Backward of the feed-forward: see `_ffn_backward`. Backward of attention
     across ranks, when what the feed-forward kept is gone: see `attention_backward`.
     """
     model, element, group = config.model, config.train.element_bytes, config.parallel.memory
@@ -341,15 +346,15 @@ def block_passing(
         moments.append({MemoryPart.BACKWARD: 3.0 * shared, **{part: -kept[part] for part in gone if not whole}})
     elif memory is not None and stage.lookups and stage.backward.memories:
         lookup = memory.lookup
-        ids, bins = group * tokens * lookup.rows, lookup.bins > 1
-        unpacked = float(_ID * ids * (1 + bins) if group > 1 else 0)
-        passing = max(2 * coefficients_per_rank(lookup.scores, group) * element, _ID * bins) * ids if group > 1 else 0
+        ids, per_id = group * tokens * lookup.rows, _id_bytes(config, max(stage.lookups))
+        cut, both = 2 * coefficients_per_rank(lookup.scores, group) * element, per_id * (lookup.bins > 1)
+        passing = max(cut, both) * ids if group > 1 else 0
         of_scores = 4 * tokens * stage.memory.backward_wide / len(stage.lookups)
         entries = tokens * stage.memory.kept_by_entries / len(stage.lookups)
         moments += [
             {MemoryPart.MEMORY: 4.0 * tokens * stage.memory.select_wide / len(stage.lookups)},
-            {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: unpacked + passing},
-            {MemoryPart.EXCHANGE: unpacked, MemoryPart.MEMORY: float((_ID + 8 + SORT_SCRATCH) * ids)},
+            {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: float(passing)},
+            {MemoryPart.MEMORY: float((per_id + 8 + SORT_SCRATCH) * ids)},
             {
                 MemoryPart.BACKWARD: of_scores,
                 MemoryPart.MEMORY: -entries,

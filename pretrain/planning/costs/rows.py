@@ -3,8 +3,7 @@
 Rows count in whole granules of what DRAM moves at a time, ids and coefficients as often as a kernel reads or writes
 them. What the ranks of the memory group send each other is in `pretrain.planning.costs.traffic`.
 
-Legend: G ranks of the memory group, T tokens of a rank, J rows read per token, M = G T J entries, w bytes per packed id,
-n coefficients per row and rank, e bytes per element.
+Legend: G ranks of the memory group, T tokens of a rank, J rows read per token, M = G T J entries, n coefficients per row and rank, e bytes per element.
 """
 
 from __future__ import annotations
@@ -15,20 +14,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from kernels.common.ids import bytes_per_id
 from kernels.common.tiles import accumulate_instructions
 from megamem.memory_config import MemoryConfig
-from parallel.layout import bytes_per_id, coefficients_per_rank
+from parallel.layout import coefficients_per_rank
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.hardware import Hardware
 from pretrain.planning.costs.stages import Stage
 
 GRANULE_BYTES = 64
 """Bytes that DRAM of a GPU moves at the least."""
-_ID = 8
-"""An unpacked id is an int64."""
-_SORT_BYTES = 12 + 4 + 4 * 24
-"""Bytes per entry of a sort by row (`kernels.segment_accumulate`): ids narrowed to 32 bits, read once for a histogram,
-and four passes that read and write them with their 64-bit places."""
+_SORT_BYTES = 4 + 4 * 24
+"""Bytes per entry of a sort by row (`kernels.segment_accumulate`): ids of 32 bits, read once for a histogram, and four
+passes that read and write them with their 64-bit places."""
 _ORDER_BYTES = 4 + 8
 """Bytes per entry that `segment_accumulate` reads of the sort's result."""
 _SECTOR_BYTES = 32
@@ -41,7 +39,7 @@ class RowSeconds:
 
     Attributes:
         gathers: rows of tables, read for sums, products and the gradients of coefficients and inputs.
-        ids: unpacking, sort, and copies of ids and coefficients.
+        ids: sort, and copies of ids and coefficients.
         gradients: sums over the entries of each row, added to the tables' fp32 gradients.
     """
 
@@ -79,15 +77,16 @@ def _one_way(
 ) -> RowSeconds:
     """Forward pass of a lookup: every table's rows, read by one kernel; the same again is part of backward."""
     group, element, lookup = config.parallel.memory, config.train.element_bytes, memory.lookup
-    bins = lookup.bins > 1
+    bins, per_id = lookup.bins > 1, bytes_per_id(bank_rows * lookup.bins)
     coefficient = coefficients_per_rank(lookup.scores, group) * element
     per_entry, rows = 0.0, 0.0
     for table in memory.tables:
         rows += moved_bytes(table.width // group * element)
         # Ids, with bins where there are several, and a coefficient or product per entry.
-        per_entry += _ID * (1 + bins) + coefficient
+        per_entry += per_id * (1 + bins) + coefficient
     if group > 1:
-        per_entry += _unpacked_bytes(bank_rows, lookup.bins)
+        # A number of both, twice read for the row and the bin in it.
+        per_entry += 4 * per_id * bins
         # Cut by ranks, sent and received; products are received to be summed.
         per_entry += 3 * coefficient + (3 * element if memory.width("pre_values") else 0)
     return RowSeconds(
@@ -101,9 +100,7 @@ def _backward(
 ) -> RowSeconds:
     """Backward pass of a lookup: the rows again for the gradients of what weights them, and those of the tables."""
     group = config.parallel.memory
-    # The ids that `GatheredRows` has emptied are unpacked again, and copied to where autograd looks for them.
-    refilled = 2 * _ID * (1 + (memory.lookup.bins > 1)) if group > 1 else 0
-    sorting = num_entries * (_SORT_BYTES + refilled) / hardware.stream_bytes_per_s
+    sorting = num_entries * _SORT_BYTES / hardware.stream_bytes_per_s
     accumulating = 0.0
     for table in memory.tables:
         groups = coefficients_per_rank(memory.lookup.scores, group) if table.name != "pre_values" else 1
@@ -134,17 +131,6 @@ def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, h
 def moved_bytes(row_bytes: int, granule_bytes: int = GRANULE_BYTES) -> int:
     """Bytes of the granules that a row touches, on the average over the rows of a table."""
     return row_bytes + granule_bytes - math.gcd(row_bytes, granule_bytes)
-
-
-def _unpacked_bytes(bank_rows: int, bins: int) -> float:
-    """Bytes per id that `RowFormat.unpack` reads and writes: zeros, low bytes, half bytes; then rows and bins apart."""
-    whole, odd = bytes_per_id(bank_rows * bins)
-    # Bytes are written eight apart, so that all of the int64 moves.
-    num_bytes: float = _ID + whole + _ID
-    if odd:
-        # Both halves are cut out of a byte, stacked, and written.
-        num_bytes += 2 * 0.5 + 2 * 0.5 + 1 + 1 + 1 + _ID
-    return num_bytes + (4 * _ID if bins > 1 else 0)
 
 
 @lru_cache(maxsize=4096)

@@ -29,7 +29,7 @@ from pretrain.planning.costs.traffic import context_bytes, copies_bytes, lookup_
 
 LAUNCHES_DENSE = (70, 117)
 """Kernels of a block without its memory, forward and backward: operations that `megamem dryrun` counts."""
-LAUNCHES_MEMORY = (48, 121)
+LAUNCHES_MEMORY = (43, 118)
 """Kernels of a memory layer with a split table, forward and backward, counted alike."""
 LAUNCHES_MIXTURE = (18, 50)
 """Kernels that a mixture's router and dispatcher add to a block, counted alike."""

@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import astuple, dataclass
 from functools import partial
 
+from kernels.common.ids import bytes_per_id
 from megamem.memory_config import MemoryConfig
-from parallel.layout import coefficients_per_rank, packed_bytes
+from parallel.layout import coefficients_per_rank
 from pretrain.config.context_ways import context_way, run_costs
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.held import copied_elements
@@ -65,7 +66,7 @@ def lookup_traffic(
     reads = num_tokens * lookup.rows
     pre_width = memory.width("pre_values")
     return LookupTraffic(
-        rows=0 if follows_heads else others * packed_bytes(reads, num_bank_rows * lookup.bins),
+        rows=0 if follows_heads else others * reads * bytes_per_id(num_bank_rows * lookup.bins),
         pre_input=others * num_tokens * (pre_width // group_size) * element_bytes,
         products=others * reads * element_bytes if pre_width else 0,
         coefficients=others * reads * coefficients_per_rank(lookup.scores, group_size) * element_bytes,

@@ -13,7 +13,6 @@ _BY_MODULE = (
     ("pretrain.engine.value_offload", MemoryPart.HOST),
     ("parallel.exchange", MemoryPart.EXCHANGE),
     ("parallel.sharded_bank", MemoryPart.EXCHANGE),
-    ("parallel.packed_rows", MemoryPart.EXCHANGE),
     ("parallel.context", MemoryPart.ATTENTION),
     ("megamem.attention", MemoryPart.ATTENTION),
     ("megamem.chunked_loss", MemoryPart.LOSS),

@@ -9,6 +9,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from kernels.common.ids import bytes_per_id
+from kernels.common.tables import row_dtype
 from megamem.memory_config import MemoryConfig
 from megamem.retrieval.config import ProductKeyConfig, RetrievalConfig, TuckerConfig
 from parallel.layout import coefficients_per_rank
@@ -137,7 +139,8 @@ def _shuffle(config: RunConfig, memory: MemoryConfig, tokens: int) -> list[Call]
     window = view.num_rows, view.first_row, view.num_bank_rows
     with_blocks = memory.num_value_projections > 1
     launches = recorded(lambda: launcher(shuffled._shuffled_rows)(entries, *grid, *window, with_blocks))
-    streamed = Access((2 + with_blocks) * _bytes(entries))
+    written = bytes_per_id(view.num_bank_rows) * (1 + with_blocks)
+    streamed = Access(_bytes(entries) + written * entries.numel())
     return [Call("shuffled_rows", None, True, tuple(launches), (streamed,), None)]
 
 
@@ -174,7 +177,7 @@ class _Tables:
         ]
 
     def _ids(self) -> Tensor:
-        return _empty(self.tokens, self.rows_per_token)
+        return _empty(self.tokens, self.rows_per_token, dtype=row_dtype(self.reads.num_rows))
 
     def _coef(self, scores: int) -> Tensor:
         return _empty(self.tokens, self.rows_per_token, scores, dtype=self.dtype)
