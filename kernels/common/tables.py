@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.common.gradient_stream import GradientStream
 from kernels.common.ids import bytes_per_id
 
 
@@ -78,7 +79,8 @@ def table_gradient(
     """Gradient that backward of a gather returns for its table.
 
     Under Megatron's DDP the gradient is added to `table.main_grad`, and the result is an empty sparse tensor: it costs
-    nothing, and DDP's hook still fires. Otherwise it is the dense gradient.
+    nothing, and DDP's hook still fires. It may be added on a stream of its own (`table.gradient_stream`), which whoever
+    reads it waits for. Otherwise it is the dense gradient.
 
     Args:
         table: [rows, W], the parameter.
@@ -91,7 +93,11 @@ def table_gradient(
         gradient = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
         accumulate(gradient, ids, coef, vec, bins)
         return gradient.to(table.dtype)
-    accumulate(main_grad, ids, coef, vec, bins)
+    stream: GradientStream | None = getattr(table, "gradient_stream", None)
+    if stream is None:
+        accumulate(main_grad, ids, coef, vec, bins)
+    else:
+        stream.add(accumulate, main_grad, ids, coef, vec, bins)
     table.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64, device=table.device),

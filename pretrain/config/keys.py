@@ -148,6 +148,7 @@ def _has_stages(run: RunConfig) -> bool:
 
 _OF_MEMORY = (
     "parallel.overlap_memory",
+    "parallel.gradient_sm_share",
     "train.kernels",
     "logging.memory_every_steps",
     "optimizer.value_weight_decay",

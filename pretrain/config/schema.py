@@ -29,6 +29,7 @@ Origin = Literal["stage", "run"]
 Shuffle = Literal["documents", "samples"]
 PLAIN_NAME = re.compile(r"[\w.+=-]+")
 """Names of runs and stages, which stand in paths, command lines and batch scripts."""
+ShareOfGpu = Annotated[PositiveFloat, Le(1), Advice("it is a share of a GPU")]
 ShareOfRate = Annotated[NonNegativeFloat, Le(1), Advice("it is a share of optimizer.lr")]
 
 
@@ -66,6 +67,16 @@ class ParallelConfig(Config):
     overlap_memory: Annotated[bool, EffectiveWhen(lambda c: c.memory > 1, "parallel.memory is above 1")] = True
     """On GPUs, run the memory of split tables on a CUDA stream of its own beside the feed-forward; false: one after
     the other."""
+    gradient_sm_share: Annotated[
+        ShareOfGpu,
+        EffectiveWhen(
+            lambda c: c.memory > 1 and c.overlap_memory,
+            "parallel.memory is above 1 and parallel.overlap_memory is true",
+        ),
+    ] = 1.0
+    """Share of a GPU's multiprocessors, the others of which go on with products of matrices, on which the gradients of
+    split tables are added up beside the rest of backward; 1: all, whichever kernel comes first. Below 1 needs torch
+    2.12."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over the replicas in parts, each as soon as the last microbatch's backward pass has it; false:
     all of them after that pass."""

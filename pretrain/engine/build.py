@@ -35,6 +35,7 @@ from pretrain.config.context_ways import context_way
 from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import ddp_config, parameter_dtype, run_chunks, transformer_config
+from pretrain.engine.table_gradients import add_beside_backward, make_gradient_stream
 from pretrain.engine.weight_gathering import wait_before_memories
 from pretrain.errors import ConfigError
 
@@ -192,6 +193,7 @@ def wrap_chunks(
 ) -> list[DistributedDataParallel]:
     """Put the chunks under bf16 conversion (if they are bf16) and Megatron's DDP."""
     wrapped = []
+    gradient_stream = make_gradient_stream(config, groups)
     for index, chunk in enumerate(chunks):
         module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
         wrapped.append(
@@ -201,6 +203,8 @@ def wrap_chunks(
         )
         if config.parallel.overlap_param_gather:
             wait_before_memories(wrapped[-1], chunk)
+        if gradient_stream is not None:
+            add_beside_backward(wrapped[-1], chunk, gradient_stream)
     if config.parallel.overlap_grad_reduce:
         # Only the last microbatch's backward pass makes gradients that are complete: the schedules ask for this.
         no_sync = [_weakly(chunk.no_sync) for chunk in wrapped]

@@ -18,6 +18,7 @@ from parallel.ranks import RankEnvironment
 from pretrain.config.schema import RunConfig
 from pretrain.engine.build import build_unset_chunks
 from pretrain.engine.session import relaid, session
+from pretrain.engine.table_gradients import make_gradient_stream
 from pretrain.train.loop import take_step
 
 LAYOUTS, STAND_INS = Table(), Table()
@@ -207,6 +208,23 @@ def _(base: Subject, second: Subject) -> None:
         assert branch.call_count == overlaps
         join()
         assert branch.call_count == 1
+
+
+@STAND_INS.key("parallel.gradient_sm_share", 0.5, set_key(BASE, "parallel.memory", 2))
+def _(base: Subject, second: Subject) -> None:
+    """Gradients of tables have a stream, or one of a context of half of the multiprocessors, in whole groups of 8."""
+    for subject, num_streams, contexts in ((base, 1, []), (second, 0, [{"num_sms": 64, "device_id": 0}])):
+        groups = replace(subject.groups, device=torch.device("cuda", 0))
+        with (
+            patch("torch.cuda.Stream") as stream,
+            patch("torch.cuda.green_contexts.GreenContext.create") as create,
+            patch("torch.cuda.get_device_properties", return_value=MagicMock(multi_processor_count=132)),
+        ):
+            made = make_gradient_stream(subject.config, groups)
+        assert made is not None
+        assert stream.call_count == num_streams
+        assert [call.kwargs for call in create.call_args_list] == contexts
+        assert made._stream is (create.return_value.Stream.return_value if contexts else stream.return_value)
 
 
 @STAND_INS.key("parallel.timeout_minutes", 7.0)

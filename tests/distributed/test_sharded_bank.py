@@ -222,7 +222,7 @@ BANKS_OF_IDS = {(300, 1): torch.int32, (2**31, 1): torch.int32, (2**29, 4): torc
 
 
 def ids_that_arrive(group: dist.ProcessGroup) -> list[bool]:
-    """Whether ids and bins of each bank come from all ranks as they were sent, in as many bits as they need."""
+    """True if ids and bins of each bank come from all ranks as they were sent, in as many bits as they need."""
     counts = (1, 0, 3)
 
     def sent(rank: int, num_rows: int, num_bins: int) -> tuple[torch.Tensor, torch.Tensor]:

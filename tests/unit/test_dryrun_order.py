@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -39,7 +40,7 @@ LAYOUTS = {
     "interleaved": replace(
         ALONE,
         model=replace(ALONE.model, num_layers=4),
-        parallel=ParallelConfig(pipeline=2, virtual_pipeline=2, memory=2),
+        parallel=ParallelConfig(pipeline=2, virtual_pipeline=2, memory=2, gradient_sm_share=0.5),
         train=replace(ALONE.train, global_batch_size=4),
     ),
     "ring": RING,
@@ -129,6 +130,34 @@ def ids_gathered_on_another_stream() -> Iterator[None]:
 
     with patch("parallel.sharded_bank.gather_ids", elsewhere):
         yield
+
+
+@contextmanager
+def gradients_that_no_reduction_waits_for() -> Iterator[None]:
+    with patch("kernels.common.gradient_stream.GradientStream.wait", lambda self: None):
+        yield
+
+
+@contextmanager
+def gradients_released_without_a_wait() -> Iterator[None]:
+    with patch("kernels.common.gradient_stream.GradientStream._release", lambda self: self._under_way.clear()):
+        yield
+
+
+def gradients_on_their_stream(*, waits: bool = True, holds: bool = True) -> Plant:
+    """`GradientStream.add` without a wait for its operands, or of operands that nobody holds."""
+
+    def add(self: Any, accumulate: Any, *tensors: Any) -> None:
+        import torch
+
+        if waits:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            accumulate(*tensors)
+        if holds:
+            self._under_way.append(SimpleNamespace(caller=self._stream, done=self._stream.record_event(), held=tensors))
+
+    return lambda: patch("kernels.common.gradient_stream.GradientStream.add", add)
 
 
 @contextmanager
@@ -250,6 +279,20 @@ RUNS: tuple[tuple[RunConfig, tuple[tuple[str, Plant, str, str], ...]], ...] = (
     )),
     (ALONE, (
         ("ids that are not there yet", ids_gathered_on_another_stream, "kernels/", "parallel/exchange.py"),
+    )),
+    (ALONE, (
+        ("gradients that are reduced too early", gradients_that_no_reduction_waits_for, "reduce_scatter",
+         "segment_accumulate writes"),
+    )),
+    (ALONE, (
+        ("gradients of what is not there", gradients_on_their_stream(waits=False), "segment_accumulate",
+         "allgather_base writes"),
+    )),
+    (DEEPER, (
+        ("operands freed before they are waited for", gradients_released_without_a_wait, "freed", "segment_accumulate"),
+    )),
+    (DEEPER, (
+        ("ids freed early", gradients_on_their_stream(holds=False), "freed", "segment_accumulate"),
     )),
     (RING, (
         ("keys that are not there", messages_that_are_not_waited_for, "megamem/attention_tile.py", "recv writes"),

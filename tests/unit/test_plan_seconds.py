@@ -17,7 +17,7 @@ from pretrain.planning.costs.memory import trained_dense, trained_tables
 from pretrain.planning.costs.reductions import Piece, Weights, gather_exposed, pieces_of, reduce_exposed, ring_s
 from pretrain.planning.costs.rows import accumulate_s, distinct_rows, moved_bytes, row_seconds
 from pretrain.planning.costs.stages import Division, stages_of
-from pretrain.planning.costs.timing import TimePart, assumptions, step_time
+from pretrain.planning.costs.timing import TimePart, assumptions, beside_backward, step_time
 from tools import cli
 from tools.maintenance.check_plan import shipped_models
 from tools.vocabulary import with_vocabulary
@@ -67,9 +67,13 @@ def test_a_layer_pass_is_what_was_computed_by_hand() -> None:
     entries = 16 * 8192 * 256
     # Both ways: values of 60 columns and pre-values of 20.
     assert one.gathers / 12 == pytest.approx(2 * entries * (176 + 96) / H100.gather_bytes_per_s)
-    # Kernels read ids and coefficients four times; one sort; six elements are copied each way.
-    per_entry = 4 * (4 + 2) + 100 + 2 * 6 * 2
+    # Kernels read ids and coefficients four times; six elements are copied each way.
+    per_entry = 4 * (4 + 2) + 2 * 6 * 2
     assert one.ids / 12 == pytest.approx(entries * per_entry / H100.stream_bytes_per_s)
+    # One sort, for both tables.
+    adding = sum(accumulate_s(entries, bank_rows, width, 1, H100) for width in (60, 20))
+    assert one.sort / 12 == pytest.approx(entries * 100 / H100.stream_bytes_per_s)
+    assert one.gradients / 12 == pytest.approx(adding)
 
 
 def test_gradients_take_their_bytes_or_their_instructions() -> None:
@@ -195,9 +199,45 @@ def test_exchanges_hide_behind_the_feed_forwards_beside_them_alone() -> None:
     assert step_time(instead, 256, H100).by_part[part] == alone.by_part[part]
 
 
+@pytest.mark.parametrize(
+    ("share", "gradients", "products", "exchange", "exposed", "left"),
+    [
+        # Whichever comes first has the whole GPU; only the links are another's.
+        (1.0, 10.0, 4.0, 3.0, 10.0, 0.0),
+        (1.0, 2.0, 4.0, 3.0, 2.0, 1.0),
+        # Half of the multiprocessors are enough: four seconds of products take eight meanwhile.
+        (0.5, 10.0, 4.0, 0.0, 6.0, 0.0),
+        (0.5, 10.0, 8.0, 0.0, 5.0, 0.0),
+        (0.5, 2.0, 8.0, 0.0, 1.0, 0.0),
+        # A quarter makes them take twice as long.
+        (0.25, 10.0, 4.0, 0.0, 16.0, 0.0),
+    ],
+)
+def test_products_run_beside_gradients_on_the_rest_of_the_gpu(
+    share: float, gradients: float, products: float, exchange: float, exposed: float, left: float
+) -> None:
+    hardware = replace(H100, row_sm_share=0.5)
+    of_share = large() if share == 1 else large(f"parallel.gradient_sm_share={share}")
+    found = beside_backward(of_share, gradients, products, exchange, hardware)
+    assert (found.gradients, found.exchange) == pytest.approx((exposed, left))
+    apart = beside_backward(large("parallel.overlap_memory=false"), gradients, products, exchange, hardware)
+    assert (apart.gradients, apart.exchange) == (gradients, exchange)
+
+
+def test_what_hides_makes_the_bubble_smaller_too() -> None:
+    whole, half = (step_time(config, 256, H100) for config in (large(), large("parallel.gradient_sm_share=0.5")))
+    hidden = [whole.by_part[part] - half.by_part[part] for part in (TimePart.MEMORY_GRADIENTS, TimePart.BUBBLE)]
+    # Two thirds of the products are backward's. A stage of two chunks waits for half of a microbatch, of four.
+    assert hidden[0] == pytest.approx(2 / 3 * whole.by_part[TimePart.MATMULS], rel=0.02)
+    assert hidden[1] == pytest.approx(hidden[0] / 2 / 4)
+
+
 def test_a_plan_says_what_it_takes_for_granted(capsys: pytest.CaptureFixture[str]) -> None:
     said = " / ".join(assumptions(large(), stages_of(large())[0], H100))
     assert "exchanges of 12 of 12 memories run beside" in said
+    assert "backward's exchanges also run beside gradients of tables" in said
+    half = " / ".join(assumptions(large("parallel.gradient_sm_share=0.5"), stages_of(large())[0], H100))
+    assert "products run beside gradients of tables, which have 50 % of the multiprocessors" in half
     assert "rows of tables are read evenly" in said
     config = large("parallel.overlap_memory=false", "parallel.overlap_grad_reduce=false")
     said = " / ".join(assumptions(config, stages_of(config)[0], replace(H100, row_skew=0.8)))

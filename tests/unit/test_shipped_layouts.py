@@ -23,6 +23,7 @@ from tools.maintenance.plan_page import (
     MODELS,
     Planned,
     against_groups,
+    against_mixture,
     markdown_table,
     marks,
     outlook_row,
@@ -104,6 +105,8 @@ def test_the_page_says_what_is_computed() -> None:
     shown = {cells[1].strip(): cells[-2].strip() for line in of_model.splitlines() if len(cells := line.split("|")) > 3}
     for row in rows_of(config, [plan], H100):
         assert shown[row[0]] == row[1]
+    for line in markdown_table(against_mixture(GPUS[-1:], H100)):
+        assert line in computed
     assert "| " + " | ".join(outlook_row(GPUS[0], H100)) + " |" in computed
 
 

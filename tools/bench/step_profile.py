@@ -177,6 +177,9 @@ class _Hooks:
         for bank in model.banks.values():
             assert isinstance(bank, Bank)
             self._set(bank, "kernels", self._marked_kernels(bank.kernels))
+            for table in bank.parameters():
+                if hasattr(table, "gradient_stream"):
+                    self._set(table, "gradient_stream", None)
         for layer in model.memory_layers:
             self._add_layer(layer)
         for module in model.modules():

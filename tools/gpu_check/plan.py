@@ -179,6 +179,9 @@ def _layouts(on_gpu: str, config: RunConfig, tolerance: float) -> Iterator[Trial
         # Reduced in other parts, norms are summed in another order.
         rounded = tolerance if key == "parallel.overlap_grad_reduce" else 0.0
         yield Trial(f"{name} off", with_keys(beside, f"{key}=false"), 2, like=name, tolerance=rounded)
+        if key == "parallel.overlap_memory":
+            on_half = with_keys(beside, "parallel.gradient_sm_share=0.5")
+            yield Trial(f"{name}, gradient_sm_share 0.5", on_half, 2, like=name, tolerance=rounded)
 
 
 def _can_be_cut(config: RunConfig) -> bool:

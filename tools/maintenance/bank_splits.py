@@ -156,16 +156,19 @@ def rows_s(config: RunConfig, split: Split, stage: Stage, tokens: int, hardware:
         # Written, cut or added up, sent and received.
         copied += 4 * (parts - 1) * tokens * table.width * element
     passes, backward = len(stage.lookups) + len(stage.backward_lookups), len(stage.backward_lookups)
-    ids = busiest * owned.ids if split.to_owners and parts > 1 else every.ids
+    of_owners = split.to_owners and parts > 1
     return RowSeconds(
         gathers=busiest * owned.gathers,
-        ids=ids + passes * copied / hardware.stream_bytes_per_s,
+        ids=(busiest * owned.ids if of_owners else every.ids) + passes * copied / hardware.stream_bytes_per_s,
+        sort=busiest * owned.sort if of_owners else every.sort,
         gradients=busiest * (owned.gradients + backward * missed / hardware.gather_bytes_per_s),
     )
 
 
-def exchange_s(config: RunConfig, split: Split, stage: Stage, division: Division, hardware: Hardware) -> float:
-    """Exposed seconds of the exchanges of a microbatch, as `pretrain.planning.costs.timing` hides them."""
+def exchange_s(
+    config: RunConfig, split: Split, stage: Stage, division: Division, hardware: Hardware
+) -> tuple[float, float]:
+    """Exposed seconds of the exchanges of a microbatch, forward and backward, as `pretrain.planning.costs.timing` hides them."""
 
     def bytes_of_ways(config: RunConfig, stage: Stage, division: Division) -> tuple[float, float]:
         forward, backward = 0.0, 0.0
@@ -198,9 +201,9 @@ def estimates(config: RunConfig, split: Split, num_gpus: int, hardware: Hardware
     """Every layout that fits with a bank split so, with groups of up to `MOST_RANKS`; the fastest first."""
     exposed = timing._exposed_exchange_s
 
-    def exchange(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
+    def exchange(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
         if config.parallel.memory == 1:
-            return 0.0
+            return 0.0, 0.0
         with mock.patch.object(timing, "_exposed_exchange_s", exposed):
             return exchange_s(config, split, stage, division, hardware)
 
@@ -259,12 +262,13 @@ def passes(config: RunConfig, hardware: Hardware) -> Iterator[Row]:
                 )
                 link = sum(_link_s(way, grouped, split, skewed) for way in ways)
                 widths = " + ".join(str(table.width // columns * config.train.element_bytes) for table in memory.tables)
-                total = seconds.gathers + seconds.ids + seconds.gradients + link
+                ids = seconds.ids + seconds.sort
+                total = seconds.gathers + ids + seconds.gradients + link
                 busiest = _BUSIEST[parts] if skew else 1.0
                 yield (
                     *(f"Zipf {skew:g}" if skew else "even", str(group), split.name, widths),
                     f"{busiest * columns * _TOKENS * memory.lookup.rows / 1e6:.1f}",
-                    *(f"{1e3 * part:.1f}" for part in (seconds.gathers, seconds.ids, seconds.gradients)),
+                    *(f"{1e3 * part:.1f}" for part in (seconds.gathers, ids, seconds.gradients)),
                     *(f"{part / _TOKENS / 1e3:.1f}" for part in (near + far, far)),
                     *(f"{1e3 * link:.1f}", f"{1e3 * total:.1f}"),
                 )

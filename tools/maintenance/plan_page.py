@@ -18,12 +18,16 @@ from pretrain.planning.costs.hardware import Hardware, load_hardware
 from pretrain.planning.costs.layouts import Estimate, all_estimates, dense_twin, estimate, recommended, too_large
 from pretrain.planning.costs.memory import STATE_PARTS, MemoryPart
 from pretrain.planning.costs.stages import Division
-from pretrain.planning.costs.timing import TimePart
+from pretrain.planning.costs.timing import TimePart, step_time
 
 GPU = "h100-80g"
 GPUS = (64, 256, 512)
 CONFIGS = Path(__file__).parents[2] / "configs" / "ultramemv2"
 MODELS = {"2.5B/120B-top256": "2.5b_120b_top256.yaml", "2.5B/60B-top768": "2.5b_60b_top768.yaml"}
+MIXTURE = "olmoe/2.5b_120b.yaml"
+"""A mixture of experts with the parameters of the first model, and as many active ones."""
+SKEW, SM_SHARE = 0.8, 0.5
+"""Exponent of Zipf's law of rows as reads were measured, and a share of the multiprocessors for gradients of tables."""
 OUTLOOK_KEYS, OUTLOOK_GPUS = 5704, (64, 128, 256, 512, 1024)
 """Keys per side with which the tables of the first model hold 1T parameters, and GPUs to try them on."""
 PART = "plans"
@@ -50,6 +54,31 @@ def planned(config: RunConfig, num_gpus: int, hardware: Hardware) -> Planned | s
     return Planned(num_gpus, found, best)
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Seconds per step in the recommended layout.
+
+    Attributes:
+        even: rows are read evenly.
+        skewed: by Zipf's law.
+        shared: evenly, with a share of the multiprocessors for gradients of tables.
+        shared_skewed: both.
+    """
+
+    even: float
+    skewed: float
+    shared: float
+    shared_skewed: float
+
+
+def ways_of(plan: Planned, hardware: Hardware) -> Ways:
+    """Seconds of a plan's recommended layout in all ways."""
+    config = plan.best.config
+    shared = replace(config, parallel=replace(config.parallel, gradient_sm_share=SM_SHARE))
+    skewed = replace(hardware, row_skew=SKEW)
+    return Ways(*(step_time(c, plan.num_gpus, h).total_s for c in (config, shared) for h in (hardware, skewed)))
+
+
 def body() -> str:
     """The page between its marks."""
     hardware = load_hardware(GPU)
@@ -58,6 +87,7 @@ def body() -> str:
         config = load_config(CONFIGS / file)
         plans = [plan for n in GPUS if isinstance(plan := planned(config, n, hardware), Planned)]
         lines += ["", f"## UltraMemV2-{name}", "", *_of_model(config, plans, hardware)]
+    lines += ["", "## A mixture with as many parameters", "", *_mixture(hardware)]
     lines += ["", "## Tables of 1T parameters: an outlook", "", *_outlook(hardware)]
     return "\n".join(lines) + "\n"
 
@@ -83,6 +113,12 @@ def rows_of(config: RunConfig, plans: Sequence[Planned], hardware: Hardware) -> 
     yield [
         "s per step; the fastest that fits",
         *(f"{b.time.total_s:.2f}; {f:.2f}" for b, f in zip(bests, fastest, strict=True)),
+    ]
+    ways = [ways_of(plan, hardware) for plan in plans]
+    yield [f"with rows read by Zipf's law with {SKEW:g}", *(f"{way.skewed:.2f}" for way in ways)]
+    yield [
+        f"with parallel.gradient_sm_share={SM_SHARE:g}; and by Zipf's law",
+        *(f"{way.shared:.2f}; {way.shared_skewed:.2f}" for way in ways),
     ]
     yield ["tokens/s", *(f"{b.time.tokens_per_s:,.0f}" for b in bests)]
     yield ["days for 1.6T tokens", *(f"{b.days:.1f}" for b in bests)]
@@ -135,6 +171,37 @@ def against_groups(plans: Sequence[Planned], hardware: Hardware) -> Iterator[Row
                 f"{parts[TimePart.MEMORY_REDUCTION]:.2f}",
                 f"{best.time.total_s:.2f}",
             ]
+
+
+def _mixture(hardware: Hardware) -> Iterator[str]:
+    config = load_config(CONFIGS.parent / MIXTURE)
+    yield (
+        f"`configs/{MIXTURE}`: {count_parameters(config.model).total / 1e9:.1f}B parameters, as many of them active. A plan\n"
+        "takes its router to be balanced, and its experts' products to reach the same share of the peak as large ones."
+    )
+    yield ""
+    yield from markdown_table(against_mixture(GPUS, hardware))
+
+
+def against_mixture(numbers: Sequence[int], hardware: Hardware) -> Iterator[Row]:
+    mixture, memory = (load_config(path) for path in (CONFIGS.parent / MIXTURE, CONFIGS / MODELS["2.5B/120B-top256"]))
+    yield [
+        "GPUs", "layout of the mixture", "GB", "s per step", "of that, tokens to experts and back",
+        "UltraMemV2-2.5B/120B-top256 takes", f"with rows read by Zipf's law with {SKEW:g}",
+        f"and with parallel.gradient_sm_share={SM_SHARE:g}",
+    ]  # fmt: skip
+    for num_gpus in numbers:
+        plans = [planned(config, num_gpus, hardware) for config in (mixture, memory)]
+        own, other = (plan for plan in plans if isinstance(plan, Planned))
+        ways, took = ways_of(other, hardware), own.best.time.total_s
+        yield [
+            f"{num_gpus}",
+            _layout(own.best, num_gpus),
+            f"{own.best.peak_bytes / 1e9:.1f}",
+            f"{took:.2f}",
+            f"{own.best.time.by_part[TimePart.EXPERTS]:.2f}",
+            *(f"{seconds / took:.1f} times as long" for seconds in (ways.even, ways.skewed, ways.shared_skewed)),
+        ]
 
 
 def _outlook(hardware: Hardware) -> Iterator[str]:

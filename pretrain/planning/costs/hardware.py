@@ -35,6 +35,8 @@ class Hardware(Config):
     """Share of it that streaming kernels reach."""
     gather_fraction: Fraction = 0.5
     """Share of it that gathers of table rows reach."""
+    row_sm_share: Fraction = 0.5
+    """Share of the multiprocessors with which kernels of table rows reach their bandwidth."""
     nvlink_gb_per_s: PositiveFloat = 450.0
     """Bandwidth to GPUs of the same node."""
     nvlink_fraction: Fraction = 0.75

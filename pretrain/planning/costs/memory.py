@@ -17,6 +17,7 @@ from kernels.common.ids import bytes_per_id
 from megamem.config import ModelConfig
 from megamem.families.registry import family_of
 from parallel.layout import coefficients_per_rank, padded_size
+from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.attention import attention_backward, attention_kept, kept_beyond_whole_sequences
 from pretrain.planning.costs.experts import experts_backward, experts_kept
@@ -228,6 +229,8 @@ def _activations(config: RunConfig, stage: Stage, rank: int, division: Division)
             MemoryPart.RESIDUAL: _norm_bytes(element, trained=stage.trains_all) * tokens * model.hidden_size,
             MemoryPart.LOSS: loss_bytes(config, division.loss_tokens),
         }
+        if division.num_microbatches > 1:
+            at_loss = _sum(at_loss, gradients_under_way(config, stage, tokens))
     parts = _sum(waiting, max(in_block, at_loss, key=lambda part: sum(part.values())))
     if stage.has_embedding:
         parts = _sum(parts, {MemoryPart.RESIDUAL: tokens * model.hidden_size * element})
@@ -318,16 +321,37 @@ def _id_bytes(config: RunConfig, bank_rows: int) -> int:
     return bytes_per_id(bank_rows * bins)
 
 
+def gradients_under_way(config: RunConfig, stage: Stage, tokens: int) -> dict[MemoryPart, float]:
+    """Bytes that the last lookup's table gradients hold beside the rest of backward (`kernels.common.gradient_stream`).
+
+    They are ids, and bins; their order, rows and 8 bytes of positions; coefficients, the gradients of products, and
+    vectors.
+    """
+    memory, group, element = config.model.memory, config.parallel.memory, config.train.element_bytes
+    if memory is None or not memory_runs_beside(config) or not stage.backward.memories:
+        return {}
+    lookup, has_products = memory.lookup, memory.width("pre_values") > 0
+    entries, per_id = group * tokens * lookup.rows, _id_bytes(config, max(stage.lookups))
+    coefficients = (coefficients_per_rank(lookup.scores, group) + has_products) * element
+    vectors = tokens * (lookup.bins * memory.width("values") + memory.width("pre_values")) * element
+    return {
+        MemoryPart.EXCHANGE: float(entries * (per_id * (1 + (lookup.bins > 1)) + coefficients) + vectors),
+        MemoryPart.MEMORY: float(entries * (per_id + 8)),
+    }
+
+
 def block_passing(
     config: RunConfig, stage: Stage, tokens: int, kept: dict[MemoryPart, float]
 ) -> dict[MemoryPart, float]:
     """Bytes that one block adds at its peak to `kept`, the bytes that backward needs of its forward pass, by part.
 
-    The peak is the largest of six moments. Selection of entries: the family's figure. Read of the memory: the scores of
-    all keys, and coefficients as they are cut for ranks and as they leave, or before them rows and bins in one number.
-    Backward of the read: the ids' sort, their rows and 8 bytes of positions, with the sort's scratch. Backward of the
-    retrieval: the gradients of the key scores, when what the lookup and the entries kept is gone. Backward of the feed-forward: see `_ffn_backward`. Backward of attention
-    across ranks, when what the feed-forward kept is gone: see `attention_backward`.
+    The peak is the largest of six moments, in all of which the lookup before may still have its gradients under way, but
+    for the sort. Selection of entries: the family's figure. Read of the memory: the scores of all keys, and coefficients
+    as they are cut for ranks and as they leave, or before them rows and bins in one number. Backward of the read: the
+    ids' sort, their rows and 8 bytes of positions, with the sort's scratch. Backward of the retrieval: the gradients of
+    the key scores, when what the lookup and the entries kept is gone. Backward of the feed-forward: see
+    `_ffn_backward`. Backward of attention across ranks, when what the feed-forward kept is gone: see
+    `attention_backward`.
     """
     model, element, group = config.model, config.train.element_bytes, config.parallel.memory
     moments: list[dict[MemoryPart, float]] = [{}]
@@ -354,13 +378,15 @@ def block_passing(
         moments += [
             {MemoryPart.MEMORY: 4.0 * tokens * stage.memory.select_wide / len(stage.lookups)},
             {MemoryPart.MEMORY: of_scores / 2, MemoryPart.EXCHANGE: float(passing)},
-            {MemoryPart.MEMORY: float((per_id + 8 + SORT_SCRATCH) * ids)},
             {
                 MemoryPart.BACKWARD: of_scores,
                 MemoryPart.MEMORY: -entries,
                 MemoryPart.EXCHANGE: -kept[MemoryPart.EXCHANGE],
             },
         ]
+        under_way = gradients_under_way(config, stage, tokens)
+        moments = [_sum(moment, under_way) for moment in moments]
+        moments.append({MemoryPart.MEMORY: float((per_id + 8 + SORT_SCRATCH) * ids)})
     # The gradient that goes down the residual stream, and what a part adds to it.
     residual: dict[MemoryPart, float] = {MemoryPart.BACKWARD: 2.0 * tokens * model.hidden_size * element}
     return _sum(residual, max(moments, key=lambda parts: sum(parts.values())))

@@ -39,19 +39,26 @@ class RowSeconds:
 
     Attributes:
         gathers: rows of tables, read for sums, products and the gradients of coefficients and inputs.
-        ids: sort, and copies of ids and coefficients.
+        ids: copies of ids and coefficients.
+        sort: of the entries by row.
         gradients: sums over the entries of each row, added to the tables' fp32 gradients.
     """
 
     gathers: float = 0.0
     ids: float = 0.0
+    sort: float = 0.0
     gradients: float = 0.0
 
     def __add__(self, other: RowSeconds) -> RowSeconds:
-        return RowSeconds(self.gathers + other.gathers, self.ids + other.ids, self.gradients + other.gradients)
+        return RowSeconds(
+            self.gathers + other.gathers,
+            self.ids + other.ids,
+            self.sort + other.sort,
+            self.gradients + other.gradients,
+        )
 
     def __rmul__(self, number: float) -> RowSeconds:
-        return RowSeconds(number * self.gathers, number * self.ids, number * self.gradients)
+        return RowSeconds(number * self.gathers, number * self.ids, number * self.sort, number * self.gradients)
 
 
 def row_seconds(config: RunConfig, stage: Stage, tokens: int, hardware: Hardware) -> RowSeconds:
@@ -105,7 +112,8 @@ def _backward(
     for table in memory.tables:
         groups = coefficients_per_rank(memory.lookup.scores, group) if table.name != "pre_values" else 1
         accumulating += accumulate_s(num_entries, bank_rows, table.width // group, groups, hardware)
-    return RowSeconds(ids=sorting, gradients=accumulating) + _one_way(config, memory, bank_rows, num_entries, hardware)
+    own = RowSeconds(sort=sorting, gradients=accumulating)
+    return own + _one_way(config, memory, bank_rows, num_entries, hardware)
 
 
 def accumulate_s(num_entries: int, num_rows: int, width: int, num_groups: int, hardware: Hardware) -> float:

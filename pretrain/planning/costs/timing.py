@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from megamem.config import ModelConfig
 from parallel.layout import padded_size
+from pretrain.config.overlap import memory_runs_beside
 from pretrain.config.schema import RunConfig
 from pretrain.planning.costs.experts import dispatched_bytes
 from pretrain.planning.costs.formulas import attended_flops, backward_flops, training_flops_per_token
@@ -46,8 +47,8 @@ class TimePart(StrEnum):
     MEMORY_MATMULS = "memory: queries, keys, projections"
     MEMORY_SELECTION = "memory: selection and scores"
     MEMORY_GATHERS = "memory: gathers of rows"
-    MEMORY_IDS = "memory: ids, their sort, coefficients"
-    MEMORY_GRADIENTS = "memory: table gradients"
+    MEMORY_IDS = "memory: ids and coefficients"
+    MEMORY_GRADIENTS = "memory: table gradients and their sort"
     MEMORY_EXCHANGE = "memory: exchange, exposed"
     LAUNCHES = "launches, exposed"
     TENSOR = "tensor-parallel collectives"
@@ -164,8 +165,11 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
     forward, backward = _memory_passes(config, stage)
     own = stage.memory
     rows = row_seconds(config, stage, tokens, hardware)
+    products = tuple(tokens * flops / hardware.flops_per_s for flops in _block_flops(config, stage))
+    exchange = _exposed_exchange_s(config, stage, division, hardware)
+    beside = beside_backward(config, rows.sort + rows.gradients, products[1], exchange[1], hardware)
     parts = {
-        TimePart.MATMULS: tokens * _block_flops(config, stage) / hardware.flops_per_s,
+        TimePart.MATMULS: sum(products),
         # Forward writes what backward reads once more, and each is read by the next operation.
         TimePart.ELEMENTWISE: passes * 2 * written / hardware.stream_bytes_per_s,
         TimePart.LOSS: (2 + stage.trains_all) * tokens * loss / hardware.flops_per_s,
@@ -180,8 +184,8 @@ def _microbatch(config: RunConfig, stage: Stage, division: Division, hardware: H
         / hardware.stream_bytes_per_s,
         TimePart.MEMORY_GATHERS: rows.gathers,
         TimePart.MEMORY_IDS: rows.ids,
-        TimePart.MEMORY_GRADIENTS: rows.gradients,
-        TimePart.MEMORY_EXCHANGE: _exposed_exchange_s(config, stage, division, hardware),
+        TimePart.MEMORY_GRADIENTS: beside.gradients,
+        TimePart.MEMORY_EXCHANGE: exchange[0] + beside.exchange,
     }
     parts[TimePart.TENSOR] = tensor_bytes(config, stage, division) / hardware.nvlink_bytes_per_s
     parts[TimePart.EXPERTS] = _dispatch_s(config, stage, division, hardware)
@@ -201,8 +205,8 @@ def _memory_passes(config: RunConfig, stage: Stage) -> tuple[float, float]:
     return 1 + (config.train.recompute == "full") * backward, backward
 
 
-def _block_flops(config: RunConfig, stage: Stage) -> float:
-    """Forward and backward FLOPs per token of a stage's blocks without memories, with what is computed again."""
+def _block_flops(config: RunConfig, stage: Stage) -> tuple[float, float]:
+    """Forward and backward FLOPs per token of a stage's blocks without memories; backward has what is computed again."""
     model, recompute = config.model, config.train.recompute
     attention = attended_flops(model, config.train.sequence_length)
 
@@ -219,17 +223,18 @@ def _block_flops(config: RunConfig, stage: Stage) -> float:
         "selective": stage.backward.num * attention,
         "full": products(stage.backward) + stage.backward.num * attention,
     }
-    return forward + backward + again[recompute]
+    return forward, backward + again[recompute]
 
 
-def _exposed_exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> float:
-    """Seconds of a microbatch's exchanges beyond those of the feed-forwards' products that they run beside.
+def _exposed_exchange_s(config: RunConfig, stage: Stage, division: Division, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of a microbatch's exchanges, forward and backward, beyond those of the feed-forwards' products that they
+    run beside.
 
-    A memory waits for its exchanges and nothing else hides them: its own kernels and the products share the GPU.
+    A memory waits for its exchanges: its other kernels and the products share the GPU.
     """
     memories = stage.blocks.memories
     if config.parallel.memory == 1 or not memories:
-        return 0.0
+        return 0.0, 0.0
     forward, backward = (
         _link_s(num_bytes, config, hardware) for num_bytes in lookup_bytes_of_ways(config, stage, division)
     )
@@ -240,8 +245,42 @@ def _exposed_exchange_s(config: RunConfig, stage: Stage, division: Division, har
     of_forward = forwards * beside * memories * ffn_s
     of_backward = 2 * backwards * beside * memories * ffn_s
     # As much of the exchanges as belongs to memories that have a product beside them.
-    hidden = min(beside * forward, of_forward) + min(beside * backward, of_backward)
-    return forward + backward - hidden
+    return forward - min(beside * forward, of_forward), backward - min(beside * backward, of_backward)
+
+
+@dataclass(frozen=True)
+class BesideBackward:
+    """Seconds by which gradients of tables, and exchanges, make a backward pass longer.
+
+    Attributes:
+        gradients: may be more than they take alone, if their share of the GPU is too small for them.
+        exchange: of backward.
+    """
+
+    gradients: float
+    exchange: float
+
+
+def beside_backward(
+    config: RunConfig, gradients_s: float, products_s: float, exchange_s: float, hardware: Hardware
+) -> BesideBackward:
+    """Gradients of tables beside the rest of a backward pass.
+
+    The memory's next kernels, which have priority, wait for exchanges meanwhile. Products run beside them if they leave
+    some of the multiprocessors: as many as a kernel of rows needs to reach its bandwidth do not slow it down, and
+    products slow down by as many as it has.
+
+    Args:
+        gradients_s: with the whole GPU, sort included.
+        products_s: of matrices, backward.
+        exchange_s: of backward, which no product hides.
+    """
+    if not memory_runs_beside(config):
+        return BesideBackward(gradients_s, exchange_s)
+    share = config.parallel.gradient_sm_share
+    slowed = gradients_s * max(1.0, hardware.row_sm_share / share)
+    both = max(slowed, products_s + share * slowed)
+    return BesideBackward(both - products_s, exchange_s - min(exchange_s, gradients_s))
 
 
 def _link_s(num_bytes: float, config: RunConfig, hardware: Hardware) -> float:
@@ -255,10 +294,17 @@ def assumptions(config: RunConfig, stage: Stage, hardware: Hardware) -> tuple[st
     said = []
     if memories and layout.memory > 1:
         beside = stage.blocks.beside if layout.overlap_memory else 0
+        said.append(f"exchanges of {beside} of {memories} memories run beside the products of their feed-forwards")
+    if memories and memory_runs_beside(config):
+        share = layout.gradient_sm_share
         said.append(
-            f"exchanges of {beside} of {memories} memories run beside the products of their feed-forwards, and nothing "
-            "else of a memory does"
+            "backward's exchanges also run beside gradients of tables"
+            if share == 1
+            else f"backward's exchanges and products run beside gradients of tables, which have {100 * share:g} % of the "
+            f"multiprocessors and reach their bandwidth with {100 * hardware.row_sm_share:g} %"
         )
+    if memories:
+        said.append("all other kernels of a memory run alone")
     for on, key, work, where in (
         (
             layout.overlap_grad_reduce,

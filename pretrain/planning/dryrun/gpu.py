@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ DEVICE = torch.device("meta")
 """The GPU."""
 CAPABILITY = (9, 0)
 """Its compute capability."""
+MULTIPROCESSORS = 132
+"""Number of its multiprocessors."""
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
 _OF_VALUES = ("tensor", "new_tensor")
@@ -74,6 +77,7 @@ class StandInGpu:
             "torch.cuda.current_device": lambda: DEVICE,
             "torch.cuda.device": lambda *_: nullcontext(),
             "torch.cuda.get_device_capability": lambda *_: CAPABILITY,
+            "torch.cuda.get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=MULTIPROCESSORS),
             "torch.cuda.synchronize": lambda *_: self._wait(),
             "torch.Tensor.is_cuda": property(is_on_device),
             "torch.Tensor.cuda": _to_device,

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class Streams:
         return {
             "torch.cuda.Stream": lambda *_, **__: _Stream(self),
             "torch.cuda.Event": lambda *_, **__: _Event(self),
+            "torch.cuda.green_contexts.GreenContext.create": lambda **_: SimpleNamespace(Stream=lambda: _Stream(self)),
             "torch.cuda.stream": self._using,
             "torch.cuda.current_stream": lambda *_: self.current(),
             "torch.cuda.default_stream": lambda *_: self.default,

@@ -56,6 +56,7 @@ def at_most(largest: float, *keys: str, **context: Any) -> list[Limit]:
 # Keyword arguments cannot hold dots: `model__moe` is `model.moe`.
 MOE: dict[str, Any] = {"model__moe__num_experts": 4, "model__moe__top_k": 1}
 MEMORY: dict[str, Any] = {"model__memory__top_k": 1, "model__memory__num_cores": 1}
+SPLIT: dict[str, Any] = {**MEMORY, "parallel__memory": 2}
 BALANCED: dict[str, Any] = {**MEMORY, "model__memory__key_balance_weight": 1.0}
 PENALISED: dict[str, Any] = {**MEMORY, "model__memory__tucker_penalty_weight": 1.0}
 END_MULTIPLIER: dict[str, Any] = {**MEMORY, "optimizer__value_lr_end_multiplier": 1.0}
@@ -132,6 +133,8 @@ LIMITS = [
     *at_least(1, "parallel.tensor", "parallel.pipeline", "parallel.context"),
     *at_least(1, "parallel.virtual_pipeline", parallel__pipeline=2),
     *at_least(1, "parallel.memory", **MEMORY),
+    *above_zero("parallel.gradient_sm_share", **SPLIT),
+    *at_most(1.0, "parallel.gradient_sm_share", **SPLIT),
     *above_zero("parallel.timeout_minutes"),
     # train
     *at_least(1, "train.num_steps", "train.sequence_length", "train.loss_chunk_tokens", "train.max_skipped_steps"),

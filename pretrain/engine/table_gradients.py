@@ -1,0 +1,54 @@
+"""Gradients of tables beside the rest of backward: the stream on which they are added up, and reductions that wait for it.
+
+Megatron reduces a bank's gradients when autograd has been through all lookups of it. On a stream of their own they are
+then asked for, and not yet there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from kernels.common.gradient_stream import GradientStream
+from megamem.model import MemoryGPTModel
+from parallel.groups import ParallelGroups
+from parallel.multiprocessors import context_of_share
+from pretrain.config.overlap import memory_runs_beside
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ConfigError
+
+
+def make_gradient_stream(config: RunConfig, groups: ParallelGroups) -> GradientStream | None:
+    """A CUDA stream for gradients of tables, where memories have one: without their priority, since nobody waits.
+
+    Raises:
+        ConfigError: it cannot have the share of the GPU that is asked for.
+    """
+    if not groups.on_gpu or not memory_runs_beside(config):
+        return None
+    share = config.parallel.gradient_sm_share
+    if share == 1:
+        return GradientStream(torch.cuda.Stream(groups.device))
+    try:
+        context = context_of_share(groups.device, share)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return GradientStream(context.Stream(), of=context)
+
+
+def add_beside_backward(wrapped: DistributedDataParallel, model: MemoryGPTModel, stream: GradientStream) -> None:
+    """Have the gradients of a chunk's tables added up on this stream."""
+    for bank in model.banks.values():
+        for table in bank.parameters():
+            table.gradient_stream = stream  # type: ignore[attr-defined]
+    for part in wrapped.expert_parallel_bucket_groups:
+        # Both ways to a reduction lead through it: the last gradient of a part, and the end of all passes.
+        part.start_grad_sync = partial(_wait_and_start, stream, part.start_grad_sync)
+
+
+def _wait_and_start(stream: GradientStream, start: Any, *arguments: Any, **options: Any) -> None:
+    stream.wait()
+    start(*arguments, **options)
