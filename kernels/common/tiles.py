@@ -25,8 +25,8 @@ _MANY_RUNS = 1 << 14
 ACCUMULATE_AHEAD = 4
 """Entries of a run of `segment_accumulate` whose loads are under way at once."""
 _ACCUMULATE_STEP = 250
-"""Instructions of a warp for so many entries of each of its runs: 231 to 268 in the machine code
-(`tests/unit/test_kernels_triton_builds.py`)."""
+"""Instructions of a warp for so many entries of each of its runs: 212 to 279 in the machine code
+(`tests/unit/test_kernel_builds.py`)."""
 
 
 @dataclass(frozen=True)

@@ -30,30 +30,43 @@ ALL = os.environ.get("MEGAMEM_BUILD_FOR") == "all"
 """Most of what a build shows is the same for every generation of GPUs and most shapes, and each takes its time."""
 PUBLISHED = tuple(f"{folder}/*.yaml" for folder in ("h100", "memory_plus", "ultramem", "ultramemv2"))
 """Configurations of published models, and their layouts."""
-FEW = ("h100/2.5b_120b_top256_on_256.yaml", "ultramem/2.5b_120b.yaml", "memory_plus/2.5b_120b.yaml")
-"""One model of each family."""
+NARROW = "h100/2.5b_120b_top256_on_256.yaml"
 GROUPS = (8, 16, 32)
-"""Ranks that tables of large models are split over: rows of 240 to 20 bytes are left to each, whatever is planned today."""
+"""Ranks that its tables are split over: rows of 240 to 20 bytes are left to each, whatever is planned today."""
+FEW = ("ultramem/2.5b_120b.yaml", "memory_plus/2.5b_120b.yaml")
+"""Models of the families that select in other ways, or in blocks."""
+ROWS = (
+    ("ultramemv2/227m_1.2b.yaml", ()),
+    ("ultramem/227m_1.2b.yaml", ("train.precision=fp32",)),
+    ("memory_plus/1b_7b.yaml", ()),
+)
+"""Models whose rows are of another kind: of two cores, of fp32, wider than a tile."""
 
 
 def configs(patterns: Iterable[str]) -> Iterator[RunConfig]:
     """The first stage of shipped configurations; of those whose tables are split, with every number of `GROUPS`."""
     for pattern in patterns:
         for file in sorted((REPOSITORY / "configs").glob(pattern)):
-            config = with_vocabulary(load_stages(file)[0], 50_304)
+            config = load_stages(file)[0]
             yield config
-            if config.parallel.memory > 1:
+            if config.parallel.memory > 1 and (ALL or pattern == NARROW):
                 yield from (replace(config, parallel=replace(config.parallel, memory=number)) for number in GROUPS)
 
 
-def launches(patterns: Iterable[str], num_tokens: int | None = None) -> list[Launch]:
+def launches(configs: Iterable[RunConfig], num_tokens: int | None = None) -> list[Launch]:
     """Launches of these configurations' memory layers, of each that is compiled alike one."""
     found: dict[Any, Launch] = {}
-    for config in configs(patterns):
-        for call in calls_of(config, 0.0, num_tokens):
+    for config in configs:
+        for call in calls_of(with_vocabulary(config, 50_304), 0.0, num_tokens):
             for launch in call.launches:
                 found.setdefault(compiles_alike(launch), launch)
     return list(found.values())
+
+
+def launches_on_rows() -> list[Launch]:
+    """Launches that read or write rows of the models in `ROWS`."""
+    models = (load_stages(REPOSITORY / "configs" / file, overrides)[0] for file, overrides in ROWS)
+    return [launch for launch in launches(models) if "W" in launch.values]
 
 
 def say(what: str, launch: str, found: list[str], **more: Any) -> None:
@@ -67,10 +80,11 @@ def main() -> None:
         (launch,) = recorded(call)
         say("planted", described(launch), problems(launch, 90), wanted=wanted)
     for capability in CAPABILITIES if ALL else (90,):
-        for launch in launches(PUBLISHED if ALL and capability == 90 else FEW):
+        shipped = configs(PUBLISHED if ALL and capability == 90 else (NARROW, *FEW))
+        for launch in [*launches(shipped), *launches_on_rows()]:
             say("shipped", described(launch), problems(launch, capability), capability=capability)
     # A generated token, whose numbers are 1 more often; one launch of each kernel.
-    by_name = {launch.name: launch for launch in launches(FEW, num_tokens=1)}
+    by_name = {launch.name: launch for launch in launches(configs((NARROW, *FEW)), num_tokens=1)}
     for launch in by_name.values():
         for other in [of_ones(launch), *(specialised(launch) if ALL else ())]:
             say("specialised", described(other), problems(other, 90))

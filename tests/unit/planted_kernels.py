@@ -69,8 +69,26 @@ def turned_kernel(table, out, SIZE: tl.constexpr):
     tl.store(out + places, tl.trans(tl.load(table + places)))
 
 
-def planted() -> Iterator[tuple[str, Any]]:
-    """A part of each message that shall be found, with the call that launches."""
+@triton.jit
+def segment_accumulate_kernel(
+    accumulator,
+    vec,
+    num_slots,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    RUNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Adds up what different threads have loaded, and stores it before the next entry is loaded."""
+    rows, columns = tl.arange(0, RUNS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    for slot in range(num_slots):
+        terms = tl.load(vec + (slot.to(tl.int64) * RUNS + rows) * W + columns)
+        tl.store(accumulator + slot.to(tl.int64) * W + tl.arange(0, COLUMNS), tl.sum(terms, axis=0))
+
+
+def planted() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Parts of messages that shall be found, with the call that launches."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -80,14 +98,17 @@ def planted() -> Iterator[tuple[str, Any]]:
     tile = {"W": 60, "C": 1, "ROWS": ROWS, "COLUMNS": COLUMNS}
     grid, numbers = ((1 << 26) // ROWS,), empty(64, dtype=torch.int64)
     wide = empty(1 << 20, dtype=torch.float32)
-    yield "", partial(sound_kernel[grid], table, ids, out, 1 << 26, **tile)
-    yield "has no attribute 'to'", partial(number_kernel[(4,)], numbers, 1, K=32)
-    yield "loads rows 2 bytes at a time, of 8", partial(narrow_kernel[grid], table, out, 1 << 26, 60, **tile)
+    yield (), partial(sound_kernel[grid], table, ids, out, 1 << 26, **tile)
+    yield ("has no attribute 'to'",), partial(number_kernel[(4,)], numbers, 1, K=32)
+    yield ("loads rows 2 bytes at a time, of 8",), partial(narrow_kernel[grid], table, out, 1 << 26, 60, **tile)
     yield (
-        "can reach 128,849,018,820, in 32 bits",
+        ("can reach 128,849,018,820, in 32 bits",),
         partial(wrapping_kernel[grid], table, narrow_ids, out, 1 << 26, **tile),
     )
     kept = {"C": 1, "num_warps": 1}
-    yield "a thread spills", partial(kept_kernel[(4,)], wide, wide, W=8192, ENTRIES=8192, **kept)
-    yield "registers, of 102", partial(kept_kernel[(4,)], wide, wide, W=4096, ENTRIES=4096, **kept)
-    yield "bytes of shared memory, of", partial(turned_kernel[(1,)], wide, wide, SIZE=128)
+    yield ("a thread spills",), partial(kept_kernel[(4,)], wide, wide, W=8192, ENTRIES=8192, **kept)
+    yield ("registers, of 102",), partial(kept_kernel[(4,)], wide, wide, W=4096, ENTRIES=4096, **kept)
+    yield ("bytes of shared memory, of",), partial(turned_kernel[(1,)], wide, wide, SIZE=128)
+    sums = {"W": 64, "C": 1, "RUNS": 8, "COLUMNS": 64, "AHEAD": 4}
+    waits = ("wait for each other in its loop: BAR", "1 loads, of 20, and 1 stores, of 4", "and plans count 31.2")
+    yield waits, partial(segment_accumulate_kernel[(4,)], wide, wide, 1 << 10, **sums)

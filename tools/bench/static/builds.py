@@ -146,7 +146,7 @@ class Build:
         spilled_bytes: of a thread's memory, which registers did not hold.
         shared_bytes: of a program.
         intermediate: Triton's own code of it (TTIR), by which offsets are judged.
-        code: its machine code.
+        binary: its machine code, as an ELF file.
     """
 
     launch: Launch
@@ -155,21 +155,27 @@ class Build:
     spilled_bytes: int
     shared_bytes: int
     intermediate: str
-    listing: str
+    binary: bytes
 
     @cached_property
     def code(self) -> Code:
-        return Code(self.listing, kernel=self.launch.name)
+        """Its instructions, which take a third of a second to list: only who looks at them waits for that."""
+        # Branches by a stack, which the analysis of data flow would annotate, are those of older GPUs.
+        listing = _ask(
+            "nvdisasm",
+            self.binary,
+            "--print-line-info",
+            "--print-instruction-encoding",
+            "--print-code",
+            "--no-dataflow",
+        )
+        return Code(listing, kernel=self.launch.name)
 
 
 def build(launch: Launch, capability: int) -> Build:
-    """Compile, and read the machine code."""
+    """Compile, and read what the kernel takes."""
     made = compiled(launch, capability)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{launch.name}.cubin"
-        file.write_bytes(made.asm["cubin"])
-        usage = _ask("cuobjdump", "--dump-resource-usage", str(file))
-        listing = _ask("nvdisasm", "-g", "-hex", "-c", str(file))
+    usage = _ask("cuobjdump", made.asm["cubin"], "--dump-resource-usage")
     numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return Build(
         launch,
@@ -178,12 +184,16 @@ def build(launch: Launch, capability: int) -> Build:
         spilled_bytes=numbers["STACK"] + numbers["LOCAL"],
         shared_bytes=made.metadata.shared,
         intermediate=made.asm["ttir"],
-        listing=listing,
+        binary=made.asm["cubin"],
     )
 
 
-def _ask(tool: str, *arguments: str) -> str:
-    finished = subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=False)
+def _ask(tool: str, binary: bytes, *options: str) -> str:
+    path = _tool(tool)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        finished = subprocess.run([path, *options, file.name], capture_output=True, text=True, check=False)
     if finished.returncode:
         raise ConfigError(f"{tool} cannot read what Triton {triton.__version__} built: {finished.stderr.strip()}")
     return finished.stdout

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 import triton
 
+from kernels.common.tiles import accumulate_instructions
 from tools.bench.static.builds import Build, Launch, build
 from tools.bench.static.offsets import places_of_lines, wrapped_offsets
 
@@ -23,6 +24,12 @@ _SPILLED_BY = {("collect_grid_kernel", "3.6"): 344, ("collect_grid_kernel", "3.8
 _SHARED_BY = {("collect_grid_kernel", "3.6"): 64 * 1024}
 """Shared memory of a kernel, by versions that opt in to more."""
 _LOAD_BYTES = 16
+_EXCHANGES = {"BAR", "SHFL", "LDS", "STS", "REDUX", "VOTE"}
+"""Instructions by which threads pass something on, or wait for each other."""
+_LOADS_PER_ENTRY = 5
+"""Row, place, coefficient, vector and held row."""
+_OF_PLANS = 0.2
+"""Share by which a loop's instructions may differ from those that plans count."""
 _TILE_OF_ROWS = re.compile(r"tt\.load .*: tensor<(\d+)x(\d+)x!tt\.ptr<\w+>>")
 
 
@@ -53,6 +60,8 @@ def _findings(built: Build) -> Iterator[str]:
     if built.registers > allowed:
         yield f"a thread takes {built.registers} registers, of {allowed}"
     yield from _narrow_loads(built)
+    if launch.name == "segment_accumulate_kernel":
+        yield from _waits_of_entries(built)
     numbers = {name: value for name, value in launch.values.items() if isinstance(value, int)}
     for place in wrapped_offsets(built.intermediate, numbers, launch.grid):
         yield f"the offset at {place}"
@@ -77,6 +86,27 @@ def _narrow_loads(built: Build) -> Iterator[str]:
         narrowest = min(each.load_bytes for each in loads)
         if narrowest < allowed:
             yield f"{_short(place)} loads rows {narrowest} bytes at a time, of {allowed}"
+
+
+def _waits_of_entries(built: Build) -> Iterator[str]:
+    """Reasons for which entries of `segment_accumulate` wait for each other, or take longer than plans say."""
+    values, loop = built.launch.values, built.code.loops[0]
+    body = [each for number in sorted(loop.blocks) for each in built.code.blocks[number].instructions]
+    ops = [each.op for each in body]
+    if exchanges := _EXCHANGES.intersection(ops):
+        yield f"threads wait for each other in its loop: {', '.join(sorted(exchanges))}"
+    stored = ops.index("STG") if "STG" in ops else len(ops)
+    if "LDG" in ops[stored:]:
+        yield "its loop stores a row before all of its loads are under way"
+    loads, wanted = ops.count("LDG"), _LOADS_PER_ENTRY * values["AHEAD"]
+    if loads < wanted or ops.count("STG") != values["AHEAD"]:
+        yield f"its loop has {loads} loads, of {wanted}, and {ops.count('STG')} stores, of {values['AHEAD']}"
+    width = values["W"] // values["C"]
+    column_tiles = -(-width // values["COLUMNS"])
+    took = len(ops) * built.launch.num_warps * column_tiles / (values["AHEAD"] * values["RUNS"])
+    planned = accumulate_instructions(width)
+    if abs(took - planned) > _OF_PLANS * planned:
+        yield f"an entry takes {took:.1f} instructions of warps, and plans count {planned:.1f}"
 
 
 def _element_bytes(built: Build, place: tuple[str, int]) -> int:
