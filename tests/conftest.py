@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """One thread per process: sums then do not depend on the machine's cores, and ranks are forked from a process
     without threads.
     """
+    # Until all modules are there: every look at a heap that grows by them finds nothing.
+    gc.disable()
     os.environ["OMP_NUM_THREADS"] = "1"
     # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
     os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -33,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis's deadline of 200 ms per example is an assertion about the machine: on a busy one right code fails.
     settings.register_profile("megamem", deadline=None)
     settings.load_profile("megamem")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what stays for the whole session to no later collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -42,8 +42,6 @@ class Case:
 
 
 CASES = {
-    "fp32": Case(SHARED, 1),
-    "bf16": Case(BF16, 1),
     "beside experts": Case(BESIDE_EXPERTS, 1),
     "fp32, data 2": Case(SHARED, 2),
     "bf16, tensor 2": Case(on(BF16, tensor=2), 2),

@@ -77,10 +77,10 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def fitting(kernels: Kernels, shape: Shape) -> Shape:
-    """The shape with few tokens for Triton's interpreter, which takes milliseconds per program; its kernels make no
-    chunks of tokens.
+    """The shape with two tokens for Triton's interpreter, which takes 20 ms per entry; its kernels make no chunks of
+    tokens.
     """
-    return replace(shape, tokens=min(shape.tokens, 5)) if kernels.implementations["gather_sum"] == "triton" else shape
+    return replace(shape, tokens=min(shape.tokens, 2)) if kernels.implementations["gather_sum"] == "triton" else shape
 
 
 def draw(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
@@ -156,7 +156,7 @@ shapes = st.builds(
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(shape=shapes, seed=st.integers(0, 1000))
 def test_gathers_equal_their_twins_at_any_shape(kernels: Kernels, shape: Shape, seed: int) -> None:
-    c = draw(shape, seed=seed)
+    c = draw(fitting(kernels, shape), seed=seed)
     for gather, twin, other, grad in (
         (kernels.gather_sum, naive_sum.gather_sum, c.coef, c.grad_sum),
         (kernels.gather_dot, naive_dot.gather_dot, c.x, c.grad_dot),
@@ -175,6 +175,7 @@ def test_sums_of_blocks_are_sums_with_the_other_entries_zeroed(
     kernels: Kernels, shape: Shape, num_blocks: int, seed: int
 ) -> None:
     """The gradients agree likewise: of op and twin, and of both gathers."""
+    shape = fitting(kernels, shape)
     c = draw(shape, seed=seed)
     g = torch.Generator().manual_seed(seed)
     block = torch.randint(0, num_blocks, c.ids.shape, generator=g)
@@ -203,6 +204,7 @@ def test_sums_of_blocks_are_sums_with_the_other_entries_zeroed(
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(shape=shapes, num_blocks=st.integers(1, 4), seed=st.integers(0, 1000))
 def test_accumulation_of_blocks_equals_its_twin(kernels: Kernels, shape: Shape, num_blocks: int, seed: int) -> None:
+    shape = fitting(kernels, shape)
     c = draw(shape, seed=seed)
     g = torch.Generator().manual_seed(seed)
     block = torch.randint(0, num_blocks, c.ids.shape, generator=g)

@@ -303,12 +303,13 @@ ODD_VALUES = (
 def test_whatever_stands_at_a_key_is_taken_or_refused_in_our_words(memory: str | None) -> None:
     base = from_plain({} if memory is None else {"model": {"memory": {"kind": memory}}}, "here", Layer.FILE)
     refusals = []
-    for key in all_keys(RunConfig):
+    # What a family's keys say does not depend on the others, nor what others say on the family.
+    for key in (key for key in all_keys(RunConfig) if memory is None or key.startswith("model.memory")):
         segments = key.replace(".N.", ".0.").split(".")
         for value in (from_plain(value, "x", Layer.FILE) for value in ODD_VALUES):
             try:
                 build(RunConfig, _set(base, segments, 0, value))
             except ConfigError as error:
                 refusals.append(str(error))
-    assert len(refusals) > 500
+    assert len(refusals) > (500 if memory is None else 100)
     assert [text for text in refusals if not re.match(r"(x|here|\d+ problems in the configuration):", text)] == []
