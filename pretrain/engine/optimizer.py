@@ -240,6 +240,9 @@ class GradientNorms:
 NORM_PART_ELEMENTS = 1 << 22
 """Elements of a gradient whose squares are summed at once: 32 MB in fp64."""
 
+NORM_PART_ELEMENTS_ON_CPU = 1 << 18
+"""The same on a CPU, where the fp64 copy stays in the cache: 2 MB."""
+
 
 class MemoryOptimizer(ChainedOptimizer):
     """The optimizers of dense and of split parameters as one: one global norm, one step, one checkpoint."""
@@ -334,7 +337,8 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
 
     In parts: PyTorch makes an fp64 copy of its input, twice the size of the largest shard of a table.
     """
-    parts = gradient.view(-1).split(NORM_PART_ELEMENTS)
+    largest = NORM_PART_ELEMENTS if gradient.is_cuda else min(NORM_PART_ELEMENTS, NORM_PART_ELEMENTS_ON_CPU)
+    parts = gradient.view(-1).split(largest)
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
 
 
