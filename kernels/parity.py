@@ -83,8 +83,8 @@ def parity_problems(kernels: Kernels, device: torch.device | str, dtype: torch.d
 
 
 def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator[str]:
-    """Differences of a selection of fp32 scores from its twin, in words: entries, their order, and the rows behind
-    entries."""
+    """Differences of a selection of fp32 scores from its twin, in words: entries, their order, their scores, and the
+    rows behind them."""
     for shape in SELECTION_SHAPES:
         g = torch.Generator().manual_seed(0)
         scores = torch.randn(2, 2, shape.tokens, shape.heads, shape.keys, generator=g)
@@ -101,6 +101,14 @@ def selection_problems(kernels: Kernels, device: torch.device | str) -> Iterator
             actual = getattr(kernels, op)(*(tensor.to(device) for tensor in operands), *sizes)
             reference = implementation_of(op, "naive")(*operands, *sizes)
             yield from _differences(f"{op} {shape}", ("first stage", "entries"), actual, reference)
+        kept = torch.randint(0, shape.keys, (2, shape.tokens, shape.heads, shape.top_k), generator=g)
+        cores = torch.rand(3, shape.heads, 2, 2, generator=g)
+        found = kernels.tucker_scores(torch.stack((rows, columns)).to(device), cores.to(device), kept.to(device))
+        of_twin = implementation_of("tucker_scores", "naive")(
+            torch.stack((rows, columns)).double(), cores.double(), kept
+        )
+        if not (error := _relative_error(found.cpu(), of_twin)) <= TOLERANCE[torch.float32]:
+            yield f"tucker_scores {shape}: off by {error:.1e} of its largest element"
         entries = torch.randint(0, shape.keys**2, (shape.tokens, shape.top_k), generator=g)
         # Four virtual blocks, and a window that wraps around the bank.
         num_rows = max(1, shape.keys**2 // 4)

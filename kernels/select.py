@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kernels.common.tables import GatherDot, GatherSum, SegmentAccumulate
 from kernels.implementations import Implementation, KernelUnavailableError, automatic, unavailable
 from kernels.product_topk.op import ProductTopk
 from kernels.shuffled_rows.op import ShuffledRows
+from kernels.tucker_scores.op import TuckerScores
 from kernels.tucker_topk.op import TuckerTopk
 
 
@@ -32,6 +34,7 @@ class Kernels:
     tucker_topk: TuckerTopk
     product_topk: ProductTopk
     shuffled_rows: ShuffledRows
+    tucker_scores: TuckerScores
 
     implementations: Mapping[str, Implementation]
     """Implementation chosen for each op."""
@@ -70,24 +73,31 @@ def select_kernels(
 def resolve(
     implementation: Implementation, overrides: Mapping[str, Implementation], device_type: str
 ) -> dict[str, Implementation]:
-    """The implementation of each op: without `auto`, and torch instead of cpu for an op that has no C++.
+    """The implementation of each op: without `auto`, and torch instead of C++ or Triton that it has not.
 
     Arguments as of `select_kernels`.
 
     Raises:
-        KernelUnavailableError: an op without C++ is overridden to be in C++.
+        KernelUnavailableError: an op is overridden to be in C++ or Triton and has none.
     """
     assert set(overrides) <= set(OPS), overrides
     chosen: dict[str, Implementation] = {}
     for op in OPS:
         name = overrides.get(op, implementation)
         name = automatic(device_type) if name == "auto" else name
-        if name == "cpu" and not cpp.source(op).exists():
-            if overrides.get(op) == "cpu":
-                raise KernelUnavailableError(f"{op}: there is no C++ implementation: use auto or torch")
+        if not _has_source(op, name):
+            if overrides.get(op) == name:
+                language = {"cpu": "C++", "triton": "Triton"}[name]
+                raise KernelUnavailableError(f"{op}: there is no {language} implementation: use auto or torch")
             name = "torch"
         chosen[op] = name
     return chosen
+
+
+def _has_source(op: str, name: Implementation) -> bool:
+    """False for a file that an op need not have: C++ or Triton, where PyTorch's operations are enough."""
+    sources = {"cpu": cpp.source(op), "triton": Path(__file__).parent / op / "triton_op.py"}
+    return name not in sources or sources[name].exists()
 
 
 def implementation_of(op: str, name: Implementation) -> Any:

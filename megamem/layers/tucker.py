@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.kept_scores import kept_scores
+from kernels.tucker_scores.op import TuckerScores, torch_tucker_scores
 from kernels.tucker_topk.op import TuckerTopk, torch_tucker_topk
 from megamem.config import ModelConfig
 from megamem.distributions import Normal
@@ -34,8 +34,7 @@ _SAMPLE_TOKENS = 128
 
 
 def retrieve(
-    row_scores: Tensor,
-    column_scores: Tensor,
+    key_scores: Tensor,
     cores: Tensor,
     u: Tensor,
     v: Tensor,
@@ -43,6 +42,7 @@ def retrieve(
     row_top_k: int,
     top_k: int,
     select: TuckerTopk = torch_tucker_topk,
+    score: TuckerScores = torch_tucker_scores,
 ) -> Retrieved:
     """Two-stage top-K on the Tucker-scored grid.
 
@@ -51,28 +51,51 @@ def retrieve(
     largest sum over cores. Gradients flow through the scores of the kept entries only.
 
     Args:
-        row_scores: [T, H, N, R].
-        column_scores: [T, H, N, R].
+        key_scores: [2, T, H, N, R], S_row and S_col.
         cores: [C, H, R, R].
         u: [H, R], leading left singular vector of the summed core.
         v: [H, R], leading right one.
         row_top_k: M.
         top_k: K <= M^2.
         select: the selection, which also settles what comes first among equal scores.
+        score: the scores of what is kept.
     """
-    num_keys = row_scores.shape[2]
+    num_keys = key_scores.shape[3]
     with torch.no_grad():
-        stage_ids, entries = select(row_scores, column_scores, cores.sum(0), u, v, row_top_k, top_k)
-        rows, columns = entries.unbind(0)
-    scores = torch.einsum(
-        "thkr,chrs,thks->thkc", kept_scores(row_scores, rows), cores, kept_scores(column_scores, columns)
-    )
+        stage_ids, kept = select(key_scores[0], key_scores[1], cores.sum(0), u, v, row_top_k, top_k)
+        entries = torch.add(kept[1], kept[0], alpha=num_keys)
+    scores = score(key_scores, cores, kept)
+    return Retrieved(entries, scores, stage_ids, lambda: directed(key_scores, torch.stack((u, v))))
 
-    def stage_scores() -> Tensor:
-        sides = ((row_scores, u), (column_scores, v))
-        return torch.stack([torch.einsum("thnr,hr->thn", side, direction) for side, direction in sides])
 
-    return Retrieved(rows * num_keys + columns, scores, stage_ids, stage_scores)
+def directed(key_scores: Tensor, directions: Tensor) -> Tensor:
+    """What stage 1 ranks keys by, <u, S_row> and <v, S_col>: [2, T, H, N], differentiable in the scores alone.
+
+    Args:
+        key_scores: [2, T, H, N, R].
+        directions: [2, H, R], u and v.
+    """
+    out: Tensor = _Directed.apply(key_scores, directions)
+    return out
+
+
+class _Directed(torch.autograd.Function):
+    """A pass per Tucker rank each way; the gradient lies in memory as the scores do, [2, R, T, H, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, key_scores: Tensor, directions: Tensor) -> Tensor:
+        ctx.by_rank = directions.detach()[:, None, :, None].unbind(-1)
+        first, *others = zip(key_scores.unbind(-1), ctx.by_rank, strict=True)
+        out = torch.mul(*first)
+        for of_keys, direction in others:
+            out.addcmul_(of_keys, direction)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = grads
+        by_rank = torch.stack([gradient * direction for direction in ctx.by_rank], 1)
+        return by_rank.movedim(1, -1), None
 
 
 def leading_singular_vectors(core_sum: Tensor, u_before: Tensor, v_before: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,21 +165,21 @@ class TuckerLayer(RetrievalLayer):
 
     def retrieve(self, x: Tensor) -> Retrieved:
         """See `RetrievalLayer.retrieve`."""
-        row_scores, column_scores = self.key_scores(x)
-        wide = row_scores.dtype
+        key_scores = self.key_scores(x)
+        wide = key_scores.dtype
         return retrieve(
-            row_scores,
-            column_scores,
+            key_scores,
             self.cores.to(wide),
             self.u.to(wide),
             self.v.to(wide),
             row_top_k=self.memory.row_top_k,
             top_k=self.memory.top_k,
             select=self.kernels.tucker_topk,
+            score=self.kernels.tucker_scores,
         )
 
-    def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column scores, [T, H, N, R] each, of the tokens `x` [T, D]: RMS-normalised queries and keys, Eq. 6.
+    def key_scores(self, x: Tensor) -> Tensor:
+        """Row and column scores, [2, T, H, N, R], of the tokens `x` [T, D]: RMS-normalised queries and keys, Eq. 6.
 
         The queries are shared by the heads, as in the release, unless each has its own.
         """
@@ -172,14 +195,12 @@ class TuckerLayer(RetrievalLayer):
             by_side_and_head = normal_keys.transpose(0, 1).reshape(2 * heads, keys * rank, memory.key_dim)
             products = torch.bmm(queries.transpose(0, 1), by_side_and_head.transpose(1, 2))
             products = products.to(torch.promote_types(products.dtype, torch.float32))
-            rows, columns = products.view(2, heads, x.shape[0], keys, rank).transpose(1, 2).unbind(0)
-            return rows, columns
+            return products.view(2, heads, x.shape[0], keys, rank).transpose(1, 2)
         # One product per (side, rank): [2R, T, d] x [2R, d, H N].
         by_side_and_rank = normal_keys.permute(1, 3, 4, 0, 2).reshape(2 * rank, memory.key_dim, heads * keys)
         products = torch.bmm(queries.transpose(0, 1), by_side_and_rank)
         products = products.to(torch.promote_types(products.dtype, torch.float32))
-        rows, columns = products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1).unbind(0)
-        return rows, columns
+        return products.view(2, rank, x.shape[0], heads, keys).permute(0, 2, 3, 4, 1)
 
     def locate(self, entries: Tensor) -> tuple[Tensor, Tensor | None]:
         """Shuffled (Eq. 8), split into virtual block and row, moved to the window's start, wrapped around the bank."""
@@ -279,7 +300,7 @@ def calibrate_scores(memory: TuckerConfig, num_keys: int, cores: Tensor, *, seed
     wide = cores.detach().cpu().double()
     zeros = torch.zeros(heads, rank, dtype=torch.float64)
     u, v = leading_singular_vectors(wide.sum(0), zeros, zeros)
-    retrieved = retrieve(scores[0], scores[1], wide, u, v, row_top_k=memory.row_top_k, top_k=memory.top_k).scores
+    retrieved = retrieve(scores, wide, u, v, row_top_k=memory.row_top_k, top_k=memory.top_k).scores
     # Host sync: at initialisation.
     mean = float(retrieved.mean())
     if mean <= 0:

@@ -445,7 +445,7 @@ def kernels_of(subject: Subject) -> set[str]:
     return called
 
 
-_FORWARD = ("gather_dot", "gather_sum", "shuffled_rows", "tucker_topk")
+_FORWARD = ("gather_dot", "gather_sum", "shuffled_rows", "tucker_scores", "tucker_topk")
 
 
 @TRAINING.key("train.kernels", "naive")

@@ -65,6 +65,12 @@ def test_an_op_without_cpp_is_pytorchs_unless_it_was_named(monkeypatch: pytest.M
         resolve("torch", {"tucker_topk": "cpu"}, "cpu")
 
 
+def test_an_op_without_triton_is_pytorchs_unless_it_was_named() -> None:
+    assert resolve("triton", {}, "cuda") == {**dict.fromkeys(OPS, "triton"), "tucker_scores": "torch"}
+    with pytest.raises(KernelUnavailableError, match=r"tucker_scores: there is no Triton implementation"):
+        resolve("torch", {"tucker_scores": "triton"}, "cuda")
+
+
 @needs_compiler
 def test_an_override_is_seen_in_the_gradients_of_other_ops() -> None:
     """The gradient of the coefficients of one gather is the other gather."""
@@ -94,7 +100,7 @@ FILES = {
 @pytest.mark.parametrize("op", [*OPS, "list_topk"])
 def test_the_folder_of_an_op_looks_like_every_other(op: str) -> None:
     found = {path.name for path in (REPOSITORY / "kernels" / op).iterdir() if path.is_file()}
-    assert FILES - {"cpu.cpp"} <= found <= FILES
+    assert FILES - {"cpu.cpp", "triton_op.py"} <= found <= FILES
     functions = [implementation_of(op, name) for name in ("naive", "torch")]
     # A custom op holds the function that it was made of.
     twin, in_torch = (inspect.signature(getattr(function, "_init_fn", function)) for function in functions)

@@ -41,11 +41,11 @@ def measured_scores(memory: MemoryConfig, num_keys: int, cores: Tensor, gain: fl
 
     queries = normal(200, 2, memory.num_queries // 2, memory.key_dim).expand(-1, -1, rank, -1)
     keys = normal(memory.num_heads, 2, num_keys, rank, memory.key_dim)
-    rows, columns = torch.einsum("tsrd,hsnrd->sthnr", queries, keys)
+    scores = torch.einsum("tsrd,hsnrd->sthnr", queries, keys)
     zeros = torch.zeros(memory.num_heads, rank, dtype=torch.float64)
     wide = cores.double()
     u, v = leading_singular_vectors(wide.sum(0), zeros, zeros)
-    return retrieve(rows, columns, wide, u, v, row_top_k=memory.row_top_k, top_k=memory.top_k).scores
+    return retrieve(scores, wide, u, v, row_top_k=memory.row_top_k, top_k=memory.top_k).scores
 
 
 @pytest.mark.parametrize("name", CONFIGS)

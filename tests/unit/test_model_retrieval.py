@@ -27,7 +27,9 @@ class Problem:
     v: Tensor
 
     def retrieve(self, *, row_top_k: int, top_k: int) -> Retrieved:
-        return retrieve(self.rows, self.columns, self.cores, self.u, self.v, row_top_k=row_top_k, top_k=top_k)
+        return retrieve(
+            torch.stack((self.rows, self.columns)), self.cores, self.u, self.v, row_top_k=row_top_k, top_k=top_k
+        )
 
     def full_grid(self) -> Tensor:
         """[T, H, C, N, N], every score of the grid."""
@@ -101,7 +103,7 @@ def test_rank_one_cores_make_the_first_stage_exact() -> None:
 def test_gradients_flow_through_the_retrieved_scores_only() -> None:
     problem = draw(tokens=3, heads=2, keys=6)
     leaves = [t.clone().requires_grad_() for t in (problem.rows, problem.columns, problem.cores, problem.u, problem.v)]
-    found = retrieve(*leaves, row_top_k=3, top_k=2)
+    found = retrieve(torch.stack(leaves[:2]), *leaves[2:], row_top_k=3, top_k=2)
     weights = torch.randn(found.scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (found.scores * weights).sum().backward()
     rows, columns, cores, u, v = leaves
@@ -122,7 +124,7 @@ def test_gradcheck() -> None:
     chosen = problem.retrieve(row_top_k=3, top_k=4).entries
 
     def scores(rows: Tensor, columns: Tensor, cores: Tensor) -> Tensor:
-        found = retrieve(rows, columns, cores, problem.u, problem.v, row_top_k=3, top_k=4)
+        found = retrieve(torch.stack((rows, columns)), cores, problem.u, problem.v, row_top_k=3, top_k=4)
         assert torch.equal(found.entries, chosen)
         return found.scores
 

@@ -233,7 +233,7 @@ def test_retrieval_is_traced_whole(implementation: Implementation) -> None:
 
     def scores(rows: Tensor, columns: Tensor) -> Tensor:
         sizes = {"row_top_k": row_top_k, "top_k": top_k}
-        by_core = tucker.retrieve(rows, columns, core.unsqueeze(0), u, v, **sizes, select=selections[0])
+        by_core = tucker.retrieve(torch.stack((rows, columns)), core.unsqueeze(0), u, v, **sizes, select=selections[0])
         by_sum = product_key.retrieve(rows[..., 0], columns[..., 0], **sizes, select=selections[1])
         return by_core.scores + by_sum.scores
 

@@ -21,7 +21,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from kernels.select import OPS, Kernels, assemble, implementation_of
+from kernels.select import Kernels, assemble, implementation_of, resolve
 from megamem.documents import document_bounds
 from parallel.groups import ParallelGroups
 from pretrain.config.schema import RunConfig
@@ -231,7 +231,8 @@ def _build(config: RunConfig, groups: ParallelGroups) -> tuple[list[DistributedD
 def _gpu_kernels() -> Kernels | None:
     if find_spec("triton") is None:
         return None
-    return assemble(dict.fromkeys(OPS, "triton"), {op: implementation_of(op, "triton") for op in OPS})
+    chosen = resolve("triton", {}, "cuda")
+    return assemble(chosen, {op: implementation_of(op, name) for op, name in chosen.items()})
 
 
 def _assign_state(recorder: Recorder, chunks: Sequence[DistributedDataParallel], optimizer: MemoryOptimizer) -> None:
