@@ -44,6 +44,8 @@ _CACHED_BYTES = 25e6
 """Bytes of the tokens' vectors that stay in cache while gradients of tables read them at random: half of an H100's."""
 _SPARE = 1.1
 """Entries that one rank can send to another if it sends them to their owners alone, over their mean."""
+_ID, _ORDER_BYTES = 4, 12
+"""Bytes of an id, and of a sorted entry's row and place."""
 _PLACE_BYTES = 2
 """The token of an entry that is sent to its owner alone."""
 _BUSIEST = {1: 1.0, 2: 1.005, 4: 1.023, 8: 1.039, 16: 1.082, 32: 1.157}
@@ -62,12 +64,15 @@ class Split:
             pass over what they do not have.
         crosses_once: what every rank of the group is sent crosses between nodes once, as rings of NCCL do; plans
             count it as often as there are ranks.
+        masked: kernels as they are, which walk all entries: those of others' rows read the first row of one's own, which
+            stays in cache, and weigh nothing; else kernels that pass over them.
     """
 
     name: str
     row_parts: int = 1
     to_owners: bool = False
     crosses_once: bool = True
+    masked: bool = False
 
     def parts_of(self, group: int) -> int:
         """R in a group of so many ranks."""
@@ -81,6 +86,7 @@ SPLITS = (
     Split("rows, to owners", 0, to_owners=True),
     Split("both, 2 of rows", 2),
     Split("both, 4 of rows", 4),
+    Split("both, 4 of rows, masked", 4, masked=True),
     Split("both, 4 of rows, to owners", 4, to_owners=True),
 )
 
@@ -156,12 +162,19 @@ def rows_s(config: RunConfig, split: Split, stage: Stage, tokens: int, hardware:
         # Written, cut or added up, sent and received.
         copied += 4 * (parts - 1) * tokens * table.width * element
     passes, backward = len(stage.lookups) + len(stage.backward_lookups), len(stage.backward_lookups)
-    of_owners = split.to_owners and parts > 1
+    of_owners, walked = split.to_owners and parts > 1, 0.0
+    if split.masked and parts > 1:
+        entries = group * tokens * memory.lookup.rows
+        coefficient = coefficients_per_rank(memory.lookup.scores, columns) * element
+        product = element if memory.width("pre_values") else 0
+        # Places in the part, two comparisons, both of them, places or the first row; then coefficients and products.
+        copied += entries * (2 * _ID + 2 * (_ID + 1) + 3 + 2 * _ID + 1 + 2 * (coefficient + product) + 2)
+        walked = entries * (1 - 1 / parts) * len(memory.tables) * _ORDER_BYTES
     return RowSeconds(
         gathers=busiest * owned.gathers,
         ids=(busiest * owned.ids if of_owners else every.ids) + passes * copied / hardware.stream_bytes_per_s,
         sort=busiest * owned.sort if of_owners else every.sort,
-        gradients=busiest * (owned.gradients + backward * missed / hardware.gather_bytes_per_s),
+        gradients=busiest * owned.gradients + backward * (busiest * missed + walked) / hardware.gather_bytes_per_s,
     )
 
 
