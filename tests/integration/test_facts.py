@@ -11,7 +11,7 @@ from commands import TINY, Megamem, steps
 
 
 def test_facts_that_were_learnt_are_known(tmp_path: Path, megamem: Megamem) -> None:
-    train = {"num_steps": 120, "global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 48}
+    train = {"num_steps": 80, "global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 48}
     model = {**TINY["model"], "ffn_hidden_size": 96}
     (tmp_path / "memory.yaml").write_text(
         yaml.safe_dump({**TINY, "name": "memory", "model": model, "train": train, "logging": {"memory_every_steps": 0}})
@@ -27,7 +27,7 @@ def test_facts_that_were_learnt_are_known(tmp_path: Path, megamem: Megamem) -> N
     )
     result = megamem(*command)
     assert result.code == 0, result.output
-    assert "run 1 of 2: memory, 4 facts: 120 steps to go" in result.output
+    assert "run 1 of 2: memory, 4 facts: 80 steps to go" in result.output
     assert "run 2 of 2: memory, 2,000 facts" in result.output
     page = (tmp_path / "runs" / "recall.md").read_text()
     assert "| memory |" in page

@@ -303,8 +303,8 @@ ODD_VALUES = (
 def test_whatever_stands_at_a_key_is_taken_or_refused_in_our_words(memory: str | None) -> None:
     base = from_plain({} if memory is None else {"model": {"memory": {"kind": memory}}}, "here", Layer.FILE)
     refusals = []
-    # What a family's keys say does not depend on the others, nor what others say on the family.
-    for key in (key for key in all_keys(RunConfig) if memory is None or key.startswith("model.memory")):
+    # What a family's own keys say does not depend on the others, nor what others say on the family.
+    for key in all_keys(RunConfig) if memory is None else all_keys(FAMILIES[memory].config, "model.memory."):
         segments = key.replace(".N.", ".0.").split(".")
         for value in (from_plain(value, "x", Layer.FILE) for value in ODD_VALUES):
             try:
