@@ -69,7 +69,7 @@ def retrieve(
 
 
 def directed(key_scores: Tensor, directions: Tensor) -> Tensor:
-    """What stage 1 ranks keys by, <u, S_row> and <v, S_col>: [2, T, H, N], differentiable in the scores alone.
+    """Scores by which stage 1 ranks keys, <u, S_row> and <v, S_col>: [2, T, H, N], differentiable in the scores alone.
 
     Args:
         key_scores: [2, T, H, N, R].
