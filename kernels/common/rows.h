@@ -100,12 +100,13 @@ template <int64_t kWidth = kLanes>
 inline lanes<float, kWidth> load(const bf16* from) {
 // GCC takes five instructions for the conversion below, and rows in the cache then wait for them.
 #if defined(__AVX512F__)
-  if constexpr (kWidth == kLanes)
+  if constexpr (kWidth == 16)
     return reinterpret_cast<lanes<float>>(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16));
-#elif defined(__AVX2__)
-  if constexpr (kWidth == kLanes)
-    return reinterpret_cast<lanes<float>>(
+#endif
+#if defined(__AVX2__)
+  if constexpr (kWidth == 8)
+    return reinterpret_cast<lanes<float, kWidth>>(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16));
 #endif
   lanes<uint16_t, kWidth> bits;
@@ -126,6 +127,9 @@ inline void add_scaled(Sum* out, const Row* row, Sum scale, int64_t n) {
   for (; i + kFewLanes <= n; i += kFewLanes) add_scaled_lanes<kFewLanes>(out + i, row + i, scale);
   for (; i < n; ++i) out[i] += scale * widen(row[i]);
 }
+
+// Threads for T tokens: waking one that has no token costs more than the rows of the only one.
+inline int64_t threads_for(int64_t threads, int64_t T) { return std::max<int64_t>(1, std::min(threads, T)); }
 
 // The row and operand types that a call is for, by its number: those of `_TYPES` in cpp.py.
 template <class Function>

@@ -44,7 +44,7 @@ void gather_dot(const void* table_at, const int32_t* ids, const void* x_at, cons
   const Operand* x = static_cast<const Operand*>(x_at);
   Operand* out = static_cast<Operand*>(out_at);
   const int64_t per_group = W / C, M = T * J;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads_for(threads, T))
   {
     std::vector<Sum> vectors(B * W);
 #pragma omp for schedule(static)

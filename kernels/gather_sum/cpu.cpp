@@ -112,6 +112,35 @@ inline void sum_in_passes(Sum* out, const Reads<Row, Operand>& reads, int64_t n)
   }
 }
 
+// Both of two column groups, of n columns each, in one pass over a token's rows: kCount x Unit::kColumns columns of each,
+// the last of which end with column n.
+template <class Unit, int64_t kCount, class Row, class Operand, class Sum>
+inline void sum_pair_in_registers(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
+  const int64_t last = n - Unit::kColumns;
+  const auto column = [&](int64_t k) { return k + 1 < kCount ? k * Unit::kColumns : last; };
+  Unit first[kCount], second[kCount];
+  for (int64_t j = 0; j < reads.J; ++j) {
+    const Row* row = reads.row(j);
+    prefetch_row(reads.later_row(j), 2 * n * sizeof(Row));
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < kCount; ++k) first[k].add(row + column(k), reads.coef[2 * j]);
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < kCount; ++k) second[k].add(row + n + column(k), reads.coef[2 * j + 1]);
+  }
+  for (int64_t k = 0; k < kCount; ++k) {
+    first[k].store(out + column(k));
+    second[k].store(out + n + column(k));
+  }
+}
+
+// The same with `count` known when it runs, at most kMost.
+template <class Unit, int64_t kMost, class Row, class Operand, class Sum>
+inline void sum_pair(int64_t count, Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
+  if constexpr (kMost > 1)
+    if (count < kMost) return sum_pair<Unit, kMost - 1>(count, out, reads, n);
+  sum_pair_in_registers<Unit, kMost>(out, reads, n);
+}
+
 // Columns [0, n) of a token's weighted sum, all in one bin.
 template <class Row, class Operand, class Sum>
 inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
@@ -126,6 +155,22 @@ inline void sum_columns(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
   }
 }
 
+// All column groups of a token's weighted sum, of n columns each and all in one bin.
+template <class Row, class Operand, class Sum>
+inline void sum_groups(Sum* out, const Reads<Row, Operand>& reads, int64_t n) {
+  using Wide = Sums<Row>;
+  using Narrow = Sums<Row, kFewLanes>;
+  // A quarter of the vectors for each of two groups: with more a pass per group is faster.
+  constexpr int64_t kWide = kMostVectors / 4 / Wide::kRegisters, kNarrow = Wide::kColumns / Narrow::kColumns;
+  const auto units = [&](int64_t columns) { return (n + columns - 1) / columns; };
+  if (reads.C == 2 && n >= Wide::kColumns && units(Wide::kColumns) <= kWide)
+    return sum_pair<Wide, kWide>(units(Wide::kColumns), out, reads, n);
+  if (reads.C == 2 && n >= Narrow::kColumns && n < Wide::kColumns)
+    return sum_pair<Narrow, kNarrow>(units(Narrow::kColumns), out, reads, n);
+  Reads<Row, Operand> group = reads;
+  for (int64_t c = 0; c < reads.C; ++c, group.table += n, ++group.coef) sum_columns(out + c * n, group, n);
+}
+
 // out[t, b, group c] = sum_{j: bins[t, j] = b} coef[t, j, c] table[ids[t, j], group c]
 template <class Row, class Operand>
 void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, const int32_t* bins, void* out_at,
@@ -135,17 +180,14 @@ void gather_sum(const void* table_at, const int32_t* ids, const void* coef_at, c
   const Operand* coef = static_cast<const Operand*>(coef_at);
   Row* out = static_cast<Row*>(out_at);
   const int64_t per_group = W / C, M = T * J;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads_for(threads, T))
   {
     std::vector<Sum> sums(B * W);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < T; ++t) {
       if (bins == nullptr) {
-        for (int64_t c = 0; c < C; ++c)
-          sum_columns(
-              sums.data() + c * per_group,
-              Reads<Row, Operand>{table + c * per_group, ids + t * J, ids + M - 1, coef + t * J * C + c, J, C, W},
-              per_group);
+        sum_groups(sums.data(), Reads<Row, Operand>{table, ids + t * J, ids + M - 1, coef + t * J * C, J, C, W},
+                   per_group);
       } else {
         std::fill(sums.begin(), sums.end(), Sum(0));
         for (int64_t e = t * J; e < (t + 1) * J; ++e) {
