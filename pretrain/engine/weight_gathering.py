@@ -8,12 +8,17 @@ waited for. So a block waits for all that its memory reads, on the common stream
 cores are decomposed once per step, for all layers at a time: the step starts by waiting for them, and for the parts
 that they are in. In a model with such cores the tables are gathered beside forward, and little of the backbone.
 
+Megatron starts a part when the one before it has been waited for. The tables of a bank are several parts that are read
+at once, of which all but the first would then come while forward waits: so a bank's parts are started together, when
+the bank before is read.
+
 Between the steps, code that reads weights without a forward pass completes them first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -31,12 +36,13 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
         # They wait for nothing. And a cache of Megatron's keeps rotary embeddings for ever, the model with their hook.
         if not any(True for _ in module.parameters(recurse=False)):
             hook.remove()
+    banks = parts_of_banks(wrapped, model)
+    following = {name: banks[after] for name, after in pairwise(banks)}
     for site in (module for module in model.modules() if isinstance(module, MemorySite)):
-        layer, parameters = site.memory, list(site.parameters())
+        layer = site.memory
+        bank = str(layer.view.bank) if isinstance(layer, MemoryLayer) else ""
         # A bank that an earlier chunk holds has come before that chunk's own memories read it.
-        if isinstance(layer, MemoryLayer) and str(layer.view.bank) in model.banks:
-            parameters += model.banks[str(layer.view.bank)].parameters()
-        wait = _waiting_for(_parts(wrapped, parameters))
+        wait = _waiting_for(_parts(wrapped, site.parameters()), banks.get(bank, ()), following.get(bank, ()))
         # The memory's own too: a memory that joins the stream after a later block is read without its site's forward.
         site.register_forward_pre_hook(wait)
         site.memory.register_forward_pre_hook(wait)
@@ -50,14 +56,28 @@ def wait_before_memories(wrapped: DistributedDataParallel, model: MemoryGPTModel
         model.chunked_loss.register_forward_pre_hook(_waiting_for(_parts(wrapped, [model.output_weight])))
 
 
-def _waiting_for(parts: list[Any]) -> Callable[[Any, Any], None]:
-    """A hook before a module's forward that waits until these parts have come."""
+def _waiting_for(
+    parts: Sequence[Any], of_bank: Sequence[Any] = (), following: Sequence[Any] = ()
+) -> Callable[[Any, Any], None]:
+    """A hook before a module's forward that waits until these parts have come, and a bank's, and starts those of the
+    bank that follows."""
 
     def wait(_module: Any, _inputs: Any) -> None:
         for part in parts:
             part.finish_param_sync()
+        for part in of_bank:
+            part.finish_param_sync(skip_next_bucket_dispatch=True)
+        for part in following:
+            if not part.param_gather_dispatched:
+                part.start_param_sync()
 
     return wait
+
+
+def parts_of_banks(wrapped: DistributedDataParallel, model: MemoryGPTModel) -> dict[str, list[Any]]:
+    """The parts of each bank that has some, in the order of use."""
+    parts = {name: _parts(wrapped, bank.parameters()) for name, bank in model.banks.items()}
+    return {name: of_bank for name, of_bank in parts.items() if of_bank}
 
 
 def wait_for(chunk: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
@@ -79,14 +99,17 @@ def start_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
         if not chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync()
             continue
+        model = next(module for module in chunk.modules() if isinstance(module, MemoryGPTModel))
+        first_bank = next(iter(parts_of_banks(chunk, model).values()), [])
         for parts in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
             for part in parts:
                 if part.param_gather_handle is not None:
                     # Gathered for a forward pass that had no use for it.
                     part.start_param_sync(force_sync=True)
-            if parts:
-                # Parts are numbered from the end of the model.
-                parts[-1].start_param_sync()
+            # Parts are numbered from the end of the model.
+            is_of_banks = parts is chunk.expert_parallel_bucket_groups and bool(first_bank)
+            for part in first_bank if is_of_banks else parts[-1:]:
+                part.start_param_sync()
 
 
 def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:

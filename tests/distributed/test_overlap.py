@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from megamem.families.ultramem.config import UltraMemConfig
 from megamem.spans import PlacementConfig
 from pretrain.config.schema import RunConfig
 from pretrain.engine.megatron import ddp_config
-from pretrain.engine.weight_gathering import start_gathering
+from pretrain.engine.weight_gathering import parts_of_banks, start_gathering
 from tests.distributed.conftest import RunRanks
 
 # The second reads gathered weights.
@@ -76,8 +77,8 @@ def forget_what_others_step(chunks: Sequence[DistributedDataParallel]) -> None:
     start_gathering(chunks)
 
 
-def small_parts(config: RunConfig) -> Any:
-    return replace(ddp_config(config), bucket_size=PART_ELEMENTS)
+def small_parts(config: RunConfig, num_elements: int = PART_ELEMENTS) -> Any:
+    return replace(ddp_config(config), bucket_size=num_elements)
 
 
 def trained(
@@ -146,6 +147,30 @@ def test_a_checkpoint_knows_nothing_of_parts(run_ranks: RunRanks, tmp_path: Path
     for straight, resumed in run_ranks(main, 2):
         for row, other in zip(straight, resumed, strict=True):
             assert row == pytest.approx(other, rel=1e-6)
+
+
+def test_tables_of_a_bank_are_gathered_together_before_it_is_read(run_ranks: RunRanks) -> None:
+    """Values and pre-values are parts of their own; those of a bank are all under way when the one before is read."""
+
+    def main() -> list[list[bool]]:
+        with patch("pretrain.engine.build.ddp_config", partial(small_parts, num_elements=1)), tiny_run(SHARED) as run:
+            (model,), (chunk,) = run.bare, run.chunks
+            banks = parts_of_banks(chunk, model)
+            assert [len(parts) for parts in banks.values()] == [2, 2]
+
+            found: list[list[bool]] = []
+
+            def tell(*_: Any) -> None:
+                found.append([part.param_gather_dispatched for parts in banks.values() for part in parts])
+
+            model.decoder.layers[0].register_forward_pre_hook(tell)
+            model.memory_layers[0].register_forward_hook(tell)
+            run.train(STEPS)
+        return found[-2:]
+
+    for after_update, when_first_is_read in run_ranks(main, 2):
+        assert after_update == [True, True, False, False]
+        assert when_first_is_read == [True, True, True, True]
 
 
 def test_a_loss_in_chunks_waits_for_its_weight(run_ranks: RunRanks) -> None:

@@ -85,10 +85,10 @@ def with_a_sum(gather: Any) -> Any:
     """Exchange.gather with a sum over the world: before it on rank 1, after it on others."""
     import torch.distributed as dist
 
-    def gather_and_sum(exchange: Any, x: Any, sizes: Any = None) -> Any:
+    def gather_and_sum(exchange: Any, x: Any) -> Any:
         if first := dist.get_rank() == 1:
             dist.all_reduce(x.new_zeros(1))
-        out = gather(exchange, x, sizes)
+        out = gather(exchange, x)
         if not first:
             dist.all_reduce(x.new_zeros(1))
         return out
@@ -202,6 +202,6 @@ def test_a_rank_that_exchanges_in_another_order_in_its_code_is_told(
 ) -> None:
     (told,) = find_mismatches(calls_of["in code"])
     assert "wait for each other" in told
-    assert "all_gather of uint8" in told
+    assert "all_gather of int32" in told
     assert "in group memory of 4 ranks at parallel/exchange.py:" in told
     assert "in group world of 8 ranks" in told
