@@ -17,12 +17,13 @@ def context_of_share(device: torch.device, share: float) -> Any:
     While they are free, kernels of other streams run there too. A stream does not keep its context.
 
     Raises:
-        ValueError: this PyTorch gives its contexts no streams.
+        ValueError: this build of PyTorch, or this driver, makes none.
     """
-    if not hasattr(GreenContext, "Stream"):
-        raise ValueError(
-            f"parallel.gradient_sm_share is {share:g}, for which torch {torch.__version__} is too old: use torch 2.12 or "
-            "later, or 1"
-        )
     number = torch.cuda.get_device_properties(device).multi_processor_count
-    return GreenContext.create(num_sms=max(1, round(share * number / GROUP)) * GROUP, device_id=device.index)
+    try:
+        return GreenContext.create(num_sms=max(1, round(share * number / GROUP)) * GROUP, device_id=device.index)
+    except RuntimeError as error:
+        raise ValueError(
+            f"parallel.gradient_sm_share is {share:g}, and torch {torch.__version__} cannot give a share of this GPU to a "
+            f"stream ({str(error).splitlines()[0]}): use a build and a driver of CUDA 12.8 or later, or 1"
+        ) from error

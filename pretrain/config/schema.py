@@ -75,8 +75,8 @@ class ParallelConfig(Config):
         ),
     ] = 1.0
     """Share of a GPU's multiprocessors, the others of which go on with products of matrices, on which the gradients of
-    split tables are added up beside the rest of backward; 1: all, whichever kernel comes first. Below 1 needs torch
-    2.12."""
+    split tables are added up beside the rest of backward; 1: all, whichever kernel comes first. Below 1 needs CUDA
+    12.8."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over the replicas in parts, each as soon as the last microbatch's backward pass has it; false:
     all of them after that pass."""

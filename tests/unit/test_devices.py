@@ -24,6 +24,7 @@ from parallel.devices import (
     why_gpus_are_unusable,
 )
 from parallel.environment import local_cache_folder, settle_environment
+from parallel.multiprocessors import context_of_share
 from parallel.ranks import RankEnvironment
 from pretrain.config.overlap import queues_of
 from pretrain.config.schema import RunConfig
@@ -287,3 +288,15 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: 
     assert "TRITON_CACHE_DIR" not in settle_environment(
         **queues_of([RunConfig()]), deterministic=False, environ=environ
     )
+
+
+def test_a_gpu_that_cannot_be_shared_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(**_: int) -> None:
+        raise RuntimeError("Green context is only supported on CUDA 12.8+!\nat aten")
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr("torch.cuda.green_contexts.GreenContext.create", create)
+    with pytest.raises(
+        ValueError, match=r"gradient_sm_share is 0\.5, .*only supported on CUDA 12\.8\+!\): use a build"
+    ):
+        context_of_share(torch.device("cuda", 0), 0.5)
