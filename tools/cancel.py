@@ -12,7 +12,7 @@ from pretrain.run.folder import RunFolder
 from slurm.commands import cancel, job_state
 from slurm.records import jobs_folders
 from tools.parsers import add_command
-from tools.standing import find_runs
+from tools.run_status import find_runs
 
 _EPILOG = """\
 examples:

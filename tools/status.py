@@ -19,10 +19,10 @@ from pretrain.checkpoint.folder import newest_readable
 from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.train.health.memories import NUM_OBSERVED, course, findings, in_words
-from slurm.standing import jobs_standing
+from slurm.job_status import jobs_standing
 from slurm.times import AttemptTimes, attempt_times
 from tools.parsers import add_command
-from tools.standing import State, duration, find_runs, metrics_age_s, standing_of
+from tools.run_status import State, duration, find_runs, metrics_age_s, standing_of
 from tools.words import aligned, count_in_millions
 
 _EPILOG = """\
@@ -57,7 +57,7 @@ class Line:
         tokens: seen in training.
         loss, validation_loss: the newest ones, in nats per token.
         checkpoint: step of the newest complete checkpoint.
-        state, detail: see `tools.standing.Standing`.
+        state, detail: see `tools.run_status.Standing`.
         metric_age_s: seconds since the metrics were written.
         stage: in which the last step was taken, in a run of stages.
         dropped_out: which memories have collapsed or are silent, in words.

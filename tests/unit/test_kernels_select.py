@@ -184,7 +184,9 @@ def test_bits_do_not_depend_on_the_width_of_vectors(tmp_path: Path, monkeypatch:
     def results() -> list[Tensor]:
         g = torch.Generator().manual_seed(0)
         found = []
-        for dtype, width in itertools.product((torch.float32, torch.bfloat16), (1, 3, 7, 8, 15, 24, 33, 64, 65, 130, 200, 545)):
+        for dtype, width in itertools.product(
+            (torch.float32, torch.bfloat16), (1, 3, 7, 8, 15, 24, 33, 64, 65, 130, 200, 545)
+        ):
             table, x = torch.randn(12, width, generator=g).to(dtype).split((9, 3))
             ids, coef = torch.randint(0, 9, (3, 7), generator=g), torch.randn(3, 7, 1, generator=g).to(dtype)
             found += [kernels.gather_sum(table, ids, coef), kernels.gather_dot(table, ids, x)]

@@ -15,7 +15,7 @@ from pretrain.run.history import Start
 from pretrain.train.health.memories import in_words
 from tools.report.charts import Key, Line, Mark, chart, colour_of, shade_of
 from tools.report.reading import EVALUATION_FIGURES, Binned, Column, RunRecord, binned
-from tools.standing import duration
+from tools.run_status import duration
 from tools.templates import render
 from tools.words import count_in_millions, plural, size_in_words
 

@@ -26,7 +26,7 @@ from pretrain.planning.costs.formulas import ParameterCounts, count_parameters
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import Incident, Start, read_history
 from pretrain.train.health.memories import Finding, findings
-from tools.standing import Standing, standing_of
+from tools.run_status import Standing, standing_of
 
 STEP_FIGURES = ("loss", "lr", "value_lr", "tokens_per_s", "tflops_per_gpu", "step_s", "grad_norm", "value_grad_norm")
 """Figures in the rows of steps."""

@@ -14,7 +14,7 @@ from pretrain.config.schema import RunConfig, TrainConfig
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import End, Start, now, write_event
 from pretrain.run.owner import Claim
-from slurm import commands, standing
+from slurm import commands, job_status
 from slurm.commands import JobState, SlurmError
 from slurm.job import JobNow, begin, end
 from slurm.profile import ClusterConfig
@@ -67,8 +67,8 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run = Run(tmp_path)
-    monkeypatch.setattr(standing, "is_there", lambda: True)
-    monkeypatch.setattr(standing, "job_state", lambda job: run.states.get(job))
+    monkeypatch.setattr(job_status, "is_there", lambda: True)
+    monkeypatch.setattr(job_status, "job_state", lambda job: run.states.get(job))
     return run
 
 
@@ -209,7 +209,7 @@ def test_without_an_answer_nothing_is_made_up(run: Run, monkeypatch: pytest.Monk
     def no_answer(job: str) -> JobState:
         raise SlurmError("timed out")
 
-    monkeypatch.setattr(standing, "job_state", no_answer)
+    monkeypatch.setattr(job_status, "job_state", no_answer)
     run.begin()
     run.trains(3)
     line = line_of(run.folder.path)

@@ -1,4 +1,4 @@
-"""Standing of a run's jobs: what its folder records, and what Slurm says where it can be asked."""
+"""Status of a run's jobs: what its folder records, and what Slurm says where it can be asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standing of a run, by one look at its folder: nothing is written, nothing is waited for, no torch is imported."""
+"""Status of a run, by one look at its folder: nothing is written, nothing is waited for, no torch is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.run.folder import RunFolder
 from pretrain.run.history import End, Start, read_history
 from pretrain.run.owner import LAPSE_S, Presence, look
-from slurm.standing import JobsStanding, Phase
+from slurm.job_status import JobsStanding, Phase
 
 State: TypeAlias = Literal[
     "running",
