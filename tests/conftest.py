@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """One thread per process: sums then do not depend on the machine's cores, and ranks are forked from a process
     without threads.
     """
-    # Until all modules are there: every look at a heap that grows by them finds nothing.
-    gc.disable()
     os.environ["OMP_NUM_THREADS"] = "1"
     # Commands under test have as many threads as cores, beside those of other tests: they sleep while they wait.
     os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -38,10 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("megamem")
 
 
-def pytest_collection_finish() -> None:
-    """Leave what stays for the whole session to no later collection."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import all modules without collecting garbage, which finds none in a heap that grows by them, and leave them to
+    no later collection.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
